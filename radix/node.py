@@ -1,0 +1,86 @@
+"""One node of the tree: a run of whole pages."""
+
+from __future__ import annotations
+
+from array import array
+
+from sortedcontainers import SortedList
+
+TOKEN_BYTES = 4
+
+# Below this many children a scan for the best partial page is cheaper than keeping them sorted.
+_SORT_FROM = 9
+
+
+class Node:
+    """A run of whole pages and the policy record that belongs to it.
+
+    Attributes:
+        key: the run's tokens, int32 little-endian, as one bytes object: comparison and hashing run at C speed.
+        pages: int32 page ids, one for each page of the run.
+        children: by the bytes of their first page.
+        refs: live requests that hold this very node, plus the children whose own `refs` is not zero. So a node
+            with a referenced descendant is referenced, and a lock stops climbing at the first shared ancestor.
+        last_use: logical time. Only the deepest node of a use is stamped; a parent takes the newest stamp of
+            its children when they leave, which is the same order at no cost per ancestor.
+    """
+
+    __slots__ = ("children", "key", "last_use", "namespace", "order", "pages", "parent", "queued", "refs")
+
+    def __init__(self, key: bytes, pages: array[int], parent: Node | None, namespace: str):
+        self.key = key
+        self.pages = pages
+        self.parent = parent
+        self.namespace = namespace
+        self.children: dict[bytes, Node] = {}
+        self.order: SortedList | None = None
+        self.refs = 0
+        self.last_use = 0
+        self.queued = -1
+
+    def attach(self, first_page: bytes, child: Node) -> None:
+        """Add a child, or put another in the place of one with the same first page."""
+        if self.order is not None and first_page not in self.children:
+            self.order.add(first_page)
+        self.children[first_page] = child
+
+    def detach(self, first_page: bytes) -> None:
+        """Remove a child."""
+        del self.children[first_page]
+        if self.order is not None:
+            self.order.remove(first_page)
+
+    def closest_child(self, wanted: bytes) -> tuple[Node | None, int]:
+        """The child whose first page shares the longest run of tokens with `wanted`, and that run's length.
+
+        In sorted order that child is a neighbour of `wanted`: nothing in between can share less.
+        """
+        if self.order is None and len(self.children) >= _SORT_FROM:
+            self.order = SortedList(self.children)
+        if self.order is None:
+            candidates = list(self.children)
+        else:
+            at = self.order.bisect_left(wanted)
+            candidates = list(self.order.islice(max(at - 1, 0), at + 1))
+        best, best_tokens = None, 0
+        for first_page in candidates:
+            tokens = common_tokens(wanted, 0, first_page)
+            if tokens > best_tokens:
+                best, best_tokens = self.children[first_page], tokens
+        return best, best_tokens
+
+
+def common_tokens(key: bytes, offset: int, run: bytes) -> int:
+    """How many leading tokens of `run` stand in `key` from byte `offset` on: bisection over C-speed comparisons."""
+    low, high = 0, min(len(run), len(key) - offset) // TOKEN_BYTES
+    if key.startswith(run[: high * TOKEN_BYTES], offset):
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if key[offset + low * TOKEN_BYTES : offset + middle * TOKEN_BYTES] == run[
+            low * TOKEN_BYTES : middle * TOKEN_BYTES
+        ]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,25 @@
+"""Ramet's runtime: what is computed.
+
+`Engine` is Ramet as a library. It is imported when first used, so that a process that only talks to an engine does
+not load torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from runtime.output import Output, Submission
+from runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from runtime.engine import Engine
+
+__all__ = ["Engine", "Output", "SamplingParams", "Submission"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Engine":
+        from runtime.engine import Engine
+
+        return Engine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,174 @@
+"""Attention in torch: correct for any plan on any device, and without gathering where pages are neighbours."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from runtime.attention.backend import AttentionBackend
+from runtime.batch import AttentionPlan, Edge, Span
+from runtime.kv.pool import KVPool
+from runtime.models.rope import RotaryEmbedding
+
+
+@dataclass(slots=True)
+class Part:
+    """One kernel call: query rows against some pool rows.
+
+    Attributes:
+        rows: of the layer group.
+        slots: pool rows; a slice where they are neighbours (then nothing is gathered).
+        causal: whether these are the rows' own keys, visible up to the diagonal.
+        shift: rotate the queries by minus this.
+        bias: float [n, length], 0 or -inf; None: all visible.
+        first: whether no earlier part has a result for these rows, so that there is nothing to merge with.
+    """
+
+    rows: slice | torch.Tensor
+    slots: slice | torch.Tensor
+    causal: bool
+    shift: int
+    bias: torch.Tensor | None
+    first: bool
+
+
+class CPUAttention(AttentionBackend):
+    """The torch backend."""
+
+    name = "cpu"
+
+    def __init__(self, pool: KVPool, rope: RotaryEmbedding):
+        self.pool = pool
+        self.rope = rope
+        self.device = pool.k.device
+
+    def prepare(self, plan: AttentionPlan) -> list[Part]:
+        """Resolve spans to pool rows; a causal edge becomes the span's older part and its own square."""
+        touched = torch.zeros(plan.num_rows, dtype=torch.bool)
+        resolved = [self._slots(span) for span in plan.spans]
+        parts: list[Part] = []
+        for edge in plan.edges:
+            span, slots = plan.spans[edge.span], resolved[edge.span]
+            for part in self._parts(edge, span, slots, int(touched[edge.rows].numel())):
+                part.first = not bool(touched[edge.rows].any())
+                touched[edge.rows] = True
+                parts.append(part)
+        return parts
+
+    def _parts(self, edge: Edge, span: Span, slots: slice | torch.Tensor, num_rows: int) -> list[Part]:
+        visible = edge.mask.to(self.device) if edge.mask is not None else None
+        if span.keep is not None:
+            keep = span.keep.to(self.device)[None]
+            if edge.mode == "causal":
+                own = torch.ones(num_rows, span.length, dtype=torch.bool, device=self.device)
+                visible = own.tril(span.length - num_rows)
+            visible = keep.expand(num_rows, -1) if visible is None else visible & keep
+        if visible is not None:
+            bias = torch.zeros(visible.shape, device=self.device).masked_fill_(~visible, -math.inf)
+            return [Part(edge.rows, slots, False, span.shift, bias.to(self.pool.k.dtype), False)]
+        if edge.mode == "full" or num_rows == 1:
+            return [Part(edge.rows, slots, False, span.shift, None, False)]
+        older = span.length - num_rows
+        parts = [Part(edge.rows, _cut(slots, older, span.length), True, span.shift, None, False)]
+        if older:
+            parts.append(Part(edge.rows, _cut(slots, 0, older), False, span.shift, None, False))
+        return parts
+
+    def _slots(self, span: Span) -> slice | torch.Tensor:
+        page_size = self.pool.page_size
+        first = int(span.pages[0])
+        if len(span.pages) == 1 or bool((span.pages[1:] - span.pages[:-1] == 1).all()):
+            return slice(first * page_size, first * page_size + span.length)
+        pages = torch.from_numpy(span.pages).to(self.device, torch.int64)
+        rows = torch.arange(page_size, device=self.device)
+        return (pages[:, None] * page_size + rows).flatten()[: span.length]
+
+    def run(self, prepared: list[Part], q: torch.Tensor, layer: int) -> torch.Tensor:
+        """See `AttentionBackend.run`."""
+        k, v = self.pool.k[layer], self.pool.v[layer]
+        out = torch.zeros_like(q)
+        if all(part.first for part in prepared):
+            for part in prepared:
+                out[part.rows] = self._attend(part, q, k, v)[0]
+            return out
+        wide = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
+        for part in prepared:
+            part_out, part_lse = self._attend(part, q, k, v)
+            if part.first:
+                wide[part.rows], lse[part.rows] = part_out.float(), part_lse
+            else:
+                wide[part.rows], lse[part.rows] = merge(wide[part.rows], lse[part.rows], part_out, part_lse)
+        return out.copy_(wide)
+
+    def _attend(
+        self, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q = q[part.rows]
+        if part.shift:
+            q = self.rope.shift(q, -part.shift)
+        k, v = k[part.slots], v[part.slots]
+        n, heads, dim = q.shape
+        kv_heads = k.shape[1]
+        groups = heads // kv_heads
+        # Heads that share keys form one batch entry: as further query rows where all see the same keys, as heads
+        # over keys of stride 0 where a diagonal is needed. Either way no key is copied.
+        grouped = q.view(n, kv_heads, groups, dim).permute(1, 2, 0, 3)
+        keys, values = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]
+        bias = part.bias
+        if part.causal:
+            keys, values = keys.expand(-1, groups, -1, -1), values.expand(-1, groups, -1, -1)
+        else:
+            grouped = grouped.reshape(kv_heads, 1, groups * n, dim)
+            bias = None if bias is None else bias.repeat(groups, 1)
+        out, lse = attend(grouped, keys, values, part.causal, bias)
+        out = out.reshape(kv_heads, groups, n, dim).permute(2, 0, 1, 3).reshape(n, heads, dim)
+        return out, lse.reshape(kv_heads, groups, n).permute(2, 0, 1).reshape(n, heads)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scaled dot-product attention with log-sum-exp.
+
+    Args:
+        q: [batch, heads, n, dim]; k, v: [batch, heads, m, dim].
+        causal: row i sees keys 0..i (n == m).
+        bias: [n, m], added to the scores; None: nothing.
+
+    Returns:
+        out [batch, heads, n, dim], and float32 natural lse [batch, heads, n]; zeros and -inf for a row that sees
+        nothing.
+    """
+    if q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
+    else:
+        scores = (q.float() @ k.float().transpose(-1, -2)) / math.sqrt(q.shape[-1])
+        if causal:
+            scores.masked_fill_(torch.ones(scores.shape[-2:], device=q.device).triu(1).bool(), -math.inf)
+        if bias is not None:
+            scores = scores + bias
+        lse = scores.logsumexp(-1)
+        out = (torch.exp(scores - lse[..., None]) @ v.float()).to(q.dtype)
+    if bias is not None:
+        blind = torch.isneginf(bias).all(-1)
+        out, lse = out.masked_fill(blind[:, None], 0), lse.masked_fill(blind, -math.inf)
+    return out, lse
+
+
+def merge(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge two partial results of the same rows: out [n, heads, dim], lse [n, heads], exactly."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    base = torch.where(torch.isneginf(lse), 0.0, lse)
+    weight_a, weight_b = (lse_a - base).exp(), (lse_b - base).exp()
+    return out_a * weight_a[..., None] + out_b.float() * weight_b[..., None], lse
+
+
+def _cut(slots: slice | torch.Tensor, start: int, stop: int) -> slice | torch.Tensor:
+    if isinstance(slots, slice):
+        return slice(slots.start + start, slots.start + stop)
+    return slots[start:stop]

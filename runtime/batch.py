@@ -1,0 +1,95 @@
+"""What the engine executes in one step: token rows, layer groups, and the attention plan of each group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+
+EdgeMode = Literal["causal", "full", "masked"]
+
+
+@dataclass(slots=True)
+class Span:
+    """A run of KV rows that exist in the pool.
+
+    Attributes:
+        pages: int32 page ids in order; the span starts at row 0 of the first one.
+        length: number of rows, so that the last page may be partly used.
+        shift: how many positions further on the rows are reused than they were computed for. Keys are stored
+            rotated and RoPE is relative, so a query is rotated by `-shift` instead of moving any key.
+        keep: bool [length], which rows count; None: all.
+    """
+
+    pages: np.ndarray
+    length: int
+    shift: int = 0
+    keep: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class Edge:
+    """A group of query rows that attends to a span.
+
+    Attributes:
+        rows: which rows of the layer group ask: a slice where they are neighbours, else int64 [n].
+        span: index into the plan's spans.
+        mode: `full`: every row sees the whole span. `causal`: the last row sees all of it, the row before one less,
+            and so on (the rows are the span's last ones). `masked`: `mask` says it.
+        mask: bool [n, length] for `masked`.
+    """
+
+    rows: slice | torch.Tensor
+    span: int
+    mode: EdgeMode
+    mask: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class AttentionPlan:
+    """Query groups x spans; partial results of a row merge by log-sum-exp. The same meaning on every backend."""
+
+    num_rows: int
+    spans: list[Span] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+
+    def add(self, rows: slice | torch.Tensor, span: Span, mode: EdgeMode, mask: torch.Tensor | None = None) -> None:
+        """Add a span and the one edge that reads it."""
+        self.spans.append(span)
+        self.edges.append(Edge(rows, len(self.spans) - 1, mode, mask))
+
+
+@dataclass(slots=True)
+class LayerGroup:
+    """Consecutive layers that share one attention plan.
+
+    Attributes:
+        layers: the range of layer indices.
+        rows: int64 [T'], the flat rows that are alive in these layers; None: all.
+        kv_write: int64 [T'], the pool slot that takes each row's new K and V; -1: not written.
+        attention: the plan; rows of its edges count within this group.
+    """
+
+    layers: range
+    rows: torch.Tensor | None
+    kv_write: torch.Tensor
+    attention: AttentionPlan
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """One step of the model over many requests.
+
+    Attributes:
+        tokens: int64 [T], the flat rows of all requests.
+        positions: int64 [T], explicit position ids; they need not be contiguous.
+        groups: cover all layers in order.
+        logits_rows: int64 [S], the flat rows for which the head runs.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    groups: list[LayerGroup]
+    logits_rows: torch.Tensor

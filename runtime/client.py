@@ -1,0 +1,273 @@
+"""AsyncEngine: the server's hold on the engine process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from runtime.config import Config
+from runtime.errors import EngineDead, ModelError, RametError
+from runtime.frontend import Frontend, merge_outputs
+from runtime.models.resolve import resolve_model
+from runtime.models.tokenizer import Tokenizer
+from runtime.output import Output, Submission
+from runtime.protocol import (
+    Failed,
+    FlushCache,
+    GetState,
+    Inbound,
+    ModelInfo,
+    Ready,
+    Reply,
+    Shutdown,
+    StepEvents,
+    encode,
+    outbound_decoder,
+)
+
+log = logging.getLogger("ramet.client")
+
+_STOP_SECONDS = 10
+
+
+class AsyncEngine:
+    """Starts the engine process, tokenizes, submits, detokenizes and streams. Lives on one event loop.
+
+    Attributes:
+        config: the whole configuration.
+        info: the loaded model; set by `start`.
+        tokenizer: its tokenizer; set by `start`.
+    """
+
+    config: Config
+    info: ModelInfo
+    tokenizer: Tokenizer
+
+    def __init__(self, config: Config):
+        self.config = config
+        self._frontend: Frontend | None = None
+        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._num_calls = 0
+        self._generation = 0
+        self._dead = asyncio.Event()
+        self._stopping = False
+        self._supervisor: asyncio.Task[None] | None = None
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the engine process and wait until it is ready. Raises ModelError if it cannot load."""
+        path = await asyncio.to_thread(resolve_model, self.config.model)
+        self.tokenizer = await asyncio.to_thread(Tokenizer.load, path, self.config.model.chat_template)
+        # mkdtemp gives a directory that only its owner may enter, so the sockets in it are private.
+        self._directory = tempfile.TemporaryDirectory(prefix="ramet-")
+        self._context = zmq.asyncio.Context()
+        try:
+            await self._spawn()
+        except BaseException:
+            self._close()
+            raise
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    async def _spawn(self) -> None:
+        self._generation += 1
+        self._inbox = self._context.socket(zmq.PUSH, socket_class=zmq.Socket)
+        self._outbox = self._context.socket(zmq.PULL)
+        boot = {"config": self.config.model_dump_json()}
+        for name, socket in (("inbox", self._inbox), ("outbox", self._outbox)):
+            address = f"ipc://{Path(self._directory.name) / name}-{self._generation}"
+            socket.set_hwm(0)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.bind(address)
+            boot[name] = address
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "runtime.process", stdin=asyncio.subprocess.PIPE
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(boot) + b"\n")
+        self.info = await self._await_ready()
+        self._frontend = Frontend(self.info, self.tokenizer, self._send)
+        self._reader = asyncio.create_task(self._read())
+
+    async def _await_ready(self) -> ModelInfo:
+        first = asyncio.ensure_future(self._outbox.recv())
+        ended = asyncio.ensure_future(self._process.wait())
+        try:
+            await asyncio.wait((first, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not first.done():
+                # The process may have told why just before it ended.
+                await asyncio.wait((first,), timeout=0.5)
+            if not first.done():
+                raise ModelError(f"the engine process ended with code {ended.result()} before it was ready")
+            message = outbound_decoder.decode(first.result())
+        finally:
+            first.cancel()
+            ended.cancel()
+        if isinstance(message, Failed):
+            raise ModelError(message.message)
+        assert isinstance(message, Ready)
+        return msgspec.convert(message.info, ModelInfo)
+
+    async def _supervise(self) -> None:
+        """Wait for the engine's death; then end what is open and start a new one, if that is wanted."""
+        while True:
+            code = await self._process.wait()
+            if self._stopping:
+                return
+            log.error("the engine process ended with code %s", code)
+            self._reader.cancel()
+            self._fail(EngineDead("the engine process died; this request is lost"))
+            if self.config.engine.on_engine_death == "exit":
+                self._dead.set()
+                return
+            self._inbox.close()
+            self._outbox.close()
+            try:
+                await self._spawn()
+            except RametError as error:
+                log.error("the engine could not be restarted: %s", error.message)
+                self._dead.set()
+                return
+            log.warning("the engine was restarted")
+
+    async def stop(self) -> None:
+        """End the engine process; open requests end with EngineDead."""
+        self._stopping = True
+        self._fail(EngineDead("the server is shutting down"))
+        if self._process.returncode is None:
+            self._send(Shutdown())
+            try:
+                await asyncio.wait_for(self._process.wait(), _STOP_SECONDS)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        for task in (self._supervisor, self._reader):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        self._close()
+
+    def _close(self) -> None:
+        self._context.destroy(linger=0)
+        self._directory.cleanup()
+
+    def _fail(self, error: EngineDead) -> None:
+        frontend, self._frontend = self._frontend, None
+        if frontend is not None:
+            frontend.fail_all(error)
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            if not call.done():
+                call.set_exception(error)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine process takes requests."""
+        return self._frontend is not None
+
+    async def wait_dead(self) -> None:
+        """Return when the engine process has died without being told to (and is not restarted)."""
+        await self._dead.wait()
+
+    # -- use -------------------------------------------------------------------------------------------------
+
+    async def stream(self, submissions: list[Submission]) -> AsyncIterator[Output]:
+        """Yield Outputs of all submissions and choices until each has finished; closing it early aborts the rest.
+
+        A reader slower than the engine gets several steps' Outputs as one.
+
+        Raises:
+            InvalidRequest: before the first Output, for a request that can never be served; then none is.
+            Overloaded, EngineDead, RametError: at any time. A finish of type "abort" is an Output.
+        """
+        frontend = self._running()
+        encoded = [await asyncio.to_thread(frontend.encode, submission) for submission in submissions]
+        frontend = self._running()
+        outputs: asyncio.Queue[Output | RametError] = asyncio.Queue()
+        submitted: list[Submission] = []
+        try:
+            for index, (submission, tokens) in enumerate(zip(submissions, encoded, strict=True)):
+                frontend.submit(submission, tokens, index, outputs.put_nowait)
+                submitted.append(submission)
+            open_count = sum(submission.sampling.n for submission in submissions)
+            while open_count:
+                for output in _take_all(await outputs.get(), outputs):
+                    if isinstance(output, RametError):
+                        raise output
+                    open_count -= output.finish is not None
+                    yield output
+        finally:
+            for submission in submitted:
+                frontend.drop(submission.rid)
+
+    def abort(self, rid: str | None) -> None:
+        """Abort a submission, or everything (None); its Outputs end with finish type "abort"."""
+        self._running().abort(rid)
+
+    async def flush_cache(self) -> dict[str, Any]:
+        """Drop cached pages that no live request uses: {"flushed_tokens": int, "live_tokens": int}."""
+        return await self._call(FlushCache)
+
+    async def state(self) -> dict[str, Any]:
+        """Counters (they only grow) and gauges of the engine, flat names to numbers; see `EngineCore.state`."""
+        return await self._call(GetState)
+
+    def _running(self) -> Frontend:
+        if self._frontend is None:
+            raise EngineDead("the engine is not running")
+        return self._frontend
+
+    async def _call(self, kind: type[FlushCache] | type[GetState]) -> dict[str, Any]:
+        self._running()
+        self._num_calls += 1
+        call = self._num_calls
+        self._calls[call] = future = asyncio.get_running_loop().create_future()
+        self._send(kind(call))
+        try:
+            return await future
+        finally:
+            self._calls.pop(call, None)
+
+    # -- wire ------------------------------------------------------------------------------------------------
+
+    def _send(self, message: Inbound) -> None:
+        # Without a high-water mark a send to a bound PUSH socket with a peer never blocks; without a peer (the
+        # engine has just died) it would, and the message is lost with the engine anyway.
+        with contextlib.suppress(zmq.Again):
+            self._inbox.send(encode(message), zmq.NOBLOCK)
+
+    async def _read(self) -> None:
+        while True:
+            message = outbound_decoder.decode(await self._outbox.recv())
+            if isinstance(message, StepEvents) and self._frontend is not None:
+                for event in message.events:
+                    self._frontend.handle(event)
+            elif isinstance(message, Reply) and (call := self._calls.get(message.call)) and not call.done():
+                call.set_result(message.result)
+
+
+def _take_all(first: Output | RametError, rest: asyncio.Queue[Output | RametError]) -> list[Output | RametError]:
+    """Everything that is in the queue, with neighbours of one completion joined."""
+    taken = [first]
+    while not rest.empty():
+        item, last = rest.get_nowait(), taken[-1]
+        if (
+            isinstance(item, Output)
+            and isinstance(last, Output)
+            and (item.index, item.choice) == (last.index, last.choice)
+        ):
+            taken[-1] = merge_outputs(last, item)
+        else:
+            taken.append(item)
+    return taken

@@ -1,0 +1,110 @@
+"""The one typed configuration tree; `ramet serve --help` and the README are made from it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def default_cache_dir() -> Path:
+    """`$RAMET_CACHE`, else `$XDG_CACHE_HOME/ramet`, else `~/.cache/ramet`."""
+    if own := os.environ.get("RAMET_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ramet"
+
+
+class Section(BaseModel):
+    """A group of options."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+
+class ModelConfig(Section):
+    """What is served."""
+
+    model: str = Field(
+        DEFAULT_MODEL,
+        description="a Hugging Face directory, a GGUF file, a hub name (org/name), or the default model's short name",
+    )
+    served_model_name: str | None = Field(None, description="the name clients use; default: derived from --model")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="weights and KV; auto: bfloat16 where the device multiplies it natively, else float32"
+    )
+    device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    context_length: int | None = Field(None, ge=1, description="longest prompt plus output; default: the model's own")
+    cache_dir: Path = Field(default_factory=default_cache_dir, description="where converted models are kept")
+    chat_template: Path | None = Field(None, description="a Jinja file that replaces the model's chat template")
+    attention_backend: Literal["auto", "cpu", "flashinfer"] = Field(
+        "auto", description="cpu is the torch reference and runs on any device; flashinfer needs CUDA"
+    )
+
+
+class CacheConfig(Section):
+    """The KV pool and the prefix cache that lives in it."""
+
+    prefix_cache: bool = Field(True, description="reuse the KV of earlier requests' prefixes")
+    page_size: int = Field(16, ge=1, le=1024, description="tokens in a page of the pool")
+    pool_tokens: int | None = Field(None, ge=1, description="size of the pool in tokens; overrides --pool-memory")
+    pool_memory: float = Field(1.0, gt=0, description="size of the pool in GiB (CPU)")
+    memory_fraction: float = Field(0.85, gt=0, lt=1, description="share of the GPU for weights and pool (CUDA)")
+
+
+class SchedulerConfig(Section):
+    """Who takes part in a step."""
+
+    step_tokens: int = Field(1024, ge=1, description="token rows in one step: decode rows first, then prefill")
+    chunk_tokens: int = Field(1024, ge=1, description="most rows that one prompt may take of a step")
+    max_running: int = Field(64, ge=1, description="requests that decode together")
+    max_waiting: int = Field(4096, ge=1, description="requests that may wait; more are refused with 503")
+
+
+class EngineConfig(Section):
+    """The engine process."""
+
+    threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: all cores")
+    debug_invariants: bool = Field(False, description="check page conservation after every step (slow)")
+    on_engine_death: Literal["exit", "restart"] = Field(
+        "exit", description="if the engine dies: the server exits with code 70, or starts a new engine"
+    )
+
+
+class ServerConfig(Section):
+    """The HTTP server."""
+
+    host: str = Field("127.0.0.1", description="address to bind")
+    port: int = Field(30000, ge=0, le=65535, description="port to bind; 0 takes a free one")
+    max_body_bytes: int = Field(8 << 20, ge=1024, description="larger request bodies are refused with 413")
+    incremental_output: bool = Field(
+        False, description="/generate streams only the new text in `text` and `output_ids` (SGLang: --stream-output)"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much is logged")
+
+
+class Config(Section):
+    """Everything that can be set."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    cache: CacheConfig = Field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    server: ServerConfig = Field(default_factory=ServerConfig)
+
+
+def make_config(**options: object) -> Config:
+    """A `Config` from flat option names (they are unique over the sections).
+
+    Raises:
+        ValueError: for a name that no section has, or a value out of range.
+    """
+    sections: dict[str, dict[str, object]] = {}
+    for name, value in options.items():
+        section = next((s for s, f in Config.model_fields.items() if name in f.annotation.model_fields), None)  # type: ignore[union-attr]
+        if section is None:
+            raise ValueError(f"no such option: {name}")
+        sections.setdefault(section, {})[name] = value
+    return Config.model_validate(sections)

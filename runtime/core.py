@@ -1,0 +1,244 @@
+"""EngineCore: requests in, token events out, one step at a time. No threads, no sockets."""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.config import Config
+from runtime.decoding.sampling import Sampler, report_logprobs
+from runtime.executor import Executor
+from runtime.kv.cache import PagedCache
+from runtime.models.resolve import model_name
+from runtime.protocol import (
+    Abort,
+    AddRequest,
+    Finish,
+    FlushCache,
+    GetState,
+    Inbound,
+    ModelInfo,
+    Outbound,
+    Reply,
+    StepEvents,
+    TokenEvent,
+    TokenLogprob,
+)
+from runtime.request import Request
+from runtime.reuse.prefix import plan_prefix
+from runtime.sampling_params import SamplingParams
+from runtime.scheduler import Scheduler, Work
+
+log = logging.getLogger("ramet.engine")
+
+
+class EngineCore:
+    """The engine without its surroundings."""
+
+    def __init__(self, config: Config, path: Path):
+        """Load the model directory `path`. Raises ModelError."""
+        self.config = config
+        self.executor = Executor(config, path)
+        self.cache = PagedCache(self.executor.pool, config.cache.prefix_cache)
+        self.scheduler = Scheduler(config.scheduler, self.cache)
+        spec = self.executor.spec
+        self.sampler = Sampler(spec.vocab_size, self.executor.device)
+        self.info = ModelInfo(
+            name=model_name(config.model, path),
+            path=str(path),
+            architecture=spec.architecture,
+            vocab_size=spec.vocab_size,
+            context_length=self.executor.context_length,
+            eos_token_ids=list(spec.eos_token_ids),
+            dtype=str(self.executor.dtype).removeprefix("torch."),
+            device=str(self.executor.device),
+            attention_backend=self.executor.backend.name,
+            page_size=config.cache.page_size,
+            pool_tokens=self.executor.pool.num_pages * config.cache.page_size,
+        )
+        self.requests: dict[str, Request] = {}
+        self.counters = dict.fromkeys(
+            ("requests", "aborted_requests", "failed_requests", "prompt_tokens", "cached_tokens")
+            + ("generation_tokens", "prefill_tokens", "steps"),
+            0,
+        )
+        self._sequence = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.requests)
+
+    def handle(self, message: Inbound) -> Outbound | None:
+        """Take a message; what is to be answered at once, if anything."""
+        if isinstance(message, AddRequest):
+            refusal = self.add(message)
+            return StepEvents([refusal]) if refusal else None
+        if isinstance(message, Abort):
+            return StepEvents(self.abort(message.rid))
+        if isinstance(message, FlushCache):
+            return Reply(message.call, self.flush())
+        if isinstance(message, GetState):
+            return Reply(message.call, self.state())
+        return None
+
+    def add(self, message: AddRequest) -> TokenEvent | None:
+        """Accept a request; the event of its refusal if it cannot be served."""
+        if problem := self._problem(message):
+            return TokenEvent(message.rid, [], problem)
+        tokens = array("i")
+        tokens.frombytes(message.tokens)
+        sampling = SamplingParams.model_construct(**message.sampling)
+        eos = () if sampling.ignore_eos else self.info.eos_token_ids
+        room = min(self.info.context_length, self.info.pool_tokens) - len(tokens)
+        limit = room if sampling.max_new_tokens is None else sampling.max_new_tokens
+        self._sequence += 1
+        request = Request(
+            rid=message.rid,
+            tokens=tokens,
+            prompt_len=len(tokens),
+            sampling=sampling,
+            stop_ids=frozenset((*eos, *sampling.stop_token_ids)),
+            max_tokens=len(tokens) + limit,
+            namespace=message.namespace,
+            logprobs=message.logprobs,
+            prompt_logprobs_from=message.prompt_logprobs_from,
+            priority=message.priority,
+            sequence=self._sequence,
+            arrival_s=time.monotonic(),
+        )
+        self.requests[request.rid] = request
+        self.scheduler.add(request)
+        self.counters["requests"] += 1
+        self.counters["prompt_tokens"] += request.prompt_len
+        return None
+
+    def _problem(self, message: AddRequest) -> Finish | None:
+        """Why a request is refused; the front end checks the rest before it sends one."""
+        if message.rid in self.requests:
+            return Finish("error", message=f"request id {message.rid} is in use", param="rid")
+        if len(self.scheduler.waiting) >= self.config.scheduler.max_waiting:
+            return Finish("error", matched="overloaded", message="too many requests are waiting; try again later")
+        return None
+
+    def abort(self, rid: str) -> list[TokenEvent]:
+        """End a request, or all with an empty `rid`; their terminal events."""
+        chosen = [self.requests[rid]] if rid in self.requests else [] if rid else list(self.requests.values())
+        self.counters["aborted_requests"] += len(chosen)
+        return [self._end(request, Finish("abort", message="aborted")) for request in chosen]
+
+    def flush(self) -> dict[str, Any]:
+        """Drop every cached page that no live request uses."""
+        page_size = self.info.page_size
+        return {
+            "flushed_tokens": self.cache.flush() * page_size,
+            "live_tokens": self.cache.tree.num_pages * page_size,
+        }
+
+    def step(self) -> list[TokenEvent]:
+        """Run one step and tell what came of it."""
+        work = self.scheduler.schedule()
+        if not work:
+            return []
+        now = time.monotonic()
+        for item in work:
+            if not item.request.admitted_s:
+                item.request.admitted_s = now
+                self.counters["cached_tokens"] += item.request.cached_tokens
+        try:
+            events = self._compute(work)
+        except Exception as error:
+            log.exception("a step failed; its %d requests end with an error", len(work))
+            message = f"the step that computed this request failed: {type(error).__name__}"
+            self.counters["failed_requests"] += len(work)
+            events = [self._end(item.request, Finish("error", message=message), keep=False) for item in work]
+        if self.config.engine.debug_invariants:
+            self.cache.check(self.scheduler.running)
+        return events
+
+    def _compute(self, work: list[Work]) -> list[TokenEvent]:
+        batch = plan_prefix(work, self.executor.spec.num_layers, self.info.page_size, self.executor.device)
+        logits = self.executor.run(batch)
+        sampling = [item for item in work if item.samples]
+        chosen: dict[str, int] = {}
+        if sampling:
+            rows = torch.tensor([item.logits.stop - 1 for item in sampling], device=logits.device)
+            tokens = self.sampler.sample(logits[rows], [item.request for item in sampling])
+            chosen = {item.request.rid: token for item, token in zip(sampling, tokens, strict=True)}
+        self.counters["steps"] += 1
+        self.counters["generation_tokens"] += len(chosen)
+        self.counters["prefill_tokens"] += sum(item.count for item in work if item.request.num_remaining > 1)
+        events = [self._advance(item, logits[item.logits], chosen.get(item.request.rid)) for item in work]
+        return [event for event in events if event is not None]
+
+    def _advance(self, item: Work, logits: torch.Tensor, token: int | None) -> TokenEvent | None:
+        """Book one piece of computed work."""
+        request = item.request
+        prompt_logprobs = self._prompt_logprobs(request, item.count, logits)
+        prefilled = request.num_remaining > 1
+        request.num_computed += item.count
+        if prefilled:
+            self.cache.commit(request)
+        if token is None and prompt_logprobs is None:
+            return None
+        event = TokenEvent(request.rid, [], prompt_logprobs=prompt_logprobs, cached_tokens=max(request.cached_tokens, 0))
+        if token is not None:
+            if request.logprobs is not None:
+                event.logprobs = report_logprobs(logits[-1:], [token], request.logprobs)
+            request.tokens.append(token)
+            request.first_token_s = request.first_token_s or time.monotonic()
+            event.tokens = [token]
+            event.finish = self._finish_reason(request, token)
+        event.queue_s = request.admitted_s - request.arrival_s
+        event.prefill_s = max(request.first_token_s - request.admitted_s, 0.0)
+        if event.finish is not None:
+            self._end(request, event.finish)
+        return event
+
+    def _prompt_logprobs(self, request: Request, count: int, logits: torch.Tensor) -> list[TokenLogprob] | None:
+        """Log-probabilities of the prompt tokens that this work's rows predict."""
+        if not request.wants_prompt_logprobs:
+            return None
+        wanted, computed = request.prompt_logprobs_from or 0, request.num_computed
+        end = min(computed + count + 1, request.prompt_len)
+        tokens = request.tokens[max(wanted, computed + 1) : end].tolist()
+        found = report_logprobs(logits[: len(tokens)], tokens, request.logprobs or 0) if tokens else []
+        if wanted == 0:
+            found.insert(0, TokenLogprob(request.tokens[0], None, []))
+        request.prompt_logprobs_from = max(wanted, end)
+        return found
+
+    def _finish_reason(self, request: Request, token: int) -> Finish | None:
+        if token in request.stop_ids and request.num_output >= request.sampling.min_new_tokens:
+            return Finish("stop", matched=token)
+        if len(request.tokens) >= request.max_tokens:
+            return Finish("length")
+        return None
+
+    def _end(self, request: Request, finish: Finish, keep: bool = True) -> TokenEvent:
+        del self.requests[request.rid]
+        self.scheduler.remove(request, keep)
+        return TokenEvent(request.rid, [], finish, cached_tokens=max(request.cached_tokens, 0))
+
+    def state(self) -> dict[str, Any]:
+        """Counters (they only grow) and gauges."""
+        cache = self.cache
+        tree_pages = cache.tree.num_pages
+        return {
+            **self.counters,
+            "evicted_tokens": cache.tree.num_evicted_pages * self.info.page_size,
+            "retracted_requests": self.scheduler.num_retracted,
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "pages_total": cache.pool.num_pages,
+            "pages_free": cache.allocator.num_free,
+            "pages_tree": tree_pages,
+            "pages_private": cache.pool.num_pages - cache.allocator.num_free - tree_pages,
+            "pages_locked": cache.tree.num_locked_pages,
+            "tree_nodes": cache.tree.num_nodes,
+        }

@@ -1,0 +1,124 @@
+"""From logits to tokens: penalties, filters, and a random stream of its own for every request."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from runtime.protocol import TokenLogprob
+from runtime.request import Request
+from runtime.sampling_params import SamplingParams
+
+
+class Sampler:
+    """Chooses one token for each of some requests."""
+
+    def __init__(self, vocab_size: int, device: torch.device):
+        self.vocab_size = vocab_size
+        self.device = device
+
+    def sample(self, logits: torch.Tensor, requests: list[Request]) -> list[int]:
+        """The next tokens.
+
+        Args:
+            logits: float32 [n, vocab]; not changed.
+            requests: whose logits these are.
+        """
+        plain = [i for i, r in enumerate(requests) if r.sampling.greedy and not _adjusts(r)]
+        if len(plain) == len(requests):
+            return logits.argmax(-1).tolist()
+        return [self._one(row, request) for row, request in zip(logits, requests, strict=True)]
+
+    def _one(self, logits: torch.Tensor, request: Request) -> int:
+        params = request.sampling
+        if _adjusts(request):
+            logits = self._adjust(logits.clone(), request)
+        token = int(logits.argmax()) if params.greedy else self._draw(logits, request)
+        if request.counts is not None:
+            request.counts[token] += 1
+        return token
+
+    def _adjust(self, logits: torch.Tensor, request: Request) -> torch.Tensor:
+        """Apply bias, penalties and the minimum length, in place."""
+        params = request.sampling
+        for token, bias in params.logit_bias.items():
+            logits[token] += bias
+        if _penalised(params):
+            self._penalise(logits, request)
+        if request.num_output < params.min_new_tokens and request.stop_ids:
+            logits[list(request.stop_ids)] = -math.inf
+        return logits
+
+    def _penalise(self, logits: torch.Tensor, request: Request) -> None:
+        params = request.sampling
+        if request.counts is None:
+            ids = torch.tensor(request.tokens, dtype=torch.int64, device=self.device)
+            request.prompt_ids = ids[: request.prompt_len].unique()
+            request.counts = torch.bincount(ids[request.prompt_len :], minlength=self.vocab_size)
+        counts = request.counts
+        if params.repetition_penalty != 1:
+            seen = counts > 0
+            seen[request.prompt_ids] = True
+            scaled = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+            logits.copy_(torch.where(seen, scaled, logits))
+        logits -= params.frequency_penalty * counts
+        logits -= params.presence_penalty * (counts > 0)
+
+    def _draw(self, logits: torch.Tensor, request: Request) -> int:
+        """Draw from the filtered distribution by racing exponentials, which needs no cumulative sum."""
+        if request.generator is None:
+            request.generator = torch.Generator(self.device)
+            if request.sampling.seed is None:
+                request.generator.seed()
+            else:
+                request.generator.manual_seed(request.sampling.seed)
+        probs = filter_probs(logits, request.sampling)
+        noise = torch.empty_like(probs).exponential_(generator=request.generator)
+        return int((probs / noise).argmax())
+
+
+def filter_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The distribution [vocab] after temperature, then top-k, top-p and min-p; dropped tokens have probability 0."""
+    probs = (logits / params.temperature).softmax(-1)
+    if 0 < params.top_k < len(probs):
+        values, tokens = probs.topk(params.top_k)
+        probs = torch.zeros_like(probs).scatter_(0, tokens, values)
+        probs /= probs.sum()
+    if params.top_p < 1:
+        values, tokens = probs.sort(descending=True)
+        dropped = tokens[values.cumsum(0) - values >= params.top_p]
+        probs[dropped] = 0
+    if params.min_p > 0:
+        probs[probs < params.min_p * probs.max()] = 0
+    return probs
+
+
+def report_logprobs(logits: torch.Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
+    """Log-probabilities of given tokens under the model's own distribution (before any filter).
+
+    Args:
+        logits: float32 [n, vocab].
+        tokens: n token ids.
+        top: how many of the most likely tokens to name as well.
+    """
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs[torch.arange(len(tokens)), torch.tensor(tokens, device=logits.device)].tolist()
+    values, ids = logprobs.topk(min(top, logprobs.shape[-1])) if top else (None, None)
+    return [
+        TokenLogprob(
+            token,
+            chosen[i],
+            list(zip(ids[i].tolist(), values[i].tolist(), strict=True)) if ids is not None and values is not None else [],
+        )
+        for i, token in enumerate(tokens)
+    ]
+
+
+def _penalised(params: SamplingParams) -> bool:
+    return bool(params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1)
+
+
+def _adjusts(request: Request) -> bool:
+    params = request.sampling
+    return bool(params.logit_bias) or _penalised(params) or request.num_output < params.min_new_tokens

@@ -1,0 +1,56 @@
+"""Which device, dtype and attention backend are used when the options say `auto`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from runtime.config import ModelConfig
+from runtime.errors import ModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def choose_device(config: ModelConfig) -> torch.device:
+    """The device of `--device`. Raises ModelError if it is not there."""
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(config.device)
+    except RuntimeError:
+        raise ModelError(f"--device is {config.device!r}; supported: auto, cpu, cuda, cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ModelError(f"--device is {config.device!r}; supported: auto, cpu, cuda, cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"--device is {config.device!r}, but torch finds no CUDA device")
+    return device
+
+
+def choose_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype of `--dtype`; auto takes bfloat16 only where it is multiplied natively (else it is emulated, slowly)."""
+    if config.dtype != "auto":
+        return DTYPES[config.dtype]
+    if device.type == "cuda":
+        return torch.bfloat16
+    return torch.bfloat16 if _cpu_multiplies_bfloat16() else torch.float32
+
+
+def choose_attention(config: ModelConfig, device: torch.device) -> str:
+    """The backend of `--attention-backend`; auto takes FlashInfer on CUDA where it is installed."""
+    if config.attention_backend == "flashinfer" and device.type != "cuda":
+        raise ModelError(f"--attention-backend flashinfer needs CUDA; the device is {device}")
+    if config.attention_backend != "auto":
+        return config.attention_backend
+    if device.type != "cuda":
+        return "cpu"
+    from importlib.util import find_spec
+
+    return "flashinfer" if find_spec("flashinfer") else "cpu"
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return False
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(cpuinfo.read_text().split()))

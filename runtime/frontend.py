@@ -1,0 +1,230 @@
+"""Frontend: checks and tokenizes submissions, follows their requests through the engine, and makes text of tokens."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from runtime.errors import InvalidRequest, Overloaded, RametError
+from runtime.models.tokenizer import Tokenizer
+from runtime.output import Output, Submission
+from runtime.protocol import Abort, AddRequest, Finish, Inbound, ModelInfo, TokenEvent, TokenLogprob
+from runtime.text import TextStream
+
+OnOutput = Callable[[Output | RametError], None]
+
+
+@dataclass(slots=True)
+class Choice:
+    """One completion on its way."""
+
+    submission: Submission
+    index: int
+    choice: int
+    prompt_tokens: int
+    text: TextStream
+    on_output: OnOutput
+    started_s: float
+    tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] | None = None
+    cached_tokens: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+
+
+class Frontend:
+    """Knows every open completion by its engine request id. Not thread-safe: one thread calls it.
+
+    Args:
+        info: the loaded model.
+        tokenizer: its tokenizer.
+        send: takes messages to the engine.
+    """
+
+    def __init__(self, info: ModelInfo, tokenizer: Tokenizer, send: Callable[[Inbound], None]):
+        self.info = info
+        self.tokenizer = tokenizer
+        self._send = send
+        self._open: dict[str, Choice] = {}
+        self._by_submission: dict[str, set[str]] = {}
+        self._serial = 0
+
+    # -- going in --------------------------------------------------------------------------------------------
+
+    def encode(self, submission: Submission) -> list[int]:
+        """The checked prompt as token ids; thread-safe. Raises InvalidRequest for what can never be served."""
+        prompt, sampling = submission.prompt, submission.sampling
+        tokens = (
+            self.tokenizer.encode(prompt, add_special_tokens=submission.add_special_tokens)
+            if isinstance(prompt, str)
+            else prompt
+        )
+        vocab = self.info.vocab_size
+        if not tokens:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if min(tokens) < 0 or max(tokens) >= vocab:
+            bad = next(t for t in tokens if not 0 <= t < vocab)
+            raise InvalidRequest(f"token id {bad} is out of range: the model has {vocab} tokens", param="prompt")
+        sampling.check(vocab)
+        start = submission.prompt_logprobs_from
+        if start is not None and not 0 <= start < len(tokens):
+            raise InvalidRequest(f"logprob_start_len {start} is not within the {len(tokens)} prompt tokens")
+        self._check_length(len(tokens), sampling.max_new_tokens)
+        return tokens
+
+    def _check_length(self, prompt: int, new: int | None) -> None:
+        for limit, what in (
+            (self.info.context_length, "the model's context is"),
+            (self.info.pool_tokens, "the KV pool holds"),
+        ):
+            if prompt + (new or 1) > limit:
+                raise InvalidRequest(
+                    f"the prompt has {prompt} tokens and {new or 1} new ones may follow, but {what} {limit} tokens",
+                    param="prompt" if prompt >= limit else "max_new_tokens",
+                    code="context_length_exceeded",
+                )
+
+    def submit(self, submission: Submission, tokens: list[int], index: int, on_output: OnOutput) -> None:
+        """Send a submission's completions to the engine.
+
+        Args:
+            submission: what is wanted.
+            tokens: what `encode` made of its prompt.
+            index: tells the submission's Outputs from others of the same call.
+            on_output: called with every Output, the last of a completion with `finish` set, or once per completion
+                with an error.
+
+        Raises:
+            InvalidRequest: if the request id is in use.
+        """
+        if submission.rid in self._by_submission:
+            raise InvalidRequest(f"request id {submission.rid!r} is in use", param="rid")
+        key = array("i", tokens).tobytes()
+        sampling = submission.sampling
+        now = time.monotonic()
+        self._by_submission[submission.rid] = rids = set()
+        self._serial += 1
+        for choice in range(sampling.n):
+            # The serial keeps late events of an ended request from one that reuses its id.
+            rid = f"{submission.rid}/{choice}#{self._serial}"
+            seed = None if sampling.seed is None else (sampling.seed + choice) % (1 << 63)
+            text = TextStream(self.tokenizer, sampling)
+            self._open[rid] = Choice(submission, index, choice, len(tokens), text, on_output, now)
+            rids.add(rid)
+            self._send(
+                AddRequest(
+                    rid=rid,
+                    tokens=key,
+                    sampling={**sampling.model_dump(exclude={"stop"}), "seed": seed, "stop": []},
+                    namespace=submission.namespace,
+                    logprobs=submission.logprobs,
+                    prompt_logprobs_from=submission.prompt_logprobs_from if choice == 0 else None,
+                    priority=submission.priority,
+                )
+            )
+
+    def abort(self, rid: str | None) -> None:
+        """Ask the engine to end a submission, or all (None); each open completion still gets its last Output."""
+        for one in [rid] if rid is not None else list(self._by_submission):
+            for choice in self._by_submission.get(one, ()):
+                self._send(Abort(choice))
+
+    def drop(self, rid: str) -> None:
+        """Nobody listens any more: forget a submission and end it in the engine."""
+        for choice in list(self._by_submission.get(rid, ())):
+            self._send(Abort(choice))
+            self._close(choice)
+
+    def fail_all(self, error: RametError) -> None:
+        """The engine is gone: every open completion ends with `error`."""
+        for rid in list(self._open):
+            choice = self._open[rid]
+            self._close(rid)
+            choice.on_output(error)
+
+    @property
+    def num_open(self) -> int:
+        """Completions that have not ended."""
+        return len(self._open)
+
+    # -- coming out ------------------------------------------------------------------------------------------
+
+    def handle(self, event: TokenEvent) -> None:
+        """Take what a step made for one request; events of forgotten requests are ignored."""
+        choice = self._open.get(event.rid)
+        if choice is None:
+            return
+        if event.prompt_logprobs is not None:
+            choice.prompt_logprobs = (choice.prompt_logprobs or []) + event.prompt_logprobs
+        choice.cached_tokens = event.cached_tokens or choice.cached_tokens
+        if not event.tokens and event.finish is None:
+            return
+        if event.finish is not None and event.finish.type == "error":
+            self._close(event.rid)
+            choice.on_output(_error(event.finish))
+            return
+        output = self._advance(choice, event)
+        if output.finish is not None:
+            self._close(event.rid)
+            if event.finish is None:
+                self._send(Abort(event.rid))
+        choice.on_output(output)
+
+    def _advance(self, choice: Choice, event: TokenEvent) -> Output:
+        choice.tokens.extend(event.tokens)
+        if event.tokens:
+            choice.queue_s, choice.prefill_s = event.queue_s, event.prefill_s
+        finish = event.finish
+        may_stop = len(choice.tokens) >= choice.submission.sampling.min_new_tokens
+        delta = choice.text.push(event.tokens, may_stop, last=finish is not None)
+        if choice.text.stopped is not None:
+            finish = Finish("stop", matched=choice.text.stopped)
+        prompt_logprobs, choice.prompt_logprobs = choice.prompt_logprobs, None
+        return Output(
+            index=choice.index,
+            choice=choice.choice,
+            rid=choice.submission.rid,
+            text=choice.text.text,
+            delta=delta,
+            token_ids=choice.tokens,
+            new_token_ids=event.tokens,
+            logprobs=event.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            prompt_tokens=choice.prompt_tokens,
+            cached_tokens=choice.cached_tokens,
+            completion_tokens=len(choice.tokens),
+            finish=finish,
+            queue_s=choice.queue_s,
+            prefill_s=choice.prefill_s,
+            e2e_s=time.monotonic() - choice.started_s,
+        )
+
+    def _close(self, rid: str) -> None:
+        choice = self._open.pop(rid)
+        rids = self._by_submission[choice.submission.rid]
+        rids.discard(rid)
+        if not rids:
+            del self._by_submission[choice.submission.rid]
+
+
+def merge_outputs(first: Output, later: Output) -> Output:
+    """Two Outputs of one completion as one: for a reader that was slower than the engine."""
+    return replace(
+        later,
+        delta=first.delta + later.delta,
+        new_token_ids=first.new_token_ids + later.new_token_ids,
+        logprobs=None if later.logprobs is None else (first.logprobs or []) + later.logprobs,
+        prompt_logprobs=first.prompt_logprobs or later.prompt_logprobs,
+    )
+
+
+def _error(finish: Finish) -> RametError:
+    message = finish.message or "the engine could not serve this request"
+    if finish.matched == "overloaded":
+        return Overloaded(message)
+    if finish.param is not None:
+        return InvalidRequest(message, param=finish.param)
+    return RametError(message)
+

@@ -1,0 +1,105 @@
+"""Hands out the pages of the pool: contiguous where it can, each with a reference count."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+import numpy as np
+from sortedcontainers import SortedDict, SortedList
+
+
+class PageAllocator:
+    """A ref-counted page allocator over free extents.
+
+    Requests whose pages are neighbours are read as one view instead of a gather, so the smallest extent that holds
+    the whole wish is taken, and growth continues behind the page it continues.
+    """
+
+    def __init__(self, num_pages: int):
+        self.num_pages = num_pages
+        self.num_free = num_pages
+        self.refs = np.zeros(num_pages, dtype=np.int32)
+        self._by_start: SortedDict = SortedDict({0: num_pages} if num_pages else {})
+        self._by_size: SortedList = SortedList([(num_pages, 0)] if num_pages else [])
+
+    def allocate(self, count: int, after: int = -1) -> array[int] | None:
+        """Take `count` pages with one reference each; None if fewer are free (then nothing is taken).
+
+        Args:
+            count: number of pages.
+            after: a page behind which the new ones would be best placed; -1: anywhere.
+        """
+        if count > self.num_free:
+            return None
+        pages = array("i")
+        if after >= 0 and after + 1 in self._by_start:
+            self._take(after + 1, count, pages)
+        while len(pages) < count:
+            want = count - len(pages)
+            at = self._by_size.bisect_left((want, -1))
+            _, start = self._by_size[min(at, len(self._by_size) - 1)]
+            self._take(start, want, pages)
+        self.num_free -= count
+        self.refs[pages] = 1
+        return pages
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """Add a reference to each of some distinct pages that are in use."""
+        index = np.fromiter(pages, dtype=np.int64)
+        assert (self.refs[index] > 0).all(), "retain of a free page"
+        self.refs[index] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Drop a reference from each of some distinct pages; those without any are free again."""
+        index = np.fromiter(pages, dtype=np.int64)
+        if not len(index):
+            return
+        assert (self.refs[index] > 0).all(), "release of a free page"
+        self.refs[index] -= 1
+        free = np.sort(index[self.refs[index] == 0])
+        self.num_free += len(free)
+        for run in np.split(free, np.flatnonzero(np.diff(free) != 1) + 1):
+            if len(run):
+                self._give(int(run[0]), len(run))
+
+    def _take(self, start: int, want: int, pages: array[int]) -> None:
+        size = self._by_start.pop(start)
+        self._by_size.remove((size, start))
+        used = min(size, want)
+        pages.extend(range(start, start + used))
+        if used < size:
+            self._add(start + used, size - used)
+
+    def _give(self, start: int, size: int) -> None:
+        """Add a free extent, joined with its free neighbours."""
+        at = self._by_start.bisect_left(start)
+        if at < len(self._by_start):
+            after, after_size = self._by_start.peekitem(at)
+            if start + size == after:
+                self._drop(after, after_size)
+                size += after_size
+        if at > 0:
+            before, before_size = self._by_start.peekitem(at - 1)
+            if before + before_size == start:
+                self._drop(before, before_size)
+                start, size = before, before_size + size
+        self._add(start, size)
+
+    def _add(self, start: int, size: int) -> None:
+        self._by_start[start] = size
+        self._by_size.add((size, start))
+
+    def _drop(self, start: int, size: int) -> None:
+        del self._by_start[start]
+        self._by_size.remove((size, start))
+
+    def check(self) -> None:
+        """Raise AssertionError if extents, counts and references disagree."""
+        free = np.zeros(self.num_pages, dtype=bool)
+        for start, size in self._by_start.items():
+            assert not free[start : start + size].any(), "extents overlap"
+            free[start : start + size] = True
+        assert sorted(self._by_size) == sorted((size, start) for start, size in self._by_start.items())
+        assert free.sum() == self.num_free
+        assert ((self.refs == 0) == free).all(), "a page is lost or both free and in use"

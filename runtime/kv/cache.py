@@ -1,0 +1,139 @@
+"""Who owns which page: joins the tree, the allocator and the pool for the requests that use them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from radix import Match, RadixTree
+from runtime.kv.allocator import PageAllocator
+from runtime.kv.pool import KVPool
+from runtime.request import Request
+
+
+class PagedCache:
+    """Gives requests their pages and keeps what they computed.
+
+    Every page is free, held by the tree, or private to a live request. Pages move one way: a request fills private
+    pages, `commit` hands the full ones to the tree, eviction frees them.
+    """
+
+    def __init__(self, pool: KVPool, enabled: bool = True):
+        self.pool = pool
+        self.page_size = pool.page_size
+        self.enabled = enabled
+        self.allocator = PageAllocator(pool.num_pages)
+        self.tree = RadixTree(pool.page_size)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free or could be evicted now."""
+        return self.allocator.num_free + self.tree.num_evictable_pages
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def match(self, request: Request) -> Match:
+        """What the tree has of a request's tokens. The last token is never matched: its logits are wanted."""
+        if not self.enabled:
+            return Match()
+        limit = len(request.tokens) - 1
+        if request.wants_prompt_logprobs:
+            limit = min(limit, max((request.prompt_logprobs_from or 0) - 1, 0))
+        return self.tree.match(request.key(limit), request.namespace)
+
+    def admit(self, request: Request, match: Match, headroom: int) -> bool:
+        """Give a waiting request the matched pages and fresh ones for the rest of its tokens.
+
+        Args:
+            request: holds no pages.
+            match: a fresh `match` of it.
+            headroom: pages that must stay available afterwards, for those that decode.
+
+        Returns:
+            False, with nothing changed but the use of the match stamped, if memory does not suffice.
+        """
+        node = self.tree.acquire(match)
+        need = self.pages_for(len(request.tokens)) - len(match.pages)
+        fresh = None
+        if need + headroom <= self.num_available:
+            # The page to copy from must outlive the eviction that makes room for its copy; where nothing else can
+            # be evicted it goes too, and its rows are computed again.
+            self.tree.lock(match.partial_node)
+            fresh = self._allocate(need, match.pages)
+            self.tree.unlock(match.partial_node)
+            rows = match.partial_rows if fresh is not None else 0
+            if fresh is None:
+                fresh = self._allocate(need, match.pages)
+        if fresh is None:
+            self.tree.unlock(node)
+            return False
+        request.node, request.num_tree_pages = node, len(match.pages)
+        request.pages = match.pages + fresh
+        request.num_computed = len(match.pages) * self.page_size + rows
+        if rows:
+            self.pool.copy_rows(match.partial_page, fresh[0], rows)
+        return True
+
+    def grow(self, request: Request) -> bool:
+        """Make sure that the next token's KV has a place; False if memory does not suffice."""
+        if len(request.pages) * self.page_size > request.num_computed:
+            return True
+        fresh = self._allocate(1, request.pages)
+        if fresh is None:
+            return False
+        request.pages.extend(fresh)
+        return True
+
+    def commit(self, request: Request) -> None:
+        """Hand the full, computed pages of a request to the tree, which may know some of them already."""
+        full = request.num_computed // self.page_size
+        if not self.enabled or full <= request.num_tree_pages:
+            return
+        node, held = self.tree.insert(request.key(full * self.page_size), request.pages[:full], request.namespace)
+        twice = [mine for mine, theirs in zip(request.pages, held, strict=False) if mine != theirs]
+        request.pages[:full] = held
+        self.allocator.release(twice)
+        self.tree.lock(node)
+        self.tree.unlock(request.node)
+        request.node, request.num_tree_pages = node, full
+
+    def release(self, request: Request, keep: bool = True) -> None:
+        """Take all pages from a request; with `keep`, what it computed stays cached."""
+        if keep:
+            self.commit(request)
+        self.tree.touch(request.node)
+        self.tree.unlock(request.node)
+        self.allocator.release(request.pages[request.num_tree_pages :])
+        request.pages, request.num_tree_pages, request.node = array("i"), 0, None
+        request.num_computed = 0
+
+    def flush(self) -> int:
+        """Drop all cached pages that no live request uses; returns how many."""
+        pages = self.tree.flush()
+        self.allocator.release(pages)
+        return len(pages)
+
+    def _allocate(self, count: int, behind: array[int]) -> array[int] | None:
+        if count > self.num_available:
+            return None
+        if (short := count - self.allocator.num_free) > 0:
+            self.allocator.release(self.tree.evict(short))
+        return self.allocator.allocate(count, behind[-1] if behind else -1)
+
+    def check(self, live: Iterable[Request]) -> None:
+        """Raise AssertionError unless free + tree + private == all, and nothing idle is locked."""
+        self.tree.check()
+        self.allocator.check()
+        live = list(live)
+        tree = [page for node in self.tree.nodes() for page in node.pages]
+        private = [page for request in live for page in request.pages[request.num_tree_pages :]]
+        owned = tree + private
+        assert len(set(owned)) == len(owned), "a page has two owners"
+        assert len(owned) + self.allocator.num_free == self.pool.num_pages, "a page has no owner"
+        owners = set(tree)
+        for request in live:
+            assert all(page in owners for page in request.pages[: request.num_tree_pages])
+        if not any(request.node for request in live):
+            assert self.tree.num_locked_pages == 0, "an idle node is locked"

@@ -1,0 +1,46 @@
+"""The tensors that hold every layer's keys and values."""
+
+from __future__ import annotations
+
+import torch
+
+
+class KVPool:
+    """Keys and values of all layers in pages.
+
+    Attributes:
+        k, v: [layers, num_pages * page_size, kv_heads, head_dim]; row `page * page_size + r` is row r of a page. Keys
+            are stored rotated for the position at which they were computed.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.num_pages = num_pages
+        self.page_size = page_size
+        shape = (num_layers, num_pages * page_size, num_kv_heads, head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+
+    @staticmethod
+    def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of K and V that one token takes over all layers."""
+        return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+
+    def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store new rows: `slots` int64 [T], `k` and `v` [T, kv_heads, head_dim]."""
+        self.k[layer].index_copy_(0, slots, k)
+        self.v[layer].index_copy_(0, slots, v)
+
+    def copy_rows(self, source_page: int, target_page: int, rows: int) -> None:
+        """Copy the first `rows` rows of a page into another, in all layers (copy on write)."""
+        source, target = source_page * self.page_size, target_page * self.page_size
+        for tensor in (self.k, self.v):
+            tensor[:, target : target + rows] = tensor[:, source : source + rows]

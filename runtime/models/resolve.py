@@ -1,0 +1,68 @@
+"""From what `--model` says to a model directory on this disk."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from runtime.config import DEFAULT_MODEL, ModelConfig
+from runtime.errors import ModelError
+from runtime.models.default_model import fetch_default
+
+_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model"]
+
+
+def resolve_model(config: ModelConfig) -> Path:
+    """The Hugging Face directory of `--model`; fetched or converted the first time.
+
+    Raises:
+        ModelError: if there is none.
+    """
+    name = config.model
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        return _from_file(path, config.cache_dir)
+    if name == DEFAULT_MODEL:
+        return fetch_default(config.cache_dir)
+    if path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".gguf" or name.count("/") != 1:
+        raise ModelError(
+            f"--model {name}: no such directory or file, and not the name of a model on the hub (org/name) "
+            f"nor the default model ({DEFAULT_MODEL})"
+        )
+    return _from_hub(name)
+
+
+def model_name(config: ModelConfig, path: Path) -> str:
+    """The name by which clients know the model."""
+    if config.served_model_name:
+        return config.served_model_name
+    given = Path(config.model).expanduser()
+    if given.is_file():
+        return given.stem
+    return given.resolve().name if given.is_dir() else config.model
+
+
+def _from_file(path: Path, cache_dir: Path) -> Path:
+    if path.suffix != ".gguf":
+        raise ModelError(f"--model {path} is a file, but not a .gguf file; a model directory or a GGUF file is needed")
+    from runtime.models.gguf import convert_gguf
+
+    state = path.stat()
+    identity = f"{path.resolve()}\n{state.st_size}\n{state.st_mtime_ns}"
+    target = cache_dir / "models" / f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    return target if (target / "config.json").exists() else convert_gguf(path, target)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except HFValidationError as error:
+        raise ModelError(f"--model {name}: {error}") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ModelError(f"--model {name}: the hub did not give it: {reason}") from None

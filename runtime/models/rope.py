@@ -1,0 +1,65 @@
+"""Rotary position embeddings by explicit position ids, with the scalings that are linear in the position."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from runtime.models.ops import rotate
+from runtime.models.spec import RopeSpec
+
+
+class RotaryEmbedding:
+    """Half-split RoPE.
+
+    Attributes:
+        inv_freq: float32 [head_dim / 2], radians per position.
+        amplitude: factor on cos and sin (yarn's attention scaling; else 1).
+    """
+
+    def __init__(self, rope: RopeSpec, head_dim: int, device: torch.device):
+        inv_freq = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+        self.amplitude = 1.0
+        if rope.kind == "linear":
+            inv_freq = inv_freq / rope.factor
+        elif rope.kind == "llama3":
+            inv_freq = _llama3(inv_freq, rope)
+        elif rope.kind == "yarn":
+            inv_freq, self.amplitude = _yarn(inv_freq, rope, head_dim)
+        self.inv_freq = inv_freq.to(device)
+
+    def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, float32 [T, head_dim / 2], of int64 positions [T]."""
+        angles = positions.float()[:, None] * self.inv_freq
+        return angles.cos() * self.amplitude, angles.sin() * self.amplitude
+
+    def shift(self, x: torch.Tensor, delta: int) -> torch.Tensor:
+        """Rotate [rows, heads, head_dim], rotated for some positions already, `delta` positions further on."""
+        angles = (delta * self.inv_freq)[None]
+        return rotate(x, angles.cos(), angles.sin())
+
+
+def _llama3(inv_freq: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
+    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    original, low, high = rope.original_context, rope.low_freq_factor, rope.high_freq_factor
+    wavelength = 2 * math.pi / inv_freq
+    smooth = (original / wavelength - low) / (high - low)
+    blended = (1 - smooth) * inv_freq / rope.factor + smooth * inv_freq
+    scaled = torch.where(wavelength > original / low, inv_freq / rope.factor, inv_freq)
+    between = (wavelength <= original / low) & (wavelength >= original / high)
+    return torch.where(between, blended, scaled)
+
+
+def _yarn(inv_freq: torch.Tensor, rope: RopeSpec, head_dim: int) -> tuple[torch.Tensor, float]:
+    """YaRN (Peng et al., 2023): a ramp over dimensions between interpolation and extrapolation."""
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    return inv_freq / rope.factor * ramp + inv_freq * (1 - ramp), rope.amplitude

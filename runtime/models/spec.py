@@ -1,0 +1,203 @@
+"""What a model is, read from its config.json: shapes, switches, rotary embedding, limits."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from runtime.errors import ModelError
+
+SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding; which fields matter depends on `kind`.
+
+    Attributes:
+        original_context: the context before scaling (llama3, yarn).
+        amplitude: factor on cos and sin (yarn).
+    """
+
+    theta: float
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_context: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    amplitude: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A decoder of the Llama family."""
+
+    architecture: str
+    model_type: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    tie_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    rope: RopeSpec
+
+    @classmethod
+    def load(cls, directory: Path) -> ModelSpec:
+        """Read `config.json` (and the end-of-sequence ids of `generation_config.json`).
+
+        Raises:
+            ModelError: if a file is missing or broken, or the model is not supported.
+        """
+        config = read_json(directory / "config.json")
+        path = directory / "generation_config.json"
+        generation = read_json(path) if path.exists() else {}
+        try:
+            return _from_config(config, generation)
+        except KeyError as error:
+            raise ModelError(f"{directory / 'config.json'} has no {error.args[0]!r}") from None
+
+    def expected_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors that a checkpoint must have."""
+        hidden, inner = self.hidden_size, self.intermediate_size
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        linear = {
+            "self_attn.q_proj": (q, hidden, self.qkv_bias),
+            "self_attn.k_proj": (kv, hidden, self.qkv_bias),
+            "self_attn.v_proj": (kv, hidden, self.qkv_bias),
+            "self_attn.o_proj": (hidden, q, self.o_bias),
+            "mlp.gate_proj": (inner, hidden, self.mlp_bias),
+            "mlp.up_proj": (inner, hidden, self.mlp_bias),
+            "mlp.down_proj": (hidden, inner, self.mlp_bias),
+        }
+        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+        if self.qk_norm:
+            norms |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim}
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        for i in range(self.num_layers):
+            prefix = f"model.layers.{i}."
+            for name, (rows, columns, bias) in linear.items():
+                shapes[f"{prefix}{name}.weight"] = (rows, columns)
+                if bias:
+                    shapes[f"{prefix}{name}.bias"] = (rows,)
+            shapes |= {f"{prefix}{name}.weight": (size,) for name, size in norms.items()}
+        shapes["model.norm.weight"] = (hidden,)
+        if not self.tie_embeddings:
+            shapes["lm_head.weight"] = (self.vocab_size, hidden)
+        return shapes
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ModelError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path} is missing; a model directory needs config.json, safetensors and a tokenizer") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return value
+
+
+def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:
+    architecture = (config.get("architectures") or ["(none named)"])[0]
+    if architecture not in SUPPORTED:
+        raise ModelError(f"the model's architecture is {architecture}; supported are {', '.join(SUPPORTED)}")
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise ModelError(f"the model's activation is {activation!r}; supported is 'silu'")
+    family = architecture.removesuffix("ForCausalLM")
+    attention_bias = bool(config.get("attention_bias", False))
+    heads = config["num_attention_heads"]
+    return ModelSpec(
+        architecture=architecture,
+        model_type=config.get("model_type", ""),
+        hidden_size=config["hidden_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        intermediate_size=config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=family == "Qwen2" or (family in ("Llama", "Qwen3") and attention_bias),
+        o_bias=family in ("Llama", "Qwen3") and attention_bias,
+        mlp_bias=family == "Llama" and bool(config.get("mlp_bias", False)),
+        qk_norm=family == "Qwen3",
+        context_length=_context(config, family),
+        eos_token_ids=_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
+        bos_token_id=config.get("bos_token_id"),
+        rope=_rope(config),
+    )
+
+
+def _context(config: dict[str, Any], family: str) -> int:
+    """Positions that are computed exactly: within an active sliding window, full attention is what the model does."""
+    context = config["max_position_embeddings"]
+    window = config.get("sliding_window")
+    active = family == "Mistral" or config.get("use_sliding_window", False)
+    return min(context, window) if window and active else context
+
+
+def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
+    found: list[int] = []
+    for value in values:
+        found.extend([] if value is None else [value] if isinstance(value, int) else value)
+    return tuple(dict.fromkeys(found))
+
+
+def _rope(config: dict[str, Any]) -> RopeSpec:
+    """Both spellings: `rope_theta` with `rope_scaling`, and the newer `rope_parameters`."""
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind not in ROPE_KINDS:
+        raise ModelError(f"the model's rope scaling is {kind!r}; supported are {', '.join(ROPE_KINDS)}")
+    partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise ModelError(f"the model rotates {partial} of each head; supported is 1.0")
+    if kind == "default":
+        return RopeSpec(theta)
+    original = scaling.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    factor = float(scaling["factor"])
+    return RopeSpec(
+        theta=theta,
+        kind=kind,
+        factor=factor,
+        original_context=original,
+        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
+        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
+        beta_fast=float(scaling.get("beta_fast") or 32.0),
+        beta_slow=float(scaling.get("beta_slow") or 1.0),
+        truncate=bool(scaling.get("truncate", True)),
+        amplitude=_yarn_amplitude(scaling, factor) if kind == "yarn" else 1.0,
+    )
+
+
+def _yarn_amplitude(scaling: dict[str, Any], factor: float) -> float:
+    """YaRN's attention temperature, as a factor on cos and sin."""
+    def mscale(value: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * value * math.log(factor) + 1.0
+
+    if (given := scaling.get("attention_factor")) is not None:
+        return float(given)
+    over, under = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    return mscale(over) / mscale(under) if over and under else mscale(1.0)

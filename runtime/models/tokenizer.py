@@ -1,0 +1,213 @@
+"""Text to tokens and back, and chat templates; without torch, so that a server process stays light."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as FastTokenizer
+
+from runtime.errors import InvalidRequest, ModelError
+from runtime.models.spec import read_json
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer:
+    """A tokenizer and the chat template that belongs to it. Thread-safe."""
+
+    def __init__(self, fast: FastTokenizer, config: dict[str, Any], chat_template: str | None):
+        self._fast = fast
+        self._config = config
+        self.chat_template = chat_template
+
+    @classmethod
+    def load(cls, directory: Path, chat_template: Path | None = None) -> Tokenizer:
+        """Read the tokenizer of a model directory.
+
+        Args:
+            directory: holds tokenizer.json (or a sentencepiece tokenizer.model) and tokenizer_config.json.
+            chat_template: a Jinja file that replaces the model's own template.
+
+        Raises:
+            ModelError: if there is no tokenizer, or it cannot be read.
+        """
+        path = directory / "tokenizer_config.json"
+        config = read_json(path) if path.exists() else {}
+        fast = _load_fast(directory)
+        _apply_bos_eos(fast, config)
+        return cls(fast, config, _find_template(directory, config, chat_template))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; `add_special_tokens` adds what the model's tokenizer adds (BOS)."""
+        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def id_to_token(self, token: int) -> str | None:
+        """The vocabulary's spelling of a token."""
+        return self._fast.id_to_token(token)
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token by the vocabulary's spelling."""
+        return self._fast.token_to_id(token)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included."""
+        return self._fast.get_vocab_size()
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that `skip_special_tokens` leaves out."""
+        return frozenset(i for i, t in self._fast.get_added_tokens_decoder().items() if t.special)
+
+    # -- chat ------------------------------------------------------------------------------------------------
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt of a conversation, special tokens included (encode it without adding them again).
+
+        Raises:
+            InvalidRequest: if the model has no template, or the template refuses the messages.
+        """
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions, or start with --chat-template")
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                **self._token_names(),
+                **variables,
+            )
+        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
+            raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
+
+    @cached_property
+    def _template(self) -> Any:
+        if self.chat_template is None:
+            return None
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            return environment.from_string(self.chat_template)
+        except TemplateError as error:
+            raise InvalidRequest(f"the model's chat template cannot be read: {error}") from None
+
+    def _token_names(self) -> dict[str, str]:
+        names = {}
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            value = self._config.get(name)
+            names[name] = value.get("content", "") if isinstance(value, dict) else value or ""
+        return names
+
+
+class Detokenizer:
+    """Text of one growing token sequence, in whole characters.
+
+    Only the tokens since the last shown text, and a few before them as context, are decoded at each step.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._ids: list[int] = []
+        self._context = 0
+        self._shown = 0
+
+    def push(self, ids: list[int]) -> str:
+        """Add tokens; returns the new text, which never ends within a UTF-8 character."""
+        self._ids.extend(ids)
+        text = self._pending()
+        if text.endswith(_REPLACEMENT) or not text:
+            return ""
+        self._context, self._shown = self._shown, len(self._ids)
+        return text
+
+    def flush(self) -> str:
+        """What was held back, when no more tokens come."""
+        text = self._pending()
+        self._context = self._shown = len(self._ids)
+        return text
+
+    def _pending(self) -> str:
+        before = self._tokenizer.decode(self._ids[self._context : self._shown], self._skip)
+        return self._tokenizer.decode(self._ids[self._context :], self._skip)[len(before) :]
+
+
+def _load_fast(directory: Path) -> FastTokenizer:
+    path = directory / "tokenizer.json"
+    if path.exists():
+        try:
+            return FastTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare exceptions
+            raise ModelError(f"{path} cannot be read: {error}") from None
+    if not (directory / "tokenizer.model").exists():
+        raise ModelError(f"{directory} has no tokenizer.json and no tokenizer.model")
+    # Old checkpoints only: this loads a large library once, at start.
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False).backend_tokenizer
+    except Exception as error:
+        raise ModelError(f"{directory / 'tokenizer.model'} cannot be converted: {error}") from None
+
+
+def _apply_bos_eos(fast: FastTokenizer, config: dict[str, Any]) -> None:
+    """tokenizer_config.json may ask for a BOS or EOS that tokenizer.json's post-processor does not add."""
+    from tokenizers.processors import TemplateProcessing
+
+    if fast.post_processor is not None and "Template" in type(fast.post_processor).__name__:
+        return
+    names = {}
+    for kind in ("bos", "eos"):
+        value = config.get(f"{kind}_token")
+        text = value.get("content") if isinstance(value, dict) else value
+        if config.get(f"add_{kind}_token") and text and fast.token_to_id(text) is not None:
+            names[kind] = text
+    if names and fast.post_processor is None:
+        single = " ".join(([names["bos"]] if "bos" in names else []) + ["$A"] + ([names["eos"]] if "eos" in names else []))
+        fast.post_processor = TemplateProcessing(
+            single=single, special_tokens=[(text, fast.token_to_id(text)) for text in names.values()]
+        )
+
+
+def _find_template(directory: Path, config: dict[str, Any], given: Path | None) -> str | None:
+    if given is not None:
+        try:
+            return given.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ModelError(f"--chat-template {given} cannot be read: {error.strerror}") from None
+    path = directory / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template}
+        return named.get("default") or next(iter(named.values()), None)
+    return template
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+

@@ -1,0 +1,91 @@
+"""The engine process: `python -m runtime.process`, started by `AsyncEngine`, never by hand.
+
+Its configuration comes as one line of JSON on standard input; standard input then stays open for as long as the
+parent lives, so that no engine outlives its server. Messages travel over two ZeroMQ sockets.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+
+import msgspec
+import torch
+import zmq
+
+from runtime.config import Config
+from runtime.core import EngineCore
+from runtime.errors import RametError
+from runtime.models.resolve import resolve_model
+from runtime.protocol import Failed, Outbound, Ready, Shutdown, StepEvents, encode, inbound_decoder
+
+# How long an engine that has requests but nothing to run waits before it looks again.
+_NOTHING_TO_RUN_MS = 10
+
+
+class Boot(msgspec.Struct):
+    """What the parent tells the engine process."""
+
+    config: str
+    inbox: str
+    outbox: str
+
+
+def main() -> int:
+    """Run the engine until `Shutdown`, or until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    boot = msgspec.json.decode(sys.stdin.buffer.readline(), type=Boot)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    config = Config.model_validate_json(boot.config)
+    logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket, address in ((inbox, boot.inbox), (outbox, boot.outbox)):
+        socket.set_hwm(0)
+        socket.connect(address)
+    try:
+        core = _start(config)
+    except RametError as error:
+        outbox.send(encode(Failed(error.message)))
+        context.destroy(linger=2000)
+        return 1
+    outbox.send(encode(Ready(msgspec.to_builtins(core.info))))
+    _serve(core, inbox, outbox)
+    context.destroy(linger=2000)
+    return 0
+
+
+def _start(config: Config) -> EngineCore:
+    if config.engine.threads is not None:
+        torch.set_num_threads(config.engine.threads)
+    return EngineCore(config, resolve_model(config.model))
+
+
+def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
+    def out(message: Outbound | None) -> None:
+        if message is not None and not (isinstance(message, StepEvents) and not message.events):
+            outbox.send(encode(message))
+
+    wait_ms: int | None = None
+    while True:
+        while inbox.poll(wait_ms if wait_ms is not None else -1):
+            message = inbound_decoder.decode(inbox.recv())
+            if isinstance(message, Shutdown):
+                return
+            out(core.handle(message))
+            wait_ms = 0 if core.busy else None
+        steps = core.counters["steps"]
+        out(StepEvents(core.step()))
+        wait_ms = None if not core.busy else 0 if core.counters["steps"] > steps else _NOTHING_TO_RUN_MS
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Messages between a front end and the engine (msgspec structs; msgpack on the wire, never pickle)."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+FinishType = Literal["stop", "length", "abort", "error"]
+
+
+class AddRequest(msgspec.Struct, tag="add"):
+    """One sequence to generate.
+
+    Attributes:
+        rid: unique among live requests.
+        tokens: the prompt, int32 little-endian, as one bytes object (the radix tree's key as well).
+        sampling: `SamplingParams.model_dump()`.
+        namespace: requests of different namespaces never share pages.
+        logprobs: how many alternatives to report for every output token; None: no log-probabilities.
+        prompt_logprobs_from: position from which prompt tokens get log-probabilities; None: none.
+        priority: larger goes first among waiting requests.
+    """
+
+    rid: str
+    tokens: bytes
+    sampling: dict[str, Any]
+    namespace: str = ""
+    logprobs: int | None = None
+    prompt_logprobs_from: int | None = None
+    priority: int = 0
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    """End a request now; a request that is not live is ignored. An empty `rid` means all."""
+
+    rid: str
+
+
+class FlushCache(msgspec.Struct, tag="flush"):
+    """Drop every unreferenced page of the tree. Answered by `Reply`."""
+
+    call: int
+
+
+class GetState(msgspec.Struct, tag="state"):
+    """Ask for counters and gauges. Answered by `Reply`."""
+
+    call: int
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """Abort what runs and end the engine process."""
+
+
+Inbound = AddRequest | Abort | FlushCache | GetState | Shutdown
+
+
+class TokenLogprob(msgspec.Struct, array_like=True):
+    """Natural-log probability of a token under the model's own distribution, and of the most likely ones there."""
+
+    token: int
+    logprob: float | None
+    top: list[tuple[int, float]]
+
+
+class Finish(msgspec.Struct):
+    """Why a request ended. `matched` is the stop token or string; `message` explains an abort or an error."""
+
+    type: FinishType
+    matched: int | str | None = None
+    message: str | None = None
+    param: str | None = None
+
+
+class TokenEvent(msgspec.Struct):
+    """What one step made for one request; exactly one event of a request has `finish` set, its last.
+
+    `cached_tokens` counts prompt tokens whose KV came from the cache at first admission. Times are seconds:
+    `queue_s` from arrival in the engine to first admission, `prefill_s` from there to the first token.
+    """
+
+    rid: str
+    tokens: list[int]
+    finish: Finish | None = None
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    cached_tokens: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+
+
+class StepEvents(msgspec.Struct, tag="events"):
+    """Everything that one engine step has to tell."""
+
+    events: list[TokenEvent]
+
+
+class Reply(msgspec.Struct, tag="reply"):
+    """The answer to a call."""
+
+    call: int
+    result: dict[str, Any]
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """The engine has loaded its model; `info` is a `ModelInfo` as a dict."""
+
+    info: dict[str, Any]
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """The engine could not start."""
+
+    message: str
+
+
+Outbound = StepEvents | Reply | Ready | Failed
+
+inbound_decoder = msgspec.msgpack.Decoder(Inbound)
+outbound_decoder = msgspec.msgpack.Decoder(Outbound)
+encode = msgspec.msgpack.Encoder().encode
+
+
+class ModelInfo(msgspec.Struct):
+    """What a front end needs to know of the loaded model and pool."""
+
+    name: str
+    path: str
+    architecture: str
+    vocab_size: int
+    context_length: int
+    eos_token_ids: list[int]
+    dtype: str
+    device: str
+    attention_backend: str
+    page_size: int
+    pool_tokens: int

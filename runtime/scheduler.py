@@ -1,0 +1,129 @@
+"""Which requests take part in the next step, within the token and page budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sortedcontainers import SortedKeyList
+
+from radix.node import common_tokens
+from runtime.config import SchedulerConfig
+from runtime.kv.cache import PagedCache
+from runtime.request import Request
+
+
+@dataclass(slots=True)
+class Work:
+    """The next `count` tokens of a request, to be computed in this step.
+
+    `logits` says which rows of the step's logits are this request's: the last one gives the next token if the work
+    `samples`; further ones are there for prompt log-probabilities.
+    """
+
+    request: Request
+    count: int
+    logits: slice = field(default_factory=lambda: slice(0, 0))
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last of these rows gives a new token."""
+        return self.count == self.request.num_remaining
+
+
+class Scheduler:
+    """Continuous batching: decode rows first, then chunked prefill of what runs, then admission of what waits.
+
+    Waiting requests are served by priority, then arrival. When memory runs out, the request admitted last is
+    retracted: it gives up its pages (the tree keeps what it can), keeps its tokens and waits again. So the oldest
+    one always goes on, and as every accepted request fits into the pool alone, all of them end.
+    """
+
+    def __init__(self, config: SchedulerConfig, cache: PagedCache):
+        self.config = config
+        self.cache = cache
+        self.waiting: SortedKeyList = SortedKeyList(key=lambda r: (-r.priority, r.sequence))
+        self.running: list[Request] = []
+        self.num_retracted = 0
+
+    def add(self, request: Request) -> None:
+        """Let a request wait."""
+        self.waiting.add(request)
+
+    def remove(self, request: Request, keep: bool = True) -> None:
+        """Take a request out, wherever it is, and take its pages back."""
+        if request in self.running:
+            self.running.remove(request)
+            self.cache.release(request, keep)
+        else:
+            self.waiting.remove(request)
+
+    def schedule(self) -> list[Work]:
+        """The work of the next step; empty only if nothing can run."""
+        work = self._decode()
+        budget = self.config.step_tokens - len(work)
+        budget = self._prefill(work, budget)
+        self._admit(work, budget)
+        return work
+
+    def _decode(self) -> list[Work]:
+        work: list[Work] = []
+        for request in list(self.running):
+            if len(work) == self.config.step_tokens:
+                break
+            if request.num_remaining != 1 or request not in self.running:
+                continue
+            while not self.cache.grow(request):
+                victim = self.running[-1]
+                self._retract(victim)
+                if victim is request:
+                    break
+            else:
+                work.append(Work(request, 1))
+        return work
+
+    def _retract(self, request: Request) -> None:
+        self.running.remove(request)
+        self.cache.release(request)
+        self.waiting.add(request)
+        self.num_retracted += 1
+
+    def _prefill(self, work: list[Work], budget: int) -> int:
+        for request in self.running:
+            if request.num_remaining > 1 and budget > 0:
+                budget -= self._take(work, request, budget)
+        return budget
+
+    def _take(self, work: list[Work], request: Request, budget: int) -> int:
+        count = min(request.num_remaining, self.config.chunk_tokens, budget)
+        work.append(Work(request, count))
+        return count
+
+    def _admit(self, work: list[Work], budget: int) -> None:
+        # Prompts that will be in the tree soon: whoever shares more with one of them than the tree has now waits
+        # for it instead of computing the same pages twice.
+        computing = [r for r in self.running if r.num_remaining > 1]
+        for request in list(self.waiting.islice(0, 2 * self.config.max_running)):
+            if budget <= 0 or len(self.running) >= self.config.max_running:
+                return
+            match = self.cache.match(request)
+            if self.cache.enabled and any(self._shares_more(request, other, len(match.pages)) for other in computing):
+                continue
+            if not self.cache.admit(request, match, headroom=len(self.running)):
+                return
+            self.waiting.remove(request)
+            self.running.append(request)
+            if request.cached_tokens < 0:
+                request.cached_tokens = request.num_computed
+            if request.num_remaining > 1:
+                computing.append(request)
+            budget -= self._take(work, request, budget)
+
+    def _shares_more(self, request: Request, other: Request, matched_pages: int) -> bool:
+        if request.namespace != other.namespace or request.wants_prompt_logprobs:
+            return False
+        page_size = self.cache.page_size
+        start = matched_pages * page_size
+        end = min(len(request.tokens) - 1, len(other.tokens)) // page_size * page_size
+        if end <= start or request.tokens[start : start + page_size] != other.tokens[start : start + page_size]:
+            return False
+        return common_tokens(request.key(end), 0, other.key(end)) >= start + page_size

@@ -1,0 +1,61 @@
+"""The page allocator against a plain set."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.kv.allocator import PageAllocator
+
+
+def test_prefers_one_extent_and_the_smallest_that_fits():
+    allocator = PageAllocator(20)
+    pages = allocator.allocate(20)
+    allocator.release([2, 3, 4, 8, 9, 10, 11, 12, 17])
+    assert list(pages) == list(range(20))
+    assert list(allocator.allocate(3)) == [2, 3, 4]
+    assert list(allocator.allocate(4)) == [8, 9, 10, 11]
+    assert sorted(allocator.allocate(2)) == [12, 17]
+    assert allocator.allocate(1) is None
+    allocator.check()
+
+
+def test_grows_behind_a_page():
+    allocator = PageAllocator(10)
+    first = allocator.allocate(2)
+    assert list(allocator.allocate(2, after=first[-1])) == [2, 3]
+    assert list(allocator.allocate(1, after=first[-1])) == [4]
+
+
+def test_a_retained_page_is_free_after_its_last_release():
+    allocator = PageAllocator(4)
+    pages = allocator.allocate(2)
+    allocator.retain(pages)
+    allocator.release(pages)
+    assert allocator.num_free == 2
+    allocator.release(pages)
+    assert allocator.num_free == 4
+    with pytest.raises(AssertionError):
+        allocator.release(pages)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60), st.randoms())
+def test_random_operations(operations, random):
+    allocator = PageAllocator(32)
+    held: list[int] = []
+    for take, count in operations:
+        if take:
+            pages = allocator.allocate(count, random.choice([-1, *held]))
+            assert (pages is None) == (count > 32 - len(held))
+            if pages is not None:
+                assert not set(pages) & set(held)
+                assert len(set(pages)) == count
+                held.extend(pages)
+        else:
+            random.shuffle(held)
+            allocator.release(held[:count])
+            held = held[count:]
+        allocator.check()
+        assert allocator.num_free == 32 - len(held)
+        assert set(np.flatnonzero(allocator.refs)) == set(held)

@@ -1,0 +1,213 @@
+"""The tree against a brute-force dictionary of sequences, and its small cases by hand."""
+
+from array import array
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
+
+from radix import RadixTree
+
+
+def key(*tokens: int) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+def insert(tree: RadixTree, tokens: list[int], pages: list[int], namespace: str = ""):
+    return tree.insert(key(*tokens), array("i", pages), namespace)
+
+
+def test_match_of_an_empty_tree():
+    match = RadixTree(4).match(key(1, 2, 3, 4))
+    assert (list(match.pages), match.node, match.partial_rows) == ([], None, 0)
+
+
+def test_match_is_exact_to_the_token():
+    tree = RadixTree(4)
+    insert(tree, [1, 2, 3, 4, 5, 6, 7, 8], [10, 11])
+    assert list(tree.match(key(1, 2, 3, 4, 5, 6, 7, 8)).pages) == [10, 11]
+    inside = tree.match(key(1, 2, 3, 4, 5, 6, 9, 9))
+    assert (list(inside.pages), inside.partial_page, inside.partial_rows) == ([10], 11, 2)
+    first = tree.match(key(1, 2, 3))
+    assert (list(first.pages), first.partial_page, first.partial_rows) == ([], 10, 3)
+    beyond = tree.match(key(1, 2, 3, 4, 5, 6, 7, 8, 9))
+    assert (list(beyond.pages), beyond.partial_rows) == ([10, 11], 0)
+
+
+def test_insert_splits_and_keeps_what_it_has():
+    tree = RadixTree(2)
+    insert(tree, [1, 2, 3, 4, 5, 6], [0, 1, 2])
+    node, held = insert(tree, [1, 2, 3, 4, 7, 8], [7, 8, 9])
+    assert list(held) == [0, 1, 9]
+    assert node is not None
+    assert list(node.pages) == [9]
+    assert tree.num_nodes == 3
+    tree.check()
+
+
+def test_partial_page_among_many_children_is_the_longest():
+    tree = RadixTree(4)
+    for i in range(40):
+        insert(tree, [1, i % 5, i, 0], [i])
+    match = tree.match(key(1, 3, 13, 7))
+    assert (match.partial_page, match.partial_rows) == (13, 3)
+    tree.evict(20)
+    tree.check()
+    match = tree.match(key(1, 3, 38, 7))
+    assert (match.partial_page, match.partial_rows) == (38, 3)
+
+
+def test_eviction_takes_the_least_recently_used_leaf_from_its_end():
+    tree = RadixTree(1)
+    insert(tree, [1, 2, 3], [0, 1, 2])
+    insert(tree, [1, 5], [0, 3])
+    insert(tree, [9, 9], [4, 5])
+    tree.touch(tree.match(key(1, 2, 3)).node)
+    assert list(tree.evict(1)) == [3]
+    assert list(tree.evict(1)) == [5]
+    assert list(tree.evict(3)) == [4, 1, 2] or list(tree.match(key(1)).pages) == [0]
+    tree.check()
+
+
+def test_locked_path_survives_and_acquire_locks_only_what_matched():
+    tree = RadixTree(1)
+    insert(tree, [1, 2, 3, 4], [0, 1, 2, 3])
+    node = tree.acquire(tree.match(key(1, 2, 9)))
+    assert tree.num_locked_pages == 2
+    assert sorted(tree.flush()) == [2, 3]
+    assert list(tree.flush()) == []
+    tree.unlock(node)
+    assert sorted(tree.flush()) == [0, 1]
+    assert tree.num_nodes == 0
+
+
+def test_namespaces_never_meet():
+    tree = RadixTree(1)
+    insert(tree, [1, 2], [0, 1], "a")
+    assert list(tree.match(key(1, 2), "b").pages) == []
+    assert list(tree.match(key(1, 2), "a").pages) == [0, 1]
+
+
+@pytest.mark.parametrize("page_size", [1, 3])
+def test_many_sequences_evicted_one_by_one_leave_nothing(page_size):
+    tree = RadixTree(page_size)
+    pages = iter(range(100_000))
+    for i in range(300):
+        tokens = [i % 3, i % 7, i % 11, i, i, i]
+        insert(tree, tokens, [next(pages) for _ in range(len(tokens) // page_size)])
+    total = tree.num_pages
+    assert sum(len(tree.evict(1)) for _ in range(total + 5)) == total
+    tree.check()
+    assert tree.num_nodes == 0
+
+
+class TreeMachine(RuleBasedStateMachine):
+    """Random operations; the model is a dictionary from page-aligned prefixes to pages."""
+
+    sequences = Bundle("sequences")
+    locks = Bundle("locks")
+
+    @initialize(page_size=st.sampled_from([1, 2, 4]))
+    def start(self, page_size):
+        self.page_size = page_size
+        self.tree = RadixTree(page_size)
+        self.next_page = 0
+        self.held: dict[tuple, int] = {}
+        self.locked: list = []
+
+    @rule(target=sequences, tokens=st.lists(st.integers(0, 2), max_size=14), ns=st.sampled_from(["", "t"]))
+    def sequence(self, tokens, ns):
+        return tokens, ns
+
+    @rule(target=sequences, base=sequences, tail=st.lists(st.integers(0, 2), max_size=6), cut=st.integers(0, 14))
+    def relative(self, base, tail, cut):
+        return base[0][:cut] + tail, base[1]
+
+    def prefixes(self, tokens, ns):
+        return [(ns, *tokens[:n]) for n in range(self.page_size, len(tokens) + 1, self.page_size)]
+
+    @rule(sequence=sequences)
+    def insert(self, sequence):
+        tokens, ns = sequence
+        prefixes = self.prefixes(tokens, ns)
+        pages = list(range(self.next_page, self.next_page + len(prefixes)))
+        self.next_page += len(pages)
+        _, held = self.tree.insert(key(*tokens), array("i", pages), ns)
+        for prefix, page in zip(prefixes, pages, strict=True):
+            self.held.setdefault(prefix, page)
+        assert list(held) == [self.held[prefix] for prefix in prefixes]
+
+    @rule(sequence=sequences)
+    def match(self, sequence):
+        tokens, ns = sequence
+        match = self.tree.match(key(*tokens), ns)
+        expected = []
+        for prefix in self.prefixes(tokens, ns):
+            if prefix not in self.held:
+                break
+            expected.append(self.held[prefix])
+        assert list(match.pages) == expected
+        done = len(expected) * self.page_size
+        rest, best = tokens[done:], 0
+        for prefix in self.held:
+            if prefix[0] == ns and len(prefix) - 1 == done + self.page_size and list(prefix[1 : done + 1]) == tokens[:done]:
+                page = prefix[1 + done :]
+                same = next((i for i, (a, b) in enumerate(zip(page, rest, strict=False)) if a != b), min(len(page), len(rest)))
+                best = max(best, same)
+        assert match.partial_rows == best
+        if best:
+            owners = [p for p, page in self.held.items() if page == match.partial_page]
+            assert list(owners[0][1 + done : 1 + done + best]) == rest[:best]
+
+    @rule(target=locks, sequence=sequences)
+    def lock(self, sequence):
+        tokens, ns = sequence
+        match = self.tree.match(key(*tokens), ns)
+        node = self.tree.acquire(match)
+        if node is None:
+            return multiple()
+        prefixes = set(self.prefixes(tokens, ns)[: len(match.pages)])
+        self.locked.append(prefixes)
+        return node, prefixes
+
+    @rule(entry=locks)
+    def unlock(self, entry):
+        node, prefixes = entry
+        at = next((i for i, p in enumerate(self.locked) if p is prefixes), None)
+        if at is not None:
+            del self.locked[at]
+            self.tree.unlock(node)
+
+    @rule(count=st.integers(1, 6))
+    def evict(self, count):
+        evictable = self.tree.num_evictable_pages
+        freed = self.tree.evict(count)
+        assert len(freed) == min(count, evictable)
+        self.forget(freed)
+
+    @rule()
+    def flush(self):
+        self.forget(self.tree.flush())
+        assert set(self.held) == set().union(*self.locked) if self.locked else not self.held
+
+    def forget(self, freed):
+        gone = set(freed)
+        assert len(gone) == len(freed)
+        kept = {prefix: page for prefix, page in self.held.items() if page not in gone}
+        assert len(kept) == len(self.held) - len(gone)
+        self.held = kept
+
+    @invariant()
+    def agrees(self):
+        if not hasattr(self, "tree"):
+            return
+        self.tree.check()
+        assert self.tree.num_pages == len(self.held)
+        locked = set().union(*self.locked) if self.locked else set()
+        assert locked <= set(self.held)
+        assert self.tree.num_locked_pages == len(locked)
+
+
+TestTreeMachine = TreeMachine.TestCase
+TestTreeMachine.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
