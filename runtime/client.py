@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,10 @@ class AsyncEngine:
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(boot) + b"\n")
         self.info = await self._await_ready()
-        self._frontend = Frontend(self.info, self.tokenizer, self._send)
+        limits = self.config.scheduler
+        self._frontend = Frontend(
+            self.info, self.tokenizer, self._send, max_open=limits.max_running + limits.max_waiting
+        )
         self._reader = asyncio.create_task(self._read())
 
     async def _await_ready(self) -> ModelInfo:
@@ -182,34 +185,24 @@ class AsyncEngine:
 
     # -- use -------------------------------------------------------------------------------------------------
 
-    async def stream(self, submissions: list[Submission]) -> AsyncIterator[Output]:
-        """Yield Outputs of all submissions and choices until each has finished; closing it early aborts the rest.
-
-        A reader slower than the engine gets several steps' Outputs as one.
+    async def open(self, submissions: list[Submission]) -> OutputStream:
+        """Submit prompts; the returned stream must be closed (it is a context manager), which aborts what is left.
 
         Raises:
-            InvalidRequest: before the first Output, for a request that can never be served; then none is.
-            Overloaded, EngineDead, RametError: at any time. A finish of type "abort" is an Output.
+            InvalidRequest: for a request that can never be served; then none is.
+            Overloaded: if too many are open.
+            EngineDead: if the engine is not running.
         """
         frontend = self._running()
         encoded = [await asyncio.to_thread(frontend.encode, submission) for submission in submissions]
-        frontend = self._running()
-        outputs: asyncio.Queue[Output | RametError] = asyncio.Queue()
-        submitted: list[Submission] = []
+        stream = OutputStream(self._running())
         try:
-            for index, (submission, tokens) in enumerate(zip(submissions, encoded, strict=True)):
-                frontend.submit(submission, tokens, index, outputs.put_nowait)
-                submitted.append(submission)
-            open_count = sum(submission.sampling.n for submission in submissions)
-            while open_count:
-                for output in _take_all(await outputs.get(), outputs):
-                    if isinstance(output, RametError):
-                        raise output
-                    open_count -= output.finish is not None
-                    yield output
-        finally:
-            for submission in submitted:
-                frontend.drop(submission.rid)
+            for submission, tokens in zip(submissions, encoded, strict=True):
+                stream.submit(submission, tokens)
+        except RametError:
+            stream.close()
+            raise
+        return stream
 
     def abort(self, rid: str | None) -> None:
         """Abort a submission, or everything (None); its Outputs end with finish type "abort"."""
@@ -257,17 +250,60 @@ class AsyncEngine:
                 call.set_result(message.result)
 
 
-def _take_all(first: Output | RametError, rest: asyncio.Queue[Output | RametError]) -> list[Output | RametError]:
-    """Everything that is in the queue, with neighbours of one completion joined."""
-    taken = [first]
-    while not rest.empty():
-        item, last = rest.get_nowait(), taken[-1]
-        if (
-            isinstance(item, Output)
-            and isinstance(last, Output)
-            and (item.index, item.choice) == (last.index, last.choice)
-        ):
-            taken[-1] = merge_outputs(last, item)
-        else:
-            taken.append(item)
-    return taken
+class OutputStream:
+    """The Outputs of some submissions, until every completion has finished.
+
+    A reader slower than the engine gets several steps' Outputs of a completion as one. Reading raises RametError
+    (EngineDead among them) if a completion fails; a finish of type "abort" is an Output.
+    """
+
+    def __init__(self, frontend: Frontend):
+        self._frontend = frontend
+        self._queue: asyncio.Queue[Output | RametError] = asyncio.Queue()
+        self._ready: deque[Output | RametError] = deque()
+        self._submissions: list[Submission] = []
+        self._open = 0
+
+    def submit(self, submission: Submission, tokens: list[int]) -> None:
+        """Add a submission; its Outputs' `index` counts the calls. Raises InvalidRequest, Overloaded."""
+        self._frontend.submit(submission, tokens, len(self._submissions), self._queue.put_nowait)
+        self._submissions.append(submission)
+        self._open += submission.sampling.n
+
+    def close(self) -> None:
+        """Abort what has not finished."""
+        for submission in self._submissions:
+            self._frontend.drop(submission.rid)
+
+    def __enter__(self) -> OutputStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> Output:
+        if not self._open:
+            raise StopAsyncIteration
+        if not self._ready:
+            self._fill(await self._queue.get())
+        output = self._ready.popleft()
+        if isinstance(output, RametError):
+            raise output
+        self._open -= output.finish is not None
+        return output
+
+    def _fill(self, item: Output | RametError) -> None:
+        """Take everything that has come, with neighbours of one completion joined."""
+        while True:
+            last = self._ready[-1] if self._ready else None
+            same = isinstance(item, Output) and isinstance(last, Output) and item.index == last.index
+            if same and item.choice == last.choice:  # type: ignore[union-attr]
+                self._ready[-1] = merge_outputs(last, item)  # type: ignore[arg-type]
+            else:
+                self._ready.append(item)
+            if self._queue.empty():
+                return
+            item = self._queue.get_nowait()

@@ -63,7 +63,7 @@ class EngineCore:
         )
         self.requests: dict[str, Request] = {}
         self.counters = dict.fromkeys(
-            ("requests", "aborted_requests", "failed_requests", "prompt_tokens", "cached_tokens")
+            ("requests", "aborted_requests", "failed_requests", "prompt_tokens", "queried_tokens", "cached_tokens")
             + ("generation_tokens", "prefill_tokens", "steps"),
             0,
         )
@@ -77,20 +77,17 @@ class EngineCore:
     def handle(self, message: Inbound) -> Outbound | None:
         """Take a message; what is to be answered at once, if anything."""
         if isinstance(message, AddRequest):
-            refusal = self.add(message)
-            return StepEvents([refusal]) if refusal else None
-        if isinstance(message, Abort):
+            self.add(message)
+        elif isinstance(message, Abort):
             return StepEvents(self.abort(message.rid))
-        if isinstance(message, FlushCache):
+        elif isinstance(message, FlushCache):
             return Reply(message.call, self.flush())
-        if isinstance(message, GetState):
+        elif isinstance(message, GetState):
             return Reply(message.call, self.state())
         return None
 
-    def add(self, message: AddRequest) -> TokenEvent | None:
-        """Accept a request; the event of its refusal if it cannot be served."""
-        if problem := self._problem(message):
-            return TokenEvent(message.rid, [], problem)
+    def add(self, message: AddRequest) -> None:
+        """Accept a request; the front end has checked that it can be served and that its id is new."""
         tokens = array("i")
         tokens.frombytes(message.tokens)
         sampling = SamplingParams.model_construct(**message.sampling)
@@ -116,15 +113,6 @@ class EngineCore:
         self.scheduler.add(request)
         self.counters["requests"] += 1
         self.counters["prompt_tokens"] += request.prompt_len
-        return None
-
-    def _problem(self, message: AddRequest) -> Finish | None:
-        """Why a request is refused; the front end checks the rest before it sends one."""
-        if message.rid in self.requests:
-            return Finish("error", message=f"request id {message.rid} is in use", param="rid")
-        if len(self.scheduler.waiting) >= self.config.scheduler.max_waiting:
-            return Finish("error", matched="overloaded", message="too many requests are waiting; try again later")
-        return None
 
     def abort(self, rid: str) -> list[TokenEvent]:
         """End a request, or all with an empty `rid`; their terminal events."""
@@ -149,6 +137,7 @@ class EngineCore:
         for item in work:
             if not item.request.admitted_s:
                 item.request.admitted_s = now
+                self.counters["queried_tokens"] += item.request.prompt_len
                 self.counters["cached_tokens"] += item.request.cached_tokens
         try:
             events = self._compute(work)

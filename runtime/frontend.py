@@ -41,9 +41,13 @@ class Frontend:
         info: the loaded model.
         tokenizer: its tokenizer.
         send: takes messages to the engine.
+        max_open: completions that may be open at once; more are refused.
     """
 
-    def __init__(self, info: ModelInfo, tokenizer: Tokenizer, send: Callable[[Inbound], None]):
+    def __init__(
+        self, info: ModelInfo, tokenizer: Tokenizer, send: Callable[[Inbound], None], max_open: int | None = None
+    ):
+        self._max_open = max_open
         self.info = info
         self.tokenizer = tokenizer
         self._send = send
@@ -98,7 +102,10 @@ class Frontend:
 
         Raises:
             InvalidRequest: if the request id is in use.
+            Overloaded: if too many completions are open.
         """
+        if self._max_open is not None and len(self._open) + submission.sampling.n > self._max_open:
+            raise Overloaded(f"{len(self._open)} requests are open, and no more than {self._max_open} may be; try again")
         if submission.rid in self._by_submission:
             raise InvalidRequest(f"request id {submission.rid!r} is in use", param="rid")
         key = array("i", tokens).tobytes()
@@ -163,7 +170,7 @@ class Frontend:
             return
         if event.finish is not None and event.finish.type == "error":
             self._close(event.rid)
-            choice.on_output(_error(event.finish))
+            choice.on_output(RametError(event.finish.message or "the engine could not serve this request"))
             return
         output = self._advance(choice, event)
         if output.finish is not None:
@@ -218,13 +225,3 @@ def merge_outputs(first: Output, later: Output) -> Output:
         logprobs=None if later.logprobs is None else (first.logprobs or []) + later.logprobs,
         prompt_logprobs=first.prompt_logprobs or later.prompt_logprobs,
     )
-
-
-def _error(finish: Finish) -> RametError:
-    message = finish.message or "the engine could not serve this request"
-    if finish.matched == "overloaded":
-        return Overloaded(message)
-    if finish.param is not None:
-        return InvalidRequest(message, param=finish.param)
-    return RametError(message)
-

@@ -70,7 +70,6 @@ class Finish(msgspec.Struct):
     type: FinishType
     matched: int | str | None = None
     message: str | None = None
-    param: str | None = None
 
 
 class TokenEvent(msgspec.Struct):

@@ -102,7 +102,7 @@ def report_logprobs(logits: torch.Tensor, tokens: list[int], top: int) -> list[T
         tokens: n token ids.
         top: how many of the most likely tokens to name as well.
     """
-    logprobs = logits.log_softmax(-1)
+    logprobs = logits.log_softmax(-1).clamp_min(-9999.0)  # JSON has no infinity
     chosen = logprobs[torch.arange(len(tokens)), torch.tensor(tokens, device=logits.device)].tolist()
     values, ids = logprobs.topk(min(top, logprobs.shape[-1])) if top else (None, None)
     return [

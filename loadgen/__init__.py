@@ -1,0 +1,1 @@
+"""Load and benchmarks: how a server behaves, seen through HTTP alone."""

@@ -1,0 +1,48 @@
+"""A server of one's own for the time of a benchmark."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import httpx
+
+START_SECONDS = 300
+
+
+@contextmanager
+def local_server(options: Sequence[str]) -> Iterator[str]:
+    """Start `ramet serve` with some options on a free port of 127.0.0.1; yields its URL.
+
+    Raises:
+        RuntimeError: if it ends or is not ready in time.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "server.cli", "serve", "--port", str(port), "--log-level", "warning", *options]
+    process = subprocess.Popen(command)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait_ready(url, process)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with code {process.returncode} before it was ready")
+        try:
+            if httpx.get(f"{url}/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.2)
+    raise RuntimeError(f"the server was not ready within {START_SECONDS} s")

@@ -1,0 +1,1 @@
+"""The HTTP server and the `ramet` command: who may ask, and how. Knows the runtime, never torch."""

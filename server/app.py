@@ -1,0 +1,31 @@
+"""The application: routes, errors, limits."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from fastapi import FastAPI
+
+from runtime.client import AsyncEngine
+from runtime.config import Config
+from server import errors, generate, openai_chat, openai_completions, routes
+from server.context import Context
+from server.errors import ErrorBody
+from server.limits import BodyLimit
+from server.metrics import Metrics
+
+
+def create_app(engine: AsyncEngine, config: Config) -> FastAPI:
+    """The application over a started engine."""
+    app = FastAPI(
+        title="Ramet",
+        version=version("ramet"),
+        summary="A serving runtime for language models whose heart is a radix tree over token sequences.",
+        responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+    )
+    app.state.context = Context(engine, config, Metrics(engine.info.name))
+    for module in (generate, openai_completions, openai_chat, routes):
+        app.include_router(module.router)
+    errors.install(app)
+    app.add_middleware(BodyLimit, max_bytes=config.server.max_body_bytes)
+    return app

@@ -1,0 +1,106 @@
+"""The `ramet` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+
+from runtime.errors import RametError
+from server.options import add_options, config_from
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `ramet`; returns the exit code."""
+    parser = argparse.ArgumentParser("ramet", description="Serve language models from a radix tree of shared prefixes.")
+    parser.add_argument("--version", action="version", version=f"ramet {version('ramet')}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (text, add, _) in _COMMANDS.items():
+        add(commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + "."))
+    arguments = parser.parse_args(argv)
+    run = _COMMANDS[arguments.command][2]
+    try:
+        return run(parser, arguments)
+    except RametError as error:
+        print(f"ramet: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from server.serve import serve
+
+    return serve(config_from(parser, arguments))
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", help="the text to continue; - reads standard input")
+    parser.add_argument("--chat", action="store_true", help="take the prompt as a user's message")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
+    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    parser.add_argument("--seed", type=int, help="the same seed gives the same text")
+    add_options(parser, "model", "cache", "scheduler", "engine")
+
+
+def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from runtime import Engine, Submission
+    from runtime.sampling_params import SamplingParams
+
+    config = config_from(parser, arguments)
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    try:
+        sampling = SamplingParams(
+            max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, seed=arguments.seed
+        )
+    except ValueError as error:
+        parser.error(str(error.errors()[0]["msg"]))  # type: ignore[attr-defined]
+    with Engine(config=config) as engine:
+        if arguments.chat:
+            prompt = engine.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+        for output in engine.stream_all([Submission(prompt, sampling, add_special_tokens=not arguments.chat)]):
+            print(output.delta, end="", flush=True)
+    print()
+    return 0
+
+
+def _add_fetch(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, "model")
+
+
+def _fetch(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from runtime.models.resolve import resolve_model
+
+    print(resolve_model(config_from(parser, arguments).model))
+    return 0
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    from loadgen.bench_prefix import add_arguments
+
+    benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
+    prefix = benches.add_parser("prefix", help="time to first token of a long shared prefix, cold and warm")
+    add_arguments(prefix)
+
+
+def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from loadgen.bench_prefix import run
+
+    return run(arguments)
+
+
+Command = tuple[
+    str,
+    Callable[[argparse.ArgumentParser], None],
+    Callable[[argparse.ArgumentParser, argparse.Namespace], int],
+]
+_COMMANDS: dict[str, Command] = {
+    "serve": ("serve a model over HTTP", add_options, _serve),
+    "generate": ("generate from a prompt on the terminal, without a server", _add_generate, _generate),
+    "fetch-model": ("fetch and convert a model, and print its directory", _add_fetch, _fetch),
+    "bench": ("measure this machine", _add_bench, _bench),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""SGLang's `/generate`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from runtime.client import OutputStream
+from runtime.errors import InvalidRequest
+from runtime.models.tokenizer import Tokenizer
+from runtime.output import Output, Submission, new_rid
+from runtime.protocol import TokenLogprob
+from runtime.sampling_params import SamplingParams
+from server.context import CacheSalt, Context, Ctx, Rid
+from server.follow import collect, follow
+from server.sse import EventStream, unless_gone
+
+router = APIRouter(tags=["generate"])
+
+MAX_BATCH = 1024
+MAX_TOP_LOGPROBS = 128
+
+
+class GenerateRequest(BaseModel):
+    """One prompt or several; exactly one of `text` and `input_ids`."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "example": {
+                "text": "The capital of France is",
+                "sampling_params": {"max_new_tokens": 16, "temperature": 0},
+            }
+        },
+    )
+
+    text: str | list[str] | None = None
+    input_ids: list[int] | list[list[int]] | None = None
+    sampling_params: SamplingParams | list[SamplingParams] = Field(default_factory=SamplingParams)
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int = Field(-1, ge=-1, description="position from which prompt tokens are reported; -1: none")
+    top_logprobs_num: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    return_text_in_logprobs: bool = False
+    rid: Rid | list[Rid] | None = None
+    priority: int = Field(0, ge=-(1 << 31), lt=1 << 31)
+    cache_salt: CacheSalt = None
+
+
+def submissions_of(body: GenerateRequest) -> tuple[list[Submission], bool]:
+    """The submissions of a request, and whether it was a list. Raises InvalidRequest."""
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequest("exactly one of text and input_ids must be given", param="text")
+    prompts, is_list = _prompts(body)
+    if not 0 < len(prompts) <= MAX_BATCH:
+        raise InvalidRequest(f"a batch has 1 to {MAX_BATCH} prompts, not {len(prompts)}", param="text")
+    sampling = _for_each(body.sampling_params, len(prompts), "sampling_params")
+    if isinstance(body.rid, str) and is_list:
+        raise InvalidRequest("a batch needs a list of request ids", param="rid")
+    rids = _for_each(body.rid, len(prompts), "rid")
+    submissions = [
+        Submission(
+            prompt=prompt,
+            sampling=params,
+            rid=rid or new_rid(),
+            namespace=body.cache_salt or "",
+            logprobs=body.top_logprobs_num if body.return_logprob else None,
+            prompt_logprobs_from=body.logprob_start_len if body.return_logprob and body.logprob_start_len >= 0 else None,
+            priority=body.priority,
+        )
+        for prompt, params, rid in zip(prompts, sampling, rids, strict=True)
+    ]
+    return submissions, is_list or any(s.sampling.n > 1 for s in submissions)
+
+
+def _prompts(body: GenerateRequest) -> tuple[list[str | list[int]], bool]:
+    given = body.text if body.text is not None else body.input_ids
+    if isinstance(given, list) and (not given or not isinstance(given[0], int)):
+        return given, True  # type: ignore[return-value]
+    return [given], False  # type: ignore[list-item]
+
+
+def _for_each(value: Any, count: int, param: str) -> list[Any]:
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequest(f"{count} prompts, but {len(value)} {param}", param=param)
+    return value
+
+
+@router.post("/generate", response_model=None)
+async def generate(body: GenerateRequest, request: Request, context: Ctx) -> Response:
+    """Complete one prompt or several; with `stream`, as server-sent events that end with `[DONE]`."""
+    submissions, is_list = submissions_of(body)
+    outputs = await context.engine.open(submissions)
+    if body.stream:
+        return EventStream(_events(body, submissions, is_list, outputs, context), outputs.close)
+    return await unless_gone(request, _answer(body, is_list, outputs, context))
+
+
+async def _answer(
+    body: GenerateRequest, is_list: bool, outputs: OutputStream, context: Context
+) -> dict[str, Any] | list[dict[str, Any]]:
+    done = await collect(outputs, context.metrics)
+    tokenizer = context.engine.tokenizer
+    answers = []
+    for output in done:
+        logprobs = _Logprobs(body, tokenizer)
+        logprobs.add(output)
+        answers.append(_result(output, output.text, output.token_ids, logprobs))
+    return answers if is_list else answers[0]
+
+
+async def _events(
+    body: GenerateRequest, submissions: list[Submission], is_list: bool, outputs: OutputStream, context: Context
+) -> AsyncGenerator[dict[str, Any], None]:
+    first = [sum(s.sampling.n for s in submissions[:i]) for i in range(len(submissions))]
+    logprobs: dict[int, _Logprobs] = {}
+    incremental = context.config.server.incremental_output
+    async for output in follow(outputs, context.metrics):
+        index = first[output.index] + output.choice
+        own = logprobs.setdefault(index, _Logprobs(body, context.engine.tokenizer))
+        if incremental:
+            own = _Logprobs(body, context.engine.tokenizer)
+        own.add(output)
+        if incremental:
+            event = _result(output, output.delta, output.new_token_ids, own)
+        else:
+            event = _result(output, output.text, output.token_ids[: output.completion_tokens], own)
+        event["delta"] = output.delta
+        if is_list:
+            event["index"] = index
+        yield event
+
+
+def _result(output: Output, text: str, token_ids: list[int], logprobs: _Logprobs) -> dict[str, Any]:
+    finish = output.finish
+    reason = None
+    if finish is not None:
+        reason = {"type": finish.type}
+        if finish.type == "length":
+            reason["length"] = output.completion_tokens
+        if finish.matched is not None:
+            reason["matched"] = finish.matched
+        if finish.message is not None:
+            reason["message"] = finish.message
+    meta = {
+        "id": output.rid,
+        "finish_reason": reason,
+        "prompt_tokens": output.prompt_tokens,
+        "completion_tokens": output.completion_tokens,
+        "cached_tokens": output.cached_tokens,
+        "queue_time": output.queue_s,
+        "prefill_time": output.prefill_s,
+        "e2e_latency": output.e2e_s,
+    }
+    return {"text": text, "output_ids": list(token_ids), "meta_info": meta | logprobs.fields()}
+
+
+class _Logprobs:
+    """SGLang's log-probability fields: `[logprob, token id, text or null]` for each token."""
+
+    def __init__(self, body: GenerateRequest, tokenizer: Tokenizer):
+        self._body = body
+        self._tokenizer = tokenizer
+        self._output: list[TokenLogprob] = []
+        self._input: list[TokenLogprob] = []
+
+    def add(self, output: Output) -> None:
+        self._output.extend(output.logprobs or [])
+        self._input.extend(output.prompt_logprobs or [])
+
+    def fields(self) -> dict[str, Any]:
+        if not self._body.return_logprob:
+            return {}
+        fields: dict[str, Any] = {"output_token_logprobs": self._tokens(self._output)}
+        if self._body.top_logprobs_num:
+            fields["output_top_logprobs"] = self._top(self._output)
+        if self._body.logprob_start_len >= 0:
+            fields["input_token_logprobs"] = self._tokens(self._input)
+            if self._body.top_logprobs_num:
+                fields["input_top_logprobs"] = self._top(self._input)
+        return fields
+
+    def _text(self, token: int) -> str | None:
+        return self._tokenizer.decode([token], False) if self._body.return_text_in_logprobs else None
+
+    def _tokens(self, items: list[TokenLogprob]) -> list[list[Any]]:
+        return [[item.logprob, item.token, self._text(item.token)] for item in items]
+
+    def _top(self, items: list[TokenLogprob]) -> list[list[list[Any]] | None]:
+        return [[[value, token, self._text(token)] for token, value in item.top] or None for item in items]

@@ -1,0 +1,99 @@
+"""Prometheus metrics, under the names that SGLang's and vLLM's dashboards read, where they have one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from runtime.output import Output
+
+_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+
+# engine state -> (help, names); counters carry their `_total` suffix by themselves.
+_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "prompt_tokens": ("Prompt tokens of accepted requests", ("sglang:prompt_tokens", "vllm:prompt_tokens")),
+    "generation_tokens": ("Generated tokens", ("sglang:generation_tokens", "vllm:generation_tokens")),
+    "cached_tokens": ("Prompt tokens read from the cache", ("sglang:cached_tokens", "vllm:prefix_cache_hits")),
+    "queried_tokens": ("Prompt tokens looked up in the cache", ("vllm:prefix_cache_queries",)),
+    "evicted_tokens": ("Tokens evicted from the cache", ("sglang:evicted_tokens",)),
+    "requests": ("Accepted requests", ("sglang:num_requests",)),
+    "aborted_requests": ("Requests ended by an abort", ("sglang:num_aborted_requests",)),
+    "failed_requests": ("Requests that ended with an error", ("ramet:failed_requests",)),
+    "retracted_requests": ("Requests that gave up their pages", ("sglang:num_retracted_reqs", "vllm:num_preemptions")),
+    "steps": ("Engine steps", ("ramet:steps",)),
+    "prefill_tokens": ("Token rows computed by prefill", ("ramet:prefill_tokens",)),
+}
+_GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "running": ("Requests that run", ("sglang:num_running_reqs", "vllm:num_requests_running")),
+    "waiting": ("Requests that wait", ("sglang:num_queue_reqs", "vllm:num_requests_waiting")),
+    "usage": ("Share of the pool that live requests hold", ("sglang:token_usage", "vllm:kv_cache_usage_perc")),
+    "hit_rate": ("Cached share of all prompt tokens since start", ("sglang:cache_hit_rate",)),
+    "pages_total": ("Pages in the pool", ("ramet:pages_total",)),
+    "pages_free": ("Free pages", ("ramet:pages_free",)),
+    "pages_tree": ("Pages held by the tree", ("ramet:pages_tree",)),
+    "pages_private": ("Pages private to live requests", ("ramet:pages_private",)),
+    "pages_locked": ("Pages of the tree that live requests use", ("ramet:pages_locked",)),
+    "tree_nodes": ("Nodes of the tree", ("ramet:tree_nodes",)),
+}
+
+
+class Metrics:
+    """The registry of one server."""
+
+    def __init__(self, model: str):
+        self._labels = {"model_name": model}
+        self._registry = CollectorRegistry()
+        self._state: dict[str, Any] = {}
+        self._registry.register(self)  # type: ignore[arg-type]
+        self._ttft = self._histograms("time_to_first_token_seconds", "Seconds to the first token")
+        self._itl = self._histograms("inter_token_latency_seconds", "Seconds between output tokens")
+        self._e2e = self._histograms("e2e_request_latency_seconds", "Seconds from submission to the end")
+        self._queue = self._histograms("queue_time_seconds", "Seconds waiting", vllm="request_queue_time_seconds")
+
+    def _histograms(self, name: str, text: str, vllm: str | None = None) -> list[Histogram]:
+        names = (f"sglang:{name}", f"vllm:{vllm or name}")
+        return [
+            Histogram(n, text, list(self._labels), registry=self._registry, buckets=_SECONDS).labels(**self._labels)
+            for n in names
+        ]
+
+    def observe(self, output: Output, previous_s: float | None) -> None:
+        """Book an Output; `previous_s` is the completion's last `e2e_s`, None for its first Output."""
+        if output.new_token_ids and previous_s is None:
+            _observe(self._ttft, output.e2e_s)
+            _observe(self._queue, output.queue_s)
+        elif output.new_token_ids and previous_s is not None:
+            gap = (output.e2e_s - previous_s) / len(output.new_token_ids)
+            for _ in output.new_token_ids:
+                _observe(self._itl, gap)
+        if output.finish is not None:
+            _observe(self._e2e, output.e2e_s)
+
+    def render(self, state: dict[str, Any]) -> bytes:
+        """The exposition text, with the engine's counters and gauges as they are now."""
+        total = state["pages_total"]
+        queried = state["queried_tokens"]
+        used = state["pages_private"] + state["pages_locked"]
+        self._state = {
+            **state,
+            "usage": used / total,
+            "hit_rate": state["cached_tokens"] / queried if queried else 0.0,
+        }
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry: the engine's state under its names."""
+        for table, family in ((_COUNTERS, CounterMetricFamily), (_GAUGES, GaugeMetricFamily)):
+            for key, (text, names) in table.items():
+                for name in names:
+                    metric = family(name, text, labels=list(self._labels))
+                    metric.add_metric(list(self._labels.values()), self._state.get(key, 0))
+                    yield metric
+
+
+def _observe(histograms: list[Histogram], value: float) -> None:
+    for histogram in histograms:
+        histogram.observe(value)

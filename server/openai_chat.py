@@ -1,0 +1,123 @@
+"""`/v1/chat/completions` and `/v1/models`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from runtime.client import OutputStream
+from runtime.models.tokenizer import Tokenizer
+from runtime.output import Output, Submission, new_rid
+from runtime.protocol import TokenLogprob
+from server.context import Context, Ctx
+from server.errors import NotFound
+from server.follow import collect, follow
+from server.openai_common import check_model, envelope, finish_reason, usage
+from server.openai_types import ChatRequest
+from server.sse import EventStream, unless_gone
+
+router = APIRouter(prefix="/v1", tags=["openai"])
+
+_STARTED_S = int(time.time())
+
+
+@router.get("/models")
+async def models(context: Ctx) -> dict[str, Any]:
+    """The one model that is served."""
+    return {"object": "list", "data": [_model(context)]}
+
+
+@router.get("/models/{name:path}")
+async def model(name: str, context: Ctx) -> dict[str, Any]:
+    """The model by its name."""
+    if name != context.engine.info.name:
+        raise NotFound(f"the model {name!r} does not exist", param="model", code="model_not_found")
+    return _model(context)
+
+
+def _model(context: Context) -> dict[str, Any]:
+    info = context.engine.info
+    return {
+        "id": info.name,
+        "object": "model",
+        "created": _STARTED_S,
+        "owned_by": "ramet",
+        "max_model_len": info.context_length,
+    }
+
+
+@router.post("/chat/completions", response_model=None)
+async def chat_completions(body: ChatRequest, request: Request, context: Ctx) -> Response:
+    """Answer a conversation."""
+    check_model(body, context)
+    body.refuse_unsupported()
+    prompt = context.engine.tokenizer.apply_chat_template(
+        [message.plain() for message in body.messages], body.add_generation_prompt
+    )
+    submission = Submission(
+        prompt=prompt,
+        sampling=body.sampling(body.max_completion_tokens or body.max_tokens),
+        namespace=body.cache_salt or "",
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        priority=body.priority,
+        add_special_tokens=False,
+    )
+    outputs = await context.engine.open([submission])
+    rid = f"chatcmpl-{new_rid()}"
+    if body.stream:
+        return EventStream(_events(body, rid, outputs, context), outputs.close)
+    return await unless_gone(request, _answer(body, rid, outputs, context))
+
+
+async def _answer(body: ChatRequest, rid: str, outputs: OutputStream, context: Context) -> dict[str, Any]:
+    done = await collect(outputs, context.metrics)
+    choices = [
+        {
+            "index": output.choice,
+            "message": {"role": "assistant", "content": output.text, "refusal": None},
+            "logprobs": _logprobs(body, output, context.engine.tokenizer),
+            "finish_reason": finish_reason(output),
+        }
+        for output in done
+    ]
+    return {**envelope("chat.completion", rid, context), "choices": choices, "usage": usage(done)}
+
+
+async def _events(
+    body: ChatRequest, rid: str, outputs: OutputStream, context: Context
+) -> AsyncGenerator[dict[str, Any], None]:
+    last: dict[int, Output] = {}
+    with_usage = body.stream_options is not None and body.stream_options.include_usage
+    extra: dict[str, Any] = {"usage": None} if with_usage else {}
+
+    def chunk(choice: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
+        entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return {**envelope("chat.completion.chunk", rid, context), "choices": [entry], **extra}
+
+    async for output in follow(outputs, context.metrics):
+        if output.choice not in last:
+            yield chunk(output.choice, {"role": "assistant", "content": ""})
+        last[output.choice] = output
+        delta = {"content": output.delta} if output.delta else {}
+        yield chunk(output.choice, delta, _logprobs(body, output, context.engine.tokenizer), finish_reason(output))
+    if with_usage:
+        yield {**envelope("chat.completion.chunk", rid, context), "choices": [], "usage": usage(last.values())}
+
+
+def _logprobs(body: ChatRequest, output: Output, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    if not body.logprobs:
+        return None
+    return {"content": [_entry(item, tokenizer) for item in output.logprobs or []], "refusal": None}
+
+
+def _entry(item: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
+    top = [_token(token, value, tokenizer) for token, value in item.top]
+    return {**_token(item.token, item.logprob, tokenizer), "top_logprobs": top}
+
+
+def _token(token: int, logprob: float | None, tokenizer: Tokenizer) -> dict[str, Any]:
+    text = tokenizer.decode([token], False)
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

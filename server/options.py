@@ -1,0 +1,57 @@
+"""Command-line options, made from the configuration tree."""
+
+from __future__ import annotations
+
+import argparse
+import types
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from runtime.config import Config, make_config
+
+_UNSET = argparse.SUPPRESS
+
+
+def add_options(parser: argparse.ArgumentParser, *sections: str) -> None:
+    """Add every field of some sections (default: all) as an option; the flat names are unique over the tree."""
+    for name, section in Config.model_fields.items():
+        if sections and name not in sections:
+            continue
+        model = section.annotation
+        assert model is not None
+        group = parser.add_argument_group(name, model.__doc__)
+        for field_name, field in model.model_fields.items():  # type: ignore[attr-defined]
+            _add_option(group, field_name, field)
+
+
+def _add_option(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
+    kind, default = _inner(field.annotation), field.get_default(call_default_factory=True)
+    shown = "" if default is None else f" (default: {default})"
+    options: dict[str, Any] = {"default": _UNSET, "help": (field.description or "").replace("%", "%%") + shown}
+    if kind is bool:
+        options["action"] = argparse.BooleanOptionalAction
+    elif get_origin(kind) is Literal:
+        options["choices"] = get_args(kind)
+    else:
+        options["type"] = str  # pydantic converts and checks, so that there is one kind of message
+        options["metavar"] = getattr(kind, "__name__", str(kind)).upper()
+    group.add_argument("--" + name.replace("_", "-"), dest=name, **options)
+
+
+def _inner(annotation: Any) -> Any:
+    """The type behind `X | None`."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next(arg for arg in get_args(annotation) if arg is not type(None))
+    return annotation
+
+
+def config_from(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Config:
+    """The configuration of parsed options; a value out of range ends the program with one line and status 2."""
+    names = {name for section in Config.model_fields.values() for name in section.annotation.model_fields}  # type: ignore[union-attr]
+    try:
+        return make_config(**{name: value for name, value in vars(arguments).items() if name in names})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        parser.error(f"argument --{str(problem['loc'][-1]).replace('_', '-')}: {problem['msg']}, not {problem['input']!r}")
