@@ -83,7 +83,9 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    # Not through sys.stdin: its lock, held here, would break the interpreter's shutdown.
+    while os.read(0, 4096):
+        pass
     os._exit(1)
 
 

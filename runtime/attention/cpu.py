@@ -5,12 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from runtime.attention.backend import AttentionBackend
+from runtime.attention.paged_index import flat_mask
 from runtime.batch import AttentionPlan, Edge, Span
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
+
+# Extents are read as views if they have this many rows on average: below, one gather beats several kernel calls.
+_VIEW_FROM_ROWS = 128
 
 
 @dataclass(slots=True)
@@ -47,43 +52,54 @@ class CPUAttention(AttentionBackend):
     def prepare(self, plan: AttentionPlan) -> list[Part]:
         """Resolve spans to pool rows; a causal edge becomes the span's older part and its own square."""
         touched = torch.zeros(plan.num_rows, dtype=torch.bool)
-        resolved = [self._slots(span) for span in plan.spans]
         parts: list[Part] = []
         for edge in plan.edges:
-            span, slots = plan.spans[edge.span], resolved[edge.span]
-            for part in self._parts(edge, span, slots, int(touched[edge.rows].numel())):
+            for part in self._parts(edge, plan.spans[edge.span], int(touched[edge.rows].numel())):
                 part.first = not bool(touched[edge.rows].any())
                 touched[edge.rows] = True
                 parts.append(part)
         return parts
 
-    def _parts(self, edge: Edge, span: Span, slots: slice | torch.Tensor, num_rows: int) -> list[Part]:
-        visible = edge.mask.to(self.device) if edge.mask is not None else None
-        if span.keep is not None:
-            keep = span.keep.to(self.device)[None]
-            if edge.mode == "causal":
-                own = torch.ones(num_rows, span.length, dtype=torch.bool, device=self.device)
-                visible = own.tril(span.length - num_rows)
-            visible = keep.expand(num_rows, -1) if visible is None else visible & keep
+    def _parts(self, edge: Edge, span: Span, num_rows: int) -> list[Part]:
+        visible = self._visible(edge, span, num_rows)
         if visible is not None:
             bias = torch.zeros(visible.shape, device=self.device).masked_fill_(~visible, -math.inf)
+            slots = self._gathered(span, 0, span.length)
             return [Part(edge.rows, slots, False, span.shift, bias.to(self.pool.k.dtype), False)]
         if edge.mode == "full" or num_rows == 1:
-            return [Part(edge.rows, slots, False, span.shift, None, False)]
+            return [Part(edge.rows, s, False, span.shift, None, False) for s in self._pieces(span, 0, span.length)]
         older = span.length - num_rows
-        parts = [Part(edge.rows, _cut(slots, older, span.length), True, span.shift, None, False)]
-        if older:
-            parts.append(Part(edge.rows, _cut(slots, 0, older), False, span.shift, None, False))
-        return parts
+        own = self._pieces(span, older, span.length)
+        square = own[0] if len(own) == 1 else self._gathered(span, older, span.length)
+        parts = [Part(edge.rows, square, True, span.shift, None, False)]
+        return parts + [Part(edge.rows, s, False, span.shift, None, False) for s in self._pieces(span, 0, older)]
 
-    def _slots(self, span: Span) -> slice | torch.Tensor:
+    def _visible(self, edge: Edge, span: Span, num_rows: int) -> torch.Tensor | None:
+        """Which pairs count, bool [num_rows, length]; None if the edge's mode says it all."""
+        if span.keep is None and edge.mode != "masked":
+            return None
+        return flat_mask(edge, span, num_rows).view(num_rows, span.length).to(self.device)
+
+    def _pieces(self, span: Span, start: int, stop: int) -> list[slice | torch.Tensor]:
+        """Pool rows of a part of a span: views of its extents, or one gather where these are short."""
         page_size = self.pool.page_size
-        first = int(span.pages[0])
-        if len(span.pages) == 1 or bool((span.pages[1:] - span.pages[:-1] == 1).all()):
-            return slice(first * page_size, first * page_size + span.length)
+        if start == stop:
+            return []
+        pages = span.pages[start // page_size : -(-stop // page_size)]
+        breaks = np.flatnonzero(np.diff(pages) != 1) + 1
+        if len(breaks) * _VIEW_FROM_ROWS > stop - start:
+            return [self._gathered(span, start, stop)]
+        pieces: list[slice | torch.Tensor] = []
+        for i, run in enumerate(np.split(pages, breaks)):
+            skipped = start % page_size if i == 0 else 0
+            unused = -stop % page_size if i == len(breaks) else 0
+            pieces.append(slice(int(run[0]) * page_size + skipped, (int(run[-1]) + 1) * page_size - unused))
+        return pieces
+
+    def _gathered(self, span: Span, start: int, stop: int) -> torch.Tensor:
         pages = torch.from_numpy(span.pages).to(self.device, torch.int64)
-        rows = torch.arange(page_size, device=self.device)
-        return (pages[:, None] * page_size + rows).flatten()[: span.length]
+        rows = torch.arange(self.pool.page_size, device=self.device)
+        return (pages[:, None] * self.pool.page_size + rows).flatten()[start:stop]
 
     def run(self, prepared: list[Part], q: torch.Tensor, layer: int) -> torch.Tensor:
         """See `AttentionBackend.run`."""
@@ -166,9 +182,3 @@ def merge(
     base = torch.where(torch.isneginf(lse), 0.0, lse)
     weight_a, weight_b = (lse_a - base).exp(), (lse_b - base).exp()
     return out_a * weight_a[..., None] + out_b.float() * weight_b[..., None], lse
-
-
-def _cut(slots: slice | torch.Tensor, start: int, stop: int) -> slice | torch.Tensor:
-    if isinstance(slots, slice):
-        return slice(slots.start + start, slots.start + stop)
-    return slots[start:stop]

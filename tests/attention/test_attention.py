@@ -84,6 +84,21 @@ def test_causal_request(scattered, rows, length):
     world.check(plan)
 
 
+@pytest.mark.parametrize(("start", "stop"), [(0, 640), (5, 640), (130, 387), (0, 1)])
+def test_long_extents_are_read_as_views(start, stop):
+    """Two extents that are far apart: no gather, and the rows are those of the span."""
+    world = World(7, num_pages=200)
+    pages = np.concatenate((np.arange(100, 180), np.arange(0, 80))).astype(np.int32)
+    span = Span(pages, stop)
+    pieces = world.backend._pieces(span, start, stop)
+    assert all(isinstance(piece, slice) for piece in pieces)
+    read = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
+    assert read.tolist() == world.slots(span)[start:stop].tolist()
+    plan = AttentionPlan(stop - start)
+    plan.add(slice(0, stop - start), span, "causal")
+    world.check(plan)
+
+
 def test_mixed_batch_of_prefill_and_decode():
     world = World(1)
     plan = AttentionPlan(9)
