@@ -1,0 +1,45 @@
+"""Models that the tests share: the default one, and small random ones of every supported architecture."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from runtime.config import default_cache_dir
+from runtime.errors import ModelError
+from runtime.models.default_model import fetch_default
+from tests.tiny import TINY_MODELS, save_tiny
+
+
+@pytest.fixture(scope="session")
+def default_model_dir() -> Path:
+    """SmolLM2-135M-Instruct, fetched and converted if it is not there yet."""
+    try:
+        return fetch_default(default_cache_dir())
+    except ModelError as error:
+        pytest.skip(f"the default model is not to be had: {error}")
+
+
+@pytest.fixture(scope="session")
+def reference(default_model_dir):
+    """The default model in transformers, float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(default_model_dir, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session", params=sorted(TINY_MODELS))
+def any_tiny_dir(request, tmp_path_factory, default_model_dir) -> Path:
+    """A small random model of each architecture and rope scaling, with the default model's tokenizer."""
+    return save_tiny(request.param, tmp_path_factory.mktemp(request.param), default_model_dir)
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory, default_model_dir) -> Path:
+    """One small random Llama."""
+    return save_tiny("llama", tmp_path_factory.mktemp("tiny"), default_model_dir)

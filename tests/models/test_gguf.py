@@ -1,0 +1,146 @@
+"""GGUF: converted models equal their originals in transformers; broken files are one clear error."""
+
+from __future__ import annotations
+
+import json
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from runtime.errors import ModelError
+from runtime.models.gguf import _BLOCK, _TOP, convert_gguf
+from tests.tiny import save_tiny
+
+
+def permute(tensor: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp does to q and k rows."""
+    rows = len(tensor)
+    return tensor.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2).reshape(tensor.shape)
+
+
+def write_gguf(source, path, architecture, quantised=False, **metadata):
+    """A GGUF file of a Hugging Face directory."""
+    config = json.loads((source / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(10000.0)
+    writer.add_key_length(config.get("head_dim") or config["hidden_size"] // heads)
+    for name, value in metadata.items():
+        writer.add_string(name.replace("__", "."), value)
+    vocabulary = json.loads((source / "tokenizer.json").read_text())["model"]
+    tokens = sorted(vocabulary["vocab"], key=vocabulary["vocab"].get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if i < 17 else 1 for i in range(len(tokens))])
+    writer.add_token_merges([" ".join(m) if isinstance(m, list) else m for m in vocabulary["merges"]])
+    writer.add_eos_token_id(2)
+    writer.add_bos_token_id(1)
+    top = {f"{hf}.weight": f"{name}.weight" for name, hf in _TOP.items()}
+    blocks = {hf: name for name, hf in _BLOCK.items()}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        data = tensor.float().numpy()
+        if name in top:
+            target = top[name]
+        else:
+            _, _, layer, rest = name.split(".", 3)
+            module, kind = rest.rsplit(".", 1)
+            target = f"blk.{layer}.{blocks[module]}.{kind}"
+            if architecture == "llama" and module == "self_attn.q_proj":
+                data = permute(data, heads)
+            if architecture == "llama" and module == "self_attn.k_proj":
+                data = permute(data, kv_heads)
+        if quantised and data.ndim == 2 and data.shape[1] % 32 == 0:
+            quantity = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(target, gguf.quants.quantize(data, quantity), raw_dtype=quantity)
+        else:
+            writer.add_tensor(target, np.ascontiguousarray(data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture()
+def sources(tmp_path, default_model_dir):
+    def make(kind):
+        return save_tiny(kind, tmp_path / kind, default_model_dir)
+
+    return make
+
+
+def logits(directory):
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return model(torch.arange(1000, 1030)[None]).logits
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"), [("llama", "llama"), ("llama_tied", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")]
+)
+def test_a_converted_model_is_its_original(sources, tmp_path, kind, architecture):
+    source = sources(kind)
+    target = convert_gguf(write_gguf(source, tmp_path / "m.gguf", architecture), tmp_path / "converted")
+    assert torch.equal(logits(target), logits(source))
+
+
+def test_quantised_tensors_mean_what_the_file_says(sources, tmp_path):
+    source = sources("llama")
+    target = convert_gguf(write_gguf(source, tmp_path / "m.gguf", "llama", quantised=True), tmp_path / "converted")
+    config = json.loads((source / "config.json").read_text())
+    assert config["hidden_size"] % 32  # so that only down_proj, with another width, could be quantised
+    wanted = logits(source)
+    assert (logits(target) - wanted).norm() / wanted.norm() < 0.05
+
+
+def test_linear_scaling_survives(sources, tmp_path):
+    source = sources("llama_linear")
+    path = write_gguf(source, tmp_path / "m.gguf", "llama", llama__rope__scaling__type="linear")
+    assert json.loads((convert_gguf(path, tmp_path / "c") / "config.json").read_text())["rope_scaling"] == {
+        "rope_type": "linear",
+        "factor": 1.0,
+    }
+    path = write_gguf(source, tmp_path / "n.gguf", "llama", llama__rope__scaling__type="longrope")
+    with pytest.raises(ModelError, match="longrope"):
+        convert_gguf(path, tmp_path / "d")
+
+
+def test_broken_files_are_one_clear_error(sources, tmp_path):
+    source = sources("llama")
+    whole = write_gguf(source, tmp_path / "m.gguf", "llama").read_bytes()
+    for name, content in (("empty", b""), ("text", b"hello" * 100), ("cut", whole[: len(whole) * 2 // 3])):
+        path = tmp_path / f"{name}.gguf"
+        path.write_bytes(content)
+        with pytest.raises(ModelError, match=f"{name}.gguf"):
+            convert_gguf(path, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    with pytest.raises(ModelError, match="gpt2"):
+        convert_gguf(write_gguf(source, tmp_path / "g.gguf", "gpt2"), tmp_path / "out")
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".out")], "nothing half-written stays"
+
+
+def test_llama3_factors_become_a_config(tmp_path):
+    from runtime.models.gguf import _llama3_scaling
+    from runtime.models.rope import RotaryEmbedding
+    from runtime.models.spec import RopeSpec
+
+    cpu = torch.device("cpu")
+    plain = RotaryEmbedding(RopeSpec(500000.0), 64, cpu).inv_freq
+    spec = RopeSpec(500000.0, "llama3", 8.0, 8192, 1.0, 4.0)
+    factors = (plain / RotaryEmbedding(spec, 64, cpu).inv_freq).numpy()
+    scaling = _llama3_scaling(tmp_path / "m.gguf", factors, {"rope_theta": 500000.0})
+    assert scaling["factor"] == pytest.approx(8.0)
+    with pytest.raises(ModelError, match="rope_freqs"):
+        _llama3_scaling(tmp_path / "m.gguf", np.linspace(1, 3, 32), {"rope_theta": 500000.0})

@@ -1,0 +1,69 @@
+"""Small random models of every supported architecture, made by transformers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB = 49152
+
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+
+
+def _rope(**fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_theta": 10000.0, **fields}}
+
+
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 128}
+
+TINY_MODELS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**_BASE),
+    "llama_tied": LlamaConfig(**{**_BASE, "tie_word_embeddings": True}),
+    "llama_biases": LlamaConfig(**_BASE, attention_bias=True, mlp_bias=True),
+    "llama_linear": LlamaConfig(**_BASE, **_rope(rope_type="linear", factor=2.0)),
+    "llama_llama3": LlamaConfig(**_BASE, **_rope(rope_type="llama3", **_LLAMA3)),
+    "llama_yarn": LlamaConfig(**_BASE, **_rope(rope_type="yarn", **_YARN)),
+    "mistral": MistralConfig(**_BASE, head_dim=16, sliding_window=None),
+    "qwen2": Qwen2Config(**_BASE),
+    "qwen3": Qwen3Config(**_BASE, head_dim=16),
+}
+
+
+def save_tiny(kind: str, directory: Path, tokenizer_from: Path, **save_options: Any) -> Path:
+    """Write a random model of a kind as a Hugging Face directory, biases and norms random too."""
+    torch.manual_seed(sum(kind.encode()))
+    model = AutoModelForCausalLM.from_config(TINY_MODELS[kind])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            elif "embed" not in name:
+                # Wide enough that greedy continuations differ from prompt to prompt.
+                parameter.mul_(4)
+    model.save_pretrained(directory, **save_options)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer_from / name, directory / name)
+    return directory
