@@ -1,0 +1,92 @@
+"""A live server on the real model, and a client for it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+
+@dataclass
+class LiveServer:
+    """A server process."""
+
+    process: subprocess.Popen
+    url: str
+    log: Path
+
+    def state(self) -> dict:
+        return httpx.get(f"{self.url}/server_info").json()["state"]
+
+    def wait(self, condition: Callable[[dict], bool], seconds: float = 30) -> dict:
+        """Poll the engine's state until a condition holds."""
+        deadline = time.monotonic() + seconds
+        while not condition(state := self.state()):
+            assert time.monotonic() < deadline, state
+            time.sleep(0.05)
+        return state
+
+    def check_idle(self) -> None:
+        """Nothing runs, and every page is free or in the tree."""
+        state = self.wait(lambda s: s["running"] == s["waiting"] == 0)
+        assert state["pages_private"] == state["pages_locked"] == 0
+        assert state["pages_free"] + state["pages_tree"] == state["pages_total"]
+
+    def engine_pid(self) -> int:
+        """The engine process, by the parent's id."""
+        children = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True, text=True)
+        return next(int(line.split()[0]) for line in children.stdout.splitlines() if "runtime.process" in line)
+
+
+def start(log: Path, *options: str) -> LiveServer:
+    """Start `ramet serve` on a free port and wait until it serves."""
+    command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--dtype", "float32", *options]
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    deadline = time.monotonic() + 120
+    while not (found := re.search(r"serving on (http://\S+)", log.read_text())):
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    server = LiveServer(process, found[1], log)
+    while True:
+        try:
+            if httpx.get(f"{server.url}/health").status_code == 200:
+                return server
+        except httpx.TransportError:
+            time.sleep(0.05)
+
+
+def stop(server: LiveServer) -> int:
+    """SIGTERM, and the exit code."""
+    if server.process.poll() is None:
+        server.process.send_signal(signal.SIGTERM)
+    return server.process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def server(default_model_dir, tmp_path_factory) -> Iterator[LiveServer]:
+    """One server for all tests that leave it as they found it; its pages are checked at the end."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    server = start(log, "--model", str(default_model_dir), "--served-model-name", "smollm2", "--pool-tokens", "8192",
+                   "--max-body-bytes", "100000", "--debug-invariants")  # fmt: skip
+    yield server
+    server.check_idle()
+    assert stop(server) == 0
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.fixture()
+def client(server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+        yield client
+    server.check_idle()

@@ -1,0 +1,124 @@
+"""Servers that are killed, restarted, stopped, or cannot start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from tests.server.conftest import start, stop
+
+LONG = {"text": "Count:", "stream": True, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+
+
+def read_stream(url: str, found: list) -> None:
+    with httpx.stream("POST", f"{url}/generate", json=LONG, timeout=60) as answer:
+        found.append([line for line in answer.iter_lines() if line.startswith("data: ")])
+
+
+def streams(server, count: int) -> tuple[list[threading.Thread], list]:
+    found: list = []
+    threads = [threading.Thread(target=read_stream, args=(server.url, found)) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    server.wait(lambda s: s["running"] == count)
+    return threads, found
+
+
+def test_a_dead_engine_ends_every_stream_and_the_server(tiny_dir, tmp_path):
+    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192")
+    threads, found = streams(server, 8)
+    os.kill(server.engine_pid(), signal.SIGKILL)
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == 8
+    for lines in found:
+        assert lines[-1] == "data: [DONE]"
+        assert json.loads(lines[-2][6:])["error"]["type"] == "engine_dead"
+    assert server.process.wait(20) == 70
+
+
+def test_a_dead_engine_is_restarted_where_that_is_wanted(tiny_dir, tmp_path):
+    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192", "--on-engine-death", "restart")
+    try:
+        threads, found = streams(server, 2)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        for thread in threads:
+            thread.join(20)
+        assert all(json.loads(lines[-2][6:])["error"]["type"] == "engine_dead" for lines in found)
+        deadline = time.monotonic() + 60
+        while (answer := httpx.get(f"{server.url}/health")).status_code != 200:
+            assert answer.json()["error"]["type"] == "engine_dead"
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        body = {"text": "x", "sampling_params": {"max_new_tokens": 3}}
+        assert httpx.post(f"{server.url}/generate", json=body).json()["meta_info"]["completion_tokens"] > 0
+    finally:
+        assert stop(server) == 0
+
+
+def test_no_engine_outlives_its_server(tiny_dir, tmp_path):
+    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "1024")
+    engine = server.engine_pid()
+    server.process.kill()
+    server.process.wait(10)
+    deadline = time.monotonic() + 20
+    while os.path.exists(f"/proc/{engine}") and "Z" not in open(f"/proc/{engine}/stat").read().split()[2]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_too_many_requests_are_told_when_to_come_back(tiny_dir, tmp_path):
+    server = start(
+        tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "2048", "--max-running", "2", "--max-waiting", "1"
+    )
+    try:
+        body = {"text": "x", "sampling_params": {"max_new_tokens": 5, "n": 4}}
+        answer = httpx.post(f"{server.url}/generate", json=body)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["type"] == "overloaded_error"
+        assert int(answer.headers["retry-after"]) >= 1
+        body["sampling_params"]["n"] = 3
+        assert httpx.post(f"{server.url}/generate", json=body).status_code == 200
+    finally:
+        assert stop(server) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--model", "/no/such/model"], 1, "no such directory"),
+        (["--page-size", "0"], 2, "--page-size"),
+        (["--port", "http"], 2, "--port"),
+        (["--dtype", "int3"], 2, "--dtype"),
+        (["--no-such-option"], 2, "unrecognized"),
+        (["--attention-backend", "flashinfer", "--device", "cpu"], 1, "needs CUDA"),
+    ],
+)
+def test_what_cannot_start_says_why_in_one_line(options, code, words, tiny_dir):
+    command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--log-level", "error"]
+    if "--model" not in options:
+        command += ["--model", str(tiny_dir)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code
+    assert words in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_known_before_the_model_is_loaded():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "server.cli", "serve", "--model", "/no/such/model", "--port", port]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "cannot bind" in done.stderr

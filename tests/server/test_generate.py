@@ -1,0 +1,259 @@
+"""`/generate` and the routes about the server, over a live server."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+GREEDY = {"temperature": 0, "max_new_tokens": 8}
+
+
+def ask(client, **body):
+    answer = client.post("/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events(client, path="/generate", **body):
+    """The events of a stream, framing checked."""
+    with client.stream("POST", path, json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        text = b"".join(answer.iter_raw()).decode()
+    assert text.endswith("data: [DONE]\n\n")
+    blocks = [block for block in text.split("\n\n") if block and not block.startswith(":")]
+    assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
+    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]
+
+
+def test_text_ids_and_meta(client):
+    one = ask(client, text="The capital of France is", sampling_params=GREEDY)
+    assert one["text"].startswith(" Paris")
+    meta = one["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 8}
+    assert (meta["prompt_tokens"], meta["completion_tokens"], len(one["output_ids"])) == (5, 8, 8)
+    assert meta["e2e_latency"] >= meta["queue_time"] >= 0
+    ids = client.post("/tokenize", json={"prompt": "The capital of France is"}).json()["tokens"]
+    assert ask(client, input_ids=ids, sampling_params=GREEDY)["output_ids"] == one["output_ids"]
+    assert client.post("/detokenize", json={"tokens": ids}).json()["text"] == "The capital of France is"
+
+
+def test_cached_tokens_grow(client):
+    client.post("/flush_cache")
+    prompt = "A prompt that is long enough to fill a page or two, about roots, stems and leaves of aspens. " * 2
+    cold = ask(client, text=prompt, sampling_params=GREEDY)["meta_info"]
+    warm = ask(client, text=prompt, sampling_params=GREEDY)["meta_info"]
+    assert cold["cached_tokens"] == 0
+    assert warm["cached_tokens"] == warm["prompt_tokens"] - 1
+    flushed = client.post("/flush_cache").json()
+    assert flushed["success"]
+    assert flushed["flushed_tokens"] > 0
+    assert ask(client, text=prompt, sampling_params=GREEDY)["meta_info"]["cached_tokens"] == 0
+
+
+def test_salts_do_not_share(client):
+    prompt = "Something that two tenants ask in the very same words, long enough for a page of sixteen tokens."
+    ask(client, text=prompt, sampling_params=GREEDY, cache_salt="one")
+    assert ask(client, text=prompt, sampling_params=GREEDY, cache_salt="two")["meta_info"]["cached_tokens"] == 0
+    assert ask(client, text=prompt, sampling_params=GREEDY, cache_salt="one")["meta_info"]["cached_tokens"] > 0
+
+
+def test_batches_and_n(client):
+    several = ask(client, text=["Once upon a time", "The capital of France is"], sampling_params=[GREEDY, GREEDY])
+    assert several[1]["text"].startswith(" Paris")
+    many = ask(client, text=["a", "b"], sampling_params={"n": 2, "max_new_tokens": 3, "seed": 1}, rid=["r1", "r2"])
+    assert [entry["meta_info"]["id"] for entry in many] == ["r1", "r1", "r2", "r2"]
+
+
+def test_stream_is_cumulative_with_deltas(client):
+    whole = ask(client, text="Once upon a time", sampling_params=GREEDY)
+    parts = events(client, text="Once upon a time", sampling_params=GREEDY)
+    assert parts[-1]["text"] == whole["text"] == "".join(part["delta"] for part in parts)
+    assert parts[-1]["output_ids"] == whole["output_ids"]
+    assert [part["meta_info"]["finish_reason"] is None for part in parts] == [True] * (len(parts) - 1) + [False]
+    for before, after in zip(parts, parts[1:], strict=False):
+        assert after["text"].startswith(before["text"])
+        assert after["meta_info"]["completion_tokens"] == len(after["output_ids"])
+
+
+def test_stream_of_a_batch_tells_the_index(client):
+    parts = events(client, text=["Once upon", "The capital of France is"], sampling_params=GREEDY)
+    texts = {index: "".join(p["delta"] for p in parts if p["index"] == index) for index in (0, 1)}
+    assert texts[1].startswith(" Paris")
+    assert sum(p["meta_info"]["finish_reason"] is not None for p in parts) == 2
+
+
+def test_logprobs(client):
+    answer = ask(
+        client,
+        text="The capital of France is",
+        sampling_params=GREEDY,
+        return_logprob=True,
+        top_logprobs_num=3,
+        logprob_start_len=0,
+        return_text_in_logprobs=True,
+    )["meta_info"]
+    assert len(answer["output_token_logprobs"]) == len(answer["output_top_logprobs"]) == 8
+    value, token, text = answer["output_token_logprobs"][0]
+    assert answer["output_top_logprobs"][0][0] == [value, token, text]
+    assert text == " Paris"
+    assert answer["input_token_logprobs"][0][0] is None
+    assert len(answer["input_token_logprobs"]) == 5
+
+
+def test_stop_strings(client):
+    answer = ask(client, text="1, 2, 3, 4,", sampling_params={"temperature": 0, "max_new_tokens": 20, "stop": "7"})
+    assert answer["text"] == " 5, 6, "
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "7"}
+
+
+def test_abort_by_id(client, server):
+    with client.stream(
+        "POST", "/generate", json={"text": "Count:", "stream": True, "rid": "long", "sampling_params": {"max_new_tokens": 4000}}
+    ) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+        next(lines)
+        assert client.post("/abort_request", json={"rid": "long"}).json() == {"success": True}
+        *_, last, done = lines
+    assert done == "data: [DONE]"
+    assert json.loads(last[6:])["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_a_client_that_leaves_aborts_its_request(client, server):
+    before = server.state()["aborted_requests"]
+    for _ in range(3):
+        with client.stream(
+            "POST", "/generate", json={"text": "Count:", "stream": True, "sampling_params": {"max_new_tokens": 4000}}
+        ) as answer:
+            next(answer.iter_lines())
+    state = server.wait(lambda s: s["running"] == 0)
+    assert state["aborted_requests"] - before == 3
+
+
+def test_a_client_that_leaves_without_streaming_aborts_its_request(client, server):
+    import socket
+
+    before = server.state()["aborted_requests"]
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps({"text": "Count:", "sampling_params": {"max_new_tokens": 4000}})
+    with socket.create_connection((host, int(port))) as raw:
+        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        raw.sendall((head + body).encode())
+        server.wait(lambda s: s["running"] == 1)
+    state = server.wait(lambda s: s["running"] == 0)
+    assert state["aborted_requests"] - before == 1
+
+
+def test_two_hundred_disconnects(client, server):
+    """Streams cut after a random number of bytes, several at a time."""
+    import random
+    from concurrent.futures import ThreadPoolExecutor
+
+    def cut(seed: int) -> None:
+        draw = random.Random(seed)
+        prompt = "root " * draw.randrange(1, 60)
+        body = {"text": prompt, "stream": True, "sampling_params": {"max_new_tokens": 200, "n": draw.choice([1, 1, 2])}}
+        with client.stream("POST", "/generate", json=body) as answer:
+            for i, _ in enumerate(answer.iter_bytes()):
+                if i >= draw.randrange(0, 4):
+                    return
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(cut, range(200)))
+    server.check_idle()
+    assert ask(client, text="The capital of France is", sampling_params=GREEDY)["text"].startswith(" Paris")
+
+
+def test_routes_about_the_server(client):
+    assert client.get("/health").status_code == 200
+    assert client.get("/health_generate").status_code == 200
+    info = client.get("/model_info").json()
+    assert (info["served_model_name"], info["context_length"]) == ("smollm2", 8192)
+    assert client.get("/get_model_info").json() == info
+    assert client.get("/server_info").json()["config"]["server"]["host"] == "127.0.0.1"
+    ask(client, text="x", sampling_params=GREEDY)
+    metrics = client.get("/metrics")
+    assert metrics.headers["content-type"].startswith("text/plain")
+    values = dict(line.rsplit(" ", 1) for line in metrics.text.splitlines() if not line.startswith("#"))
+    label = '{model_name="smollm2"}'
+    for name in ("sglang:generation_tokens_total", "vllm:prompt_tokens_total", "sglang:time_to_first_token_seconds_count"):
+        assert float(values[name + label]) > 0
+    assert float(values["sglang:num_running_reqs" + label]) == 0
+
+
+BAD = [
+    (b'{"text": "x"', 400, None),
+    (b"", 400, None),
+    (b"[]", 400, None),
+    (b'{"text": "\xff\xfe"}', 400, None),
+    (b'{"text": 5}', 400, "text"),
+    (b"{}", 400, "text"),
+    (b'{"text": "x", "input_ids": [1]}', 400, "text"),
+    (b'{"text": ""}', 400, "prompt"),
+    (b'{"text": []}', 400, "text"),
+    (b'{"input_ids": [[]]}', 400, "prompt"),
+    (b'{"input_ids": [1, 99999999]}', 400, "prompt"),
+    (b'{"input_ids": [-1]}', 400, "prompt"),
+    (b'{"input_ids": [1e400]}', 400, "input_ids"),
+    (b'{"input_ids": [123456789012345678901234567890]}', 400, "prompt"),
+    (b'{"text": "x", "colour": 1}', 400, "colour"),
+    (b'{"text": "x", "sampling_params": {"temperature": -1}}', 400, "sampling_params.temperature"),
+    (b'{"text": "x", "sampling_params": {"temperature": NaN}}', 400, "sampling_params.temperature"),
+    (b'{"text": "x", "sampling_params": {"top_p": "hot"}}', 400, "sampling_params.top_p"),
+    (b'{"text": "x", "sampling_params": {"max_new_tokens": 0}}', 400, "sampling_params.max_new_tokens"),
+    (b'{"text": "x", "sampling_params": {"max_new_tokens": 1e30}}', 400, "sampling_params.max_new_tokens"),
+    (b'{"text": "x", "sampling_params": {"max_new_tokens": 9000}}', 400, "max_new_tokens"),
+    (b'{"text": "x", "sampling_params": {"n": 1000}}', 400, "sampling_params.n"),
+    (b'{"text": "x", "sampling_params": {"stop": [' + b'"a",' * 40 + b'"b"]}}', 400, "sampling_params.stop"),
+    (b'{"text": "x", "sampling_params": {"min_new_tokens": 9, "max_new_tokens": 2}}', 400, "min_new_tokens"),
+    (b'{"text": ["x", "y"], "sampling_params": [{}]}', 400, "sampling_params"),
+    (b'{"text": ["x", "y"], "rid": ["same", "same"]}', 400, "rid"),
+    (b'{"text": "x", "cache_salt": ""}', 400, "cache_salt"),
+    (b'{"text": "x", "return_logprob": true, "logprob_start_len": 50}', 400, None),
+    (b'{"text": "' + b"word " * 9000 + b'"}', 400, "prompt"),
+    (b'{"text": "' + b"x" * 100_001 + b'"}', 413, None),
+    (b"[" * 50_000, 400, None),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "param"), BAD, ids=range(len(BAD)))
+def test_bad_input_is_a_client_error(client, body, status, param):
+    answer = client.post("/generate", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["param"] == param
+    assert ask(client, text="x", sampling_params={"max_new_tokens": 1})["meta_info"]["completion_tokens"] == 1
+
+
+def test_bad_input_to_a_stream_is_a_plain_error(client):
+    answer = client.post("/generate", json={"text": "", "stream": True})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt"
+
+
+def test_body_over_the_limit_without_a_length(client):
+    def chunks():
+        for _ in range(30):
+            yield b"x" * 10_000
+
+    answer = client.post("/generate", content=chunks(), headers={"content-type": "application/json"})
+    assert answer.status_code == 413
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/nope", 404), ("DELETE", "/generate", 405), ("GET", "/v1/models/x", 404)]
+)
+def test_routing_errors_have_the_schema(client, method, path, status):
+    answer = client.request(method, path)
+    assert answer.status_code == status
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_body_that_is_not_json_is_415(client):
+    answer = client.post("/generate", content=b"text=x", headers={"content-type": "application/x-www-form-urlencoded"})
+    assert answer.status_code == 415
+    assert "application/json" in answer.json()["error"]["message"]

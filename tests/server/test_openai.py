@@ -1,0 +1,130 @@
+"""The OpenAI routes through the real `openai` client, over a live server."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+MODEL = "smollm2"
+CHAT = [{"role": "user", "content": "Say hello."}]
+
+
+@pytest.fixture()
+def api(client, server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
+        yield api
+
+
+def test_models(api):
+    assert [model.id for model in api.models.list()] == [MODEL]
+    assert api.models.retrieve(MODEL).object == "model"
+
+
+def test_chat_and_its_stream_say_the_same(api):
+    whole = api.chat.completions.create(model=MODEL, messages=CHAT, temperature=0, max_tokens=12)
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    chunks = list(
+        api.chat.completions.create(
+            model=MODEL,
+            messages=CHAT,
+            temperature=0,
+            max_completion_tokens=12,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    *parts, last = chunks
+    assert "".join(c.choices[0].delta.content or "" for c in parts) == whole.choices[0].message.content
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in parts if c.choices[0].finish_reason] == [whole.choices[0].finish_reason]
+    assert last.choices == []
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    assert last.usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_a_conversation_reuses_its_earlier_turns(api):
+    system = {"role": "system", "content": "You answer questions about trees that share one root. " * 8}
+    first = api.chat.completions.create(model=MODEL, messages=[system, *CHAT], temperature=0, max_tokens=20)
+    turns = [system, *CHAT, {"role": "assistant", "content": first.choices[0].message.content}]
+    second = api.chat.completions.create(
+        model=MODEL, messages=[*turns, {"role": "user", "content": "And then?"}], temperature=0, max_tokens=4
+    )
+    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
+
+
+def test_as_many_tokens_as_fit_when_no_limit_is_given(api):
+    answer = api.chat.completions.create(model=MODEL, messages=CHAT, temperature=0, stop=["."])
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_content_parts_n_seed_logprobs(api):
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Name a tree."}]}]
+    options = {"model": MODEL, "messages": messages, "n": 2, "seed": 7, "max_tokens": 6}
+    one = api.chat.completions.create(**options, logprobs=True, top_logprobs=2)
+    two = api.chat.completions.create(**options)
+    assert [c.message.content for c in one.choices] == [c.message.content for c in two.choices]
+    entries = one.choices[0].logprobs.content
+    assert len(entries[0].top_logprobs) == 2
+    assert entries[0].logprob <= 0
+
+
+def test_completions(api):
+    options = {"model": MODEL, "max_tokens": 6, "temperature": 0}
+    answer = api.completions.create(**options, prompt=["The capital of France is", "Once upon a time"], logprobs=1, echo=True)
+    assert answer.choices[0].text.startswith("The capital of France is Paris")
+    assert answer.choices[0].logprobs.token_logprobs[0] is None
+    assert len(answer.choices[0].logprobs.tokens) == 5 + 6
+    assert answer.choices[1].index == 1
+    stream = api.completions.create(**options, prompt="The capital of France is", stream=True)
+    assert "".join(c.choices[0].text for c in stream).startswith(" Paris")
+    ids = api.completions.create(**options, prompt=[504, 3575, 282, 4649, 314])
+    assert ids.choices[0].text == answer.choices[0].text.removeprefix("The capital of France is")
+
+
+def test_extensions(api):
+    answer = api.completions.create(
+        model=MODEL, prompt="x", max_tokens=3, extra_body={"top_k": 1, "min_p": 0.1, "ignore_eos": True, "cache_salt": "s"}
+    )
+    assert answer.usage.completion_tokens == 3
+
+
+def test_fields_that_change_nothing_are_ignored(api):
+    api.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=1, user="me", store=False, metadata={"a": "b"})
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"max_tokens": 9000}, "max_new_tokens"),
+        ({"stop": ["x"] * 20}, "stop"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, None),
+        ({"extra_body": {"colour": 1}}, "colour"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+    ],
+)
+def test_what_is_not_supported_is_refused(api, options, param):
+    with pytest.raises(openai.BadRequestError) as error:
+        api.chat.completions.create(**{"model": MODEL, "messages": CHAT, **options})
+    if param:
+        assert error.value.body["param"] == param
+    assert error.value.body["message"]
+
+
+@pytest.mark.parametrize("options", [{"suffix": "x"}, {"best_of": 3}, {"prompt": []}, {"prompt": ""}])
+def test_completions_that_are_refused(api, options):
+    with pytest.raises(openai.BadRequestError):
+        api.completions.create(**{"model": MODEL, "prompt": "x", **options})
+
+
+def test_unknown_model(api):
+    with pytest.raises(openai.NotFoundError) as error:
+        api.chat.completions.create(model="gpt-9", messages=CHAT)
+    assert error.value.body["code"] == "model_not_found"
