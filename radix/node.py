@@ -77,9 +77,10 @@ def common_tokens(key: bytes, offset: int, run: bytes) -> int:
         return high
     while high - low > 1:
         middle = (low + high) // 2
-        if key[offset + low * TOKEN_BYTES : offset + middle * TOKEN_BYTES] == run[
-            low * TOKEN_BYTES : middle * TOKEN_BYTES
-        ]:
+        if (
+            key[offset + low * TOKEN_BYTES : offset + middle * TOKEN_BYTES]
+            == run[low * TOKEN_BYTES : middle * TOKEN_BYTES]
+        ):
             low = middle
         else:
             high = middle

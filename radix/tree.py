@@ -112,7 +112,7 @@ class RadixTree:
             self._enqueue(node)
 
     def lock(self, node: Node | None) -> None:
-        """Keep the path that ends in `node` from eviction. Cost: up to the first ancestor that is referenced already."""
+        """Keep the path that ends in `node` from eviction; climbs up to the first referenced ancestor."""
         while node is not None and node.parent is not None:
             node.refs += 1
             if node.refs > 1:

@@ -81,7 +81,7 @@ class AsyncEngine:
 
     async def _spawn(self) -> None:
         self._generation += 1
-        self._inbox = self._context.socket(zmq.PUSH, socket_class=zmq.Socket)
+        self._inbox = zmq.Socket(self._context, zmq.PUSH)
         self._outbox = self._context.socket(zmq.PULL)
         boot = {"config": self.config.model_dump_json()}
         for name, socket in (("inbox", self._inbox), ("outbox", self._outbox)):

@@ -63,8 +63,17 @@ class EngineCore:
         )
         self.requests: dict[str, Request] = {}
         self.counters = dict.fromkeys(
-            ("requests", "aborted_requests", "failed_requests", "prompt_tokens", "queried_tokens", "cached_tokens")
-            + ("generation_tokens", "prefill_tokens", "steps"),
+            [
+                "requests",
+                "aborted_requests",
+                "failed_requests",
+                "prompt_tokens",
+                "queried_tokens",
+                "cached_tokens",
+                "generation_tokens",
+                "prefill_tokens",
+                "steps",
+            ],
             0,
         )
         self._sequence = 0
@@ -175,7 +184,9 @@ class EngineCore:
             self.cache.commit(request)
         if token is None and prompt_logprobs is None:
             return None
-        event = TokenEvent(request.rid, [], prompt_logprobs=prompt_logprobs, cached_tokens=max(request.cached_tokens, 0))
+        event = TokenEvent(
+            request.rid, [], prompt_logprobs=prompt_logprobs, cached_tokens=max(request.cached_tokens, 0)
+        )
         if token is not None:
             if request.logprobs is not None:
                 event.logprobs = report_logprobs(logits[-1:], [token], request.logprobs)

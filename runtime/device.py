@@ -28,7 +28,7 @@ def choose_device(config: ModelConfig) -> torch.device:
 
 
 def choose_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype of `--dtype`; auto takes bfloat16 only where it is multiplied natively (else it is emulated, slowly)."""
+    """The dtype of `--dtype`; auto takes bfloat16 only where it is multiplied natively, not emulated."""
     if config.dtype != "auto":
         return DTYPES[config.dtype]
     if device.type == "cuda":

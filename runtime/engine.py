@@ -59,7 +59,9 @@ class Engine:
 
     # -- using it --------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = None) -> list[Output]:
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = None
+    ) -> list[Output]:
         """Complete prompts; returns the last Output of every completion, by prompt, then by choice.
 
         Args:
@@ -203,7 +205,9 @@ class Engine:
                 self._replies.pop(message.call).put(message.result)
 
 
-def make_submissions(prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = None) -> list[Submission]:
+def make_submissions(
+    prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = None
+) -> list[Submission]:
     """Submissions from one or several prompts and one or as many sampling parameters."""
     single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
     several: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[assignment, list-item]

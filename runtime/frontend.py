@@ -105,7 +105,9 @@ class Frontend:
             Overloaded: if too many completions are open.
         """
         if self._max_open is not None and len(self._open) + submission.sampling.n > self._max_open:
-            raise Overloaded(f"{len(self._open)} requests are open, and no more than {self._max_open} may be; try again")
+            raise Overloaded(
+                f"{len(self._open)} requests are open, and no more than {self._max_open} may be; try again"
+            )
         if submission.rid in self._by_submission:
             raise InvalidRequest(f"request id {submission.rid!r} is in use", param="rid")
         key = array("i", tokens).tobytes()

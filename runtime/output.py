@@ -30,7 +30,7 @@ class Submission:
     """
 
     prompt: str | list[int]
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams())
     rid: str = field(default_factory=new_rid)
     namespace: str = ""
     logprobs: int | None = None

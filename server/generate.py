@@ -68,7 +68,9 @@ def submissions_of(body: GenerateRequest) -> tuple[list[Submission], bool]:
             rid=rid or new_rid(),
             namespace=body.cache_salt or "",
             logprobs=body.top_logprobs_num if body.return_logprob else None,
-            prompt_logprobs_from=body.logprob_start_len if body.return_logprob and body.logprob_start_len >= 0 else None,
+            prompt_logprobs_from=body.logprob_start_len
+            if body.return_logprob and body.logprob_start_len >= 0
+            else None,
             priority=body.priority,
         )
         for prompt, params, rid in zip(prompts, sampling, rids, strict=True)
@@ -138,9 +140,9 @@ async def _events(
 
 def _result(output: Output, text: str, token_ids: list[int], logprobs: _Logprobs) -> dict[str, Any]:
     finish = output.finish
-    reason = None
+    reason: dict[str, Any] | None = None
     if finish is not None:
-        reason = {"type": finish.type}
+        reason = {"type": str(finish.type)}
         if finish.type == "length":
             reason["length"] = output.completion_tokens
         if finish.matched is not None:

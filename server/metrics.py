@@ -47,7 +47,7 @@ class Metrics:
         self._labels = {"model_name": model}
         self._registry = CollectorRegistry()
         self._state: dict[str, Any] = {}
-        self._registry.register(self)  # type: ignore[arg-type]
+        self._registry.register(self)
         self._ttft = self._histograms("time_to_first_token_seconds", "Seconds to the first token")
         self._itl = self._histograms("inter_token_latency_seconds", "Seconds between output tokens")
         self._e2e = self._histograms("e2e_request_latency_seconds", "Seconds from submission to the end")

@@ -16,7 +16,11 @@ def check_model(body: CommonRequest, context: Context) -> None:
     """Raise NotFound unless the served model is asked for."""
     served = context.engine.info.name
     if body.model != served:
-        raise NotFound(f"the model {body.model!r} does not exist; this server has {served!r}", param="model", code="model_not_found")
+        raise NotFound(
+            f"the model {body.model!r} does not exist; this server has {served!r}",
+            param="model",
+            code="model_not_found",
+        )
 
 
 def envelope(kind: str, rid: str, context: Context) -> dict[str, Any]:

@@ -12,8 +12,10 @@ from server.context import CacheSalt
 
 # Fields of the OpenAI API that have no meaning for a server of one local model.
 IGNORED = frozenset(
-    "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention".split()
-    + "parallel_tool_calls verbosity reasoning_effort prediction".split()
+    (
+        *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "parallel_tool_calls", "verbosity", "reasoning_effort", "prediction"),
+    )
 )
 
 Stop = str | list[str] | None

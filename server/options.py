@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser, *sections: str) -> None:
         model = section.annotation
         assert model is not None
         group = parser.add_argument_group(name, model.__doc__)
-        for field_name, field in model.model_fields.items():  # type: ignore[attr-defined]
+        for field_name, field in model.model_fields.items():
             _add_option(group, field_name, field)
 
 
@@ -54,4 +54,6 @@ def config_from(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
         return make_config(**{name: value for name, value in vars(arguments).items() if name in names})
     except ValidationError as error:
         problem = error.errors()[0]
-        parser.error(f"argument --{str(problem['loc'][-1]).replace('_', '-')}: {problem['msg']}, not {problem['input']!r}")
+        parser.error(
+            f"argument --{str(problem['loc'][-1]).replace('_', '-')}: {problem['msg']}, not {problem['input']!r}"
+        )

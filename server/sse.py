@@ -30,7 +30,7 @@ class EventStream(StreamingResponse):
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[dict[str, Any], None], on_close: Callable[[], None]):
-        super().__init__(events, headers=_HEADERS)
+        super().__init__((), headers=_HEADERS)
         self.events = events
         self.on_close = on_close
 
@@ -51,7 +51,9 @@ class EventStream(StreamingResponse):
             self.on_close()
 
 
-async def _chunks(events: AsyncGenerator[dict[str, Any], None], gone: asyncio.Future[None]) -> AsyncGenerator[bytes, None]:
+async def _chunks(
+    events: AsyncGenerator[dict[str, Any], None], gone: asyncio.Future[None]
+) -> AsyncGenerator[bytes, None]:
     while True:
         step = asyncio.ensure_future(anext(events))
         try:

@@ -1,0 +1,1 @@
+"""Attention over the paged pool: one interface, two backends."""

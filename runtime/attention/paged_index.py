@@ -79,9 +79,7 @@ def flat_mask(edge: Edge, span: Span, num_rows: int) -> torch.Tensor:
     return visible.flatten()
 
 
-def merge_segments(
-    out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, num_rows: int
-) -> torch.Tensor:
+def merge_segments(out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Merge partial results that belong to the same rows, exactly.
 
     Args:

@@ -109,7 +109,9 @@ def report_logprobs(logits: torch.Tensor, tokens: list[int], top: int) -> list[T
         TokenLogprob(
             token,
             chosen[i],
-            list(zip(ids[i].tolist(), values[i].tolist(), strict=True)) if ids is not None and values is not None else [],
+            list(zip(ids[i].tolist(), values[i].tolist(), strict=True))
+            if ids is not None and values is not None
+            else [],
         )
         for i, token in enumerate(tokens)
     ]

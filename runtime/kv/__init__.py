@@ -1,0 +1,1 @@
+"""The paged pool, its pages, and who owns them."""

@@ -1,0 +1,1 @@
+"""Models, their weights and their tokenizers."""

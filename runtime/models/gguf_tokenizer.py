@@ -11,13 +11,17 @@ from runtime.errors import ModelError
 
 _CONTROL, _USER_DEFINED = 3, 4
 
+# SentencePiece spells a space as this.
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+
 _LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
-def build_tokenizer(path: Path, metadata: dict[str, Any], architecture: str) -> tuple[Tokenizer, dict[str, Any]]:
+def build_tokenizer(path: Path, metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer and its tokenizer_config.json. Raises ModelError if it is of an unsupported kind."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
@@ -26,7 +30,7 @@ def build_tokenizer(path: Path, metadata: dict[str, Any], architecture: str) -> 
     if kind == "gpt2":
         fast = _byte_level(path, metadata, tokens)
     elif kind == "llama":
-        fast = _sentencepiece(metadata, architecture)
+        fast = _sentencepiece(metadata, tokens)
     else:
         raise ModelError(f"{path.name}: tokenizer {kind!r}; supported in GGUF are 'gpt2' and 'llama'")
     types = metadata.get("tokenizer.ggml.token_type") or []
@@ -64,13 +68,26 @@ def _pre_tokenizer(path: Path, name: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _sentencepiece(metadata: dict[str, Any], architecture: str) -> Tokenizer:
-    from transformers.integrations.ggml import convert_gguf_tokenizer
-
-    prefix = "tokenizer.ggml."
-    fields = {name.removeprefix(prefix): value for name, value in metadata.items() if name.startswith(prefix)}
-    fields["tokenizer_type"] = fields.pop("model")
-    return convert_gguf_tokenizer(architecture, fields)[0]
+def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
+    """SentencePiece BPE: pairs join in the order of their result's score, unknown characters fall back to bytes."""
+    vocab = {token: i for i, token in enumerate(tokens)}
+    scores = metadata.get("tokenizer.ggml.scores") or [0.0] * len(tokens)
+    merges: list[tuple[float, tuple[str, str]]] = []
+    for token, score in zip(tokens, scores, strict=True):
+        pairs = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab]
+        pairs.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+        merges.extend((-score, pair) for pair in pairs)
+    merges.sort(key=lambda merge: merge[0])
+    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    fast = Tokenizer(
+        models.BPE(vocab, [pair for _, pair in merges], unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    replace = normalizers.Replace(" ", _SPACE)
+    prepends = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    fast.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace]) if prepends else replace
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    fast.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prepends else steps)
+    return fast
 
 
 def _settings(metadata: dict[str, Any], tokens: list[str], fast: Tokenizer, kind: str) -> dict[str, Any]:

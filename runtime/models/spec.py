@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from runtime.errors import ModelError
 
@@ -73,6 +73,8 @@ class ModelSpec:
             return _from_config(config, generation)
         except KeyError as error:
             raise ModelError(f"{directory / 'config.json'} has no {error.args[0]!r}") from None
+        except (TypeError, ValueError) as error:
+            raise ModelError(f"{directory / 'config.json'} has a value of the wrong kind: {error}") from None
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors that a checkpoint must have."""
@@ -109,7 +111,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{path} is missing; a model directory needs config.json, safetensors and a tokenizer") from None
+        raise ModelError(
+            f"{path} is missing; a model directory needs config.json, safetensors and a tokenizer"
+        ) from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from None
     if not isinstance(value, dict):
@@ -119,24 +123,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:
     architecture = (config.get("architectures") or ["(none named)"])[0]
-    if architecture not in SUPPORTED:
-        raise ModelError(f"the model's architecture is {architecture}; supported are {', '.join(SUPPORTED)}")
-    if (activation := config.get("hidden_act", "silu")) != "silu":
-        raise ModelError(f"the model's activation is {activation!r}; supported is 'silu'")
+    _refuse_unsupported(config, architecture)
     family = architecture.removesuffix("ForCausalLM")
     attention_bias = bool(config.get("attention_bias", False))
-    heads = config["num_attention_heads"]
-    return ModelSpec(
+    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    spec = ModelSpec(
         architecture=architecture,
         model_type=config.get("model_type", ""),
-        hidden_size=config["hidden_size"],
-        num_layers=config["num_hidden_layers"],
+        hidden_size=hidden,
+        num_layers=_size(config, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        intermediate_size=config["intermediate_size"],
-        vocab_size=config["vocab_size"],
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        num_kv_heads=_size(config, "num_key_value_heads", heads),
+        head_dim=_size(config, "head_dim", hidden // heads),
+        intermediate_size=_size(config, "intermediate_size"),
+        vocab_size=_size(config, "vocab_size"),
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=family == "Qwen2" or (family in ("Llama", "Qwen3") and attention_bias),
         o_bias=family in ("Llama", "Qwen3") and attention_bias,
@@ -147,14 +148,47 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpe
         bos_token_id=config.get("bos_token_id"),
         rope=_rope(config),
     )
+    if heads % spec.num_kv_heads:
+        raise ModelError(
+            f"the model has {heads} query heads, not a multiple of its {spec.num_kv_heads} key-value heads"
+        )
+    if spec.head_dim % 2:
+        raise ModelError(f"the model's head_dim is {spec.head_dim}; the rotary embedding needs an even one")
+    return spec
+
+
+def _refuse_unsupported(config: dict[str, Any], architecture: str) -> None:
+    if architecture not in SUPPORTED:
+        raise ModelError(f"the model's architecture is {architecture}; supported are {', '.join(SUPPORTED)}")
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        raise ModelError(f"the model's activation is {activation!r}; supported is 'silu'")
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ModelError(
+            f"the checkpoint is quantised with {method!r}; supported are float32, bfloat16 and float16 weights"
+        )
+
+
+def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
+    """A positive integer of the configuration; null counts as absent where there is a default."""
+    value = config[name] if default is None else config.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"config.json has {name} {value!r}; it must be a positive integer")
+    return value
 
 
 def _context(config: dict[str, Any], family: str) -> int:
-    """Positions that are computed exactly: within an active sliding window, full attention is what the model does."""
-    context = config["max_position_embeddings"]
-    window = config.get("sliding_window")
-    active = family == "Mistral" or config.get("use_sliding_window", False)
-    return min(context, window) if window and active else context
+    """Positions that are computed exactly.
+
+    There is no sliding-window attention here. Within an active window full attention is what the model does, so the
+    results stay exact if the context ends where the window does. A window that is absent has the published default;
+    null means none.
+    """
+    context = _size(config, "max_position_embeddings")
+    active = family == "Mistral" or (family != "Llama" and bool(config.get("use_sliding_window", False)))
+    window = config.get("sliding_window", 4096)
+    return min(context, window) if active and window is not None else context
 
 
 def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
@@ -167,20 +201,24 @@ def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
 def _rope(config: dict[str, Any]) -> RopeSpec:
     """Both spellings: `rope_theta` with `rope_scaling`, and the newer `rope_parameters`."""
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if any(isinstance(value, dict) for value in scaling.values()):
+        raise ModelError(f"the model has a rotary embedding for each of {', '.join(scaling)}; supported is one for all")
     theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_KINDS:
         raise ModelError(f"the model's rope scaling is {kind!r}; supported are {', '.join(ROPE_KINDS)}")
     partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
-        raise ModelError(f"the model rotates {partial} of each head; supported is 1.0")
+        raise ModelError(f"the model rotates {partial} of each head; supported is 1.0 (partial_rotary_factor)")
     if kind == "default":
         return RopeSpec(theta)
-    original = scaling.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    # The same order of precedence as transformers.
+    name = "original_max_position_embeddings"
+    original = config.get(name) or scaling.get(name) or config["max_position_embeddings"]
     factor = float(scaling["factor"])
     return RopeSpec(
         theta=theta,
-        kind=kind,
+        kind=cast(Any, kind),
         factor=factor,
         original_context=original,
         low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
@@ -194,6 +232,7 @@ def _rope(config: dict[str, Any]) -> RopeSpec:
 
 def _yarn_amplitude(scaling: dict[str, Any], factor: float) -> float:
     """YaRN's attention temperature, as a factor on cos and sin."""
+
     def mscale(value: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * value * math.log(factor) + 1.0
 

@@ -164,7 +164,9 @@ def _load_fast(directory: Path) -> FastTokenizer:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False).backend_tokenizer
+        return AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        ).backend_tokenizer
     except Exception as error:
         raise ModelError(f"{directory / 'tokenizer.model'} cannot be converted: {error}") from None
 
@@ -182,7 +184,9 @@ def _apply_bos_eos(fast: FastTokenizer, config: dict[str, Any]) -> None:
         if config.get(f"add_{kind}_token") and text and fast.token_to_id(text) is not None:
             names[kind] = text
     if names and fast.post_processor is None:
-        single = " ".join(([names["bos"]] if "bos" in names else []) + ["$A"] + ([names["eos"]] if "eos" in names else []))
+        single = " ".join(
+            ([names["bos"]] if "bos" in names else []) + ["$A"] + ([names["eos"]] if "eos" in names else [])
+        )
         fast.post_processor = TemplateProcessing(
             single=single, special_tokens=[(text, fast.token_to_id(text)) for text in names.values()]
         )
@@ -210,4 +214,3 @@ def _raise_exception(message: str) -> None:
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-

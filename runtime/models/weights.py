@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -13,46 +12,65 @@ from runtime.errors import ModelError
 from runtime.models.spec import ModelSpec, read_json
 
 _BAR_FROM_BYTES = 1 << 30
+# Anything else (float8, integers) is quantised and means nothing without its scales.
+_DTYPES = ("F32", "BF16", "F16", "F64")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def load_weights(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The tensors of `spec.expected_tensors()` in `dtype`, on the CPU.
 
+    Memory holds the result and one tensor more; a stored `lm_head` of a tied model is left in the file.
+
     Raises:
-        ModelError: if a file is missing or cut short, or a tensor is missing or of another shape.
+        ModelError: if a file is missing or cut short, or a tensor is missing, of another shape or not of a float type.
     """
     expected = spec.expected_tensors()
     files = _locate(directory, expected)
     total = sum(path.stat().st_size for path in files)
     weights: dict[str, torch.Tensor] = {}
-    with tqdm(total=len(expected), desc="loading", unit="tensor", disable=None if total >= _BAR_FROM_BYTES else True) as bar:
+    # None leaves tqdm to find out whether this is a terminal.
+    disable = None if total >= _BAR_FROM_BYTES else True
+    with tqdm(total=len(expected), desc="loading", unit="tensor", disable=disable) as bar:
         for path, names in files.items():
             with _open(path) as file:
                 for name in names:
-                    tensor = file.get_tensor(name)
-                    if tuple(tensor.shape) != expected[name]:
-                        raise ModelError(
-                            f"{path.name}: {name} has shape {list(tensor.shape)}; config.json asks for {list(expected[name])}"
-                        )
-                    # The clone of an unconverted tensor lets go of the file's mapping.
-                    weights[name] = tensor.clone() if tensor.dtype == dtype else tensor.to(dtype)
+                    weights[name] = _read(file, path, name, expected[name], dtype)
                     bar.update()
     return weights
 
 
+def _read(file: safe_open, path: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    try:
+        stored = file.get_slice(name)
+        if tuple(stored.get_shape()) != shape:
+            raise ModelError(f"{path}: {name} has shape {stored.get_shape()}; config.json asks for {list(shape)}")
+        if stored.get_dtype() not in _DTYPES:
+            raise ModelError(f"{path}: {name} is stored as {stored.get_dtype()}; supported are {', '.join(_DTYPES)}")
+        tensor = file.get_tensor(name)
+    except SafetensorError as error:
+        raise ModelError(f"{path}: {name} cannot be read, although the checkpoint's index names it: {error}") from None
+    # The clone of an unconverted tensor lets go of the file's mapping.
+    return tensor.clone() if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def _locate(directory: Path, expected: dict[str, tuple[int, ...]]) -> dict[Path, list[str]]:
     """Which file holds which of the expected tensors."""
-    where = _read_index(directory) or _scan(directory)
+    single = directory / "model.safetensors"
+    where = _scan([single]) if single.exists() else _read_index(directory) or _scan(_find(directory))
     missing = [name for name in expected if name not in where]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(f"the checkpoint in {directory} has no tensor {missing[0]}{more}; it has {len(where)} tensors")
+        raise ModelError(
+            f"the checkpoint in {directory} has no tensor {missing[0]}{more}; "
+            f"config.json asks for {len(expected)} tensors, the files hold {len(where)}"
+        )
     files: dict[Path, list[str]] = {}
     for name in expected:
         files.setdefault(where[name], []).append(name)
     for path in files:
         if not path.is_file():
-            raise ModelError(f"{path} is missing, although the index of the checkpoint names it")
+            raise ModelError(f"{path} is missing, although the checkpoint's index names it")
     return files
 
 
@@ -64,17 +82,22 @@ def _read_index(directory: Path) -> dict[str, Path] | None:
     if not isinstance(weight_map, dict):
         raise ModelError(f"{path} has no weight_map")
     for file in weight_map.values():
-        if Path(file).name != file:
+        # A plain name, so that an index from elsewhere cannot reach outside the directory.
+        if not isinstance(file, str) or Path(file).name != file:
             raise ModelError(f"{path} names the file {file!r}, which is not in the model's directory")
     return {name: directory / file for name, file in weight_map.items()}
 
 
-def _scan(directory: Path) -> dict[str, Path]:
+def _find(directory: Path) -> list[Path]:
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        others = sorted(p.name for p in directory.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
-        hint = f"; {others[0]} is a pickle, which Ramet never loads" if others else ""
+        pickles = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLES)
+        hint = f"; {pickles[0]} is a pickle, which Ramet never loads: convert it to safetensors" if pickles else ""
         raise ModelError(f"no safetensors file in {directory}{hint}")
+    return files
+
+
+def _scan(files: list[Path]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for path in files:
         with _open(path) as file:
@@ -85,5 +108,5 @@ def _scan(directory: Path) -> dict[str, Path]:
 def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+    except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} is not a whole safetensors file: {error}") from None

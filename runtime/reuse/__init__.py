@@ -1,0 +1,1 @@
+"""Reuse strategies: which spans exist, and which rows must still be computed."""

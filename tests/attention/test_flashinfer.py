@@ -32,7 +32,7 @@ class Recorder:
         self.calls.append((self.real.__name__, bound.arguments))
 
 
-@pytest.fixture()
+@pytest.fixture
 def recorded(monkeypatch):
     from runtime.attention.flashinfer import FlashInferAttention
 

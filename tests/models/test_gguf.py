@@ -73,7 +73,7 @@ def write_gguf(source, path, architecture, quantised=False, **metadata):
     return path
 
 
-@pytest.fixture()
+@pytest.fixture
 def sources(tmp_path, default_model_dir):
     def make(kind):
         return save_tiny(kind, tmp_path / kind, default_model_dir)
@@ -144,3 +144,46 @@ def test_llama3_factors_become_a_config(tmp_path):
     assert scaling["factor"] == pytest.approx(8.0)
     with pytest.raises(ModelError, match="rope_freqs"):
         _llama3_scaling(tmp_path / "m.gguf", np.linspace(1, 3, 32), {"rope_theta": 500000.0})
+
+
+def test_sentencepiece_tokenizers_equal_the_library(tmp_path):
+    """A real SentencePiece BPE model, trained here, against what is rebuilt from its pieces and scores."""
+    import sentencepiece
+
+    from runtime.models.gguf_tokenizer import build_tokenizer
+
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text("\n".join(STORIES * 20), encoding="utf-8")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus),
+        model_prefix=str(tmp_path / "sp"),
+        vocab_size=420,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "sp.model"))
+    pieces = range(theirs.get_piece_size())
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [theirs.id_to_piece(i) for i in pieces],
+        "tokenizer.ggml.scores": [theirs.get_score(i) for i in pieces],
+        "tokenizer.ggml.token_type": [3 if theirs.is_control(i) else 6 if theirs.is_byte(i) else 1 for i in pieces],
+        "tokenizer.ggml.unknown_token_id": theirs.unk_id(),
+        "tokenizer.ggml.bos_token_id": theirs.bos_id(),
+    }
+    fast, _ = build_tokenizer(tmp_path / "m.gguf", metadata)
+    for text in [*STORIES, "unseen words: zebra, quux", "日本 🌱", "  two  spaces "]:
+        ids = fast.encode(text, add_special_tokens=False).ids
+        assert ids == theirs.encode(text)
+        assert fast.encode(text).ids == [theirs.bos_id(), *ids]
+        assert fast.decode(ids) == text
+
+
+STORIES = [
+    "The aspen grove on the north slope looks like a forest, but below the ground it is a single tree.",
+    "Every stem that the walker passes grew from the same root, and each of them carries the same wood.",
+    "When one stem falls, the root sends up another, and the forest does not notice.",
+]

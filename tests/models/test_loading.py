@@ -18,7 +18,7 @@ from runtime.models.weights import load_weights
 from tests.tiny import save_tiny
 
 
-@pytest.fixture()
+@pytest.fixture
 def copy(tiny_dir, tmp_path):
     return shutil.copytree(tiny_dir, tmp_path / "model")
 

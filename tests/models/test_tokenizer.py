@@ -59,7 +59,7 @@ def test_chat_template_equals_transformers(tokenizer, default_model_dir):
             )
 
 
-@pytest.fixture()
+@pytest.fixture
 def with_template(default_model_dir, tmp_path):
     def make(template):
         path = tmp_path / "t.jinja"

@@ -151,9 +151,15 @@ class TreeMachine(RuleBasedStateMachine):
         done = len(expected) * self.page_size
         rest, best = tokens[done:], 0
         for prefix in self.held:
-            if prefix[0] == ns and len(prefix) - 1 == done + self.page_size and list(prefix[1 : done + 1]) == tokens[:done]:
+            if (
+                prefix[0] == ns
+                and len(prefix) - 1 == done + self.page_size
+                and list(prefix[1 : done + 1]) == tokens[:done]
+            ):
                 page = prefix[1 + done :]
-                same = next((i for i, (a, b) in enumerate(zip(page, rest, strict=False)) if a != b), min(len(page), len(rest)))
+                same = next(
+                    (i for i, (a, b) in enumerate(zip(page, rest, strict=False)) if a != b), min(len(page), len(rest))
+                )
                 best = max(best, same)
         assert match.partial_rows == best
         if best:

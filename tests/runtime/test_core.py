@@ -17,7 +17,9 @@ def draw_prompt():
 
     def prompt(random_source: random.Random) -> list[int]:
         root = random_source.choice(roots)
-        return root[: random_source.randrange(0, 61)] + [random_source.randrange(49152) for _ in range(random_source.randrange(1, 20))]
+        return root[: random_source.randrange(0, 61)] + [
+            random_source.randrange(49152) for _ in range(random_source.randrange(1, 20))
+        ]
 
     return prompt
 

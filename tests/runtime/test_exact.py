@@ -119,7 +119,9 @@ def _distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
 def tiny_prompts():
     draw = random.Random(7)
     root = [draw.randrange(49152) for _ in range(40)]
-    return [root[: draw.randrange(1, 41)] + [draw.randrange(49152) for _ in range(draw.randrange(1, 30))] for _ in range(8)]
+    return [
+        root[: draw.randrange(1, 41)] + [draw.randrange(49152) for _ in range(draw.randrange(1, 30))] for _ in range(8)
+    ]
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])

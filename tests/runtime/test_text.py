@@ -16,7 +16,15 @@ def tokenizer(default_model_dir):
     return Tokenizer.load(default_model_dir)
 
 
-TEXTS = ["Grüße, 世界! 🌱🌳 done", "👩‍👩‍👧‍👦 family", "e\u0301 combining", "plain", "日本語のテキスト", "a\n\n\tb", "🏴󠁧󠁢󠁥󠁮󠁧󠁿"]
+TEXTS = [
+    "Grüße, 世界! 🌱🌳 done",
+    "👩‍👩‍👧‍👦 family",
+    "e\u0301 combining",
+    "plain",
+    "日本語のテキスト",
+    "a\n\n\tb",
+    "🏴󠁧󠁢󠁥󠁮󠁧󠁿",
+]
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -43,7 +43,9 @@ class LiveServer:
 
     def engine_pid(self) -> int:
         """The engine process, by the parent's id."""
-        children = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True, text=True)
+        children = subprocess.run(
+            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True, text=True
+        )
         return next(int(line.split()[0]) for line in children.stdout.splitlines() if "runtime.process" in line)
 
 
@@ -51,7 +53,9 @@ def start(log: Path, *options: str) -> LiveServer:
     """Start `ramet serve` on a free port and wait until it serves."""
     command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--dtype", "float32", *options]
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        )
     deadline = time.monotonic() + 120
     while not (found := re.search(r"serving on (http://\S+)", log.read_text())):
         assert process.poll() is None, log.read_text()
@@ -85,7 +89,7 @@ def server(default_model_dir, tmp_path_factory) -> Iterator[LiveServer]:
     assert "Traceback" not in log.read_text()
 
 
-@pytest.fixture()
+@pytest.fixture
 def client(server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=120) as client:
         yield client

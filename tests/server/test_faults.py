@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -71,7 +72,8 @@ def test_no_engine_outlives_its_server(tiny_dir, tmp_path):
     server.process.kill()
     server.process.wait(10)
     deadline = time.monotonic() + 20
-    while os.path.exists(f"/proc/{engine}") and "Z" not in open(f"/proc/{engine}/stat").read().split()[2]:
+    stat = Path(f"/proc/{engine}/stat")
+    while stat.exists() and stat.read_text().split()[2] != "Z":
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

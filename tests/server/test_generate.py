@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 
@@ -72,7 +73,7 @@ def test_stream_is_cumulative_with_deltas(client):
     assert parts[-1]["text"] == whole["text"] == "".join(part["delta"] for part in parts)
     assert parts[-1]["output_ids"] == whole["output_ids"]
     assert [part["meta_info"]["finish_reason"] is None for part in parts] == [True] * (len(parts) - 1) + [False]
-    for before, after in zip(parts, parts[1:], strict=False):
+    for before, after in pairwise(parts):
         assert after["text"].startswith(before["text"])
         assert after["meta_info"]["completion_tokens"] == len(after["output_ids"])
 
@@ -110,7 +111,9 @@ def test_stop_strings(client):
 
 def test_abort_by_id(client, server):
     with client.stream(
-        "POST", "/generate", json={"text": "Count:", "stream": True, "rid": "long", "sampling_params": {"max_new_tokens": 4000}}
+        "POST",
+        "/generate",
+        json={"text": "Count:", "stream": True, "rid": "long", "sampling_params": {"max_new_tokens": 4000}},
     ) as answer:
         lines = (line for line in answer.iter_lines() if line.startswith("data: "))
         next(lines)
@@ -138,7 +141,8 @@ def test_a_client_that_leaves_without_streaming_aborts_its_request(client, serve
     host, port = server.url.removeprefix("http://").split(":")
     body = json.dumps({"text": "Count:", "sampling_params": {"max_new_tokens": 4000}})
     with socket.create_connection((host, int(port))) as raw:
-        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         raw.sendall((head + body).encode())
         server.wait(lambda s: s["running"] == 1)
     state = server.wait(lambda s: s["running"] == 0)
@@ -177,7 +181,11 @@ def test_routes_about_the_server(client):
     assert metrics.headers["content-type"].startswith("text/plain")
     values = dict(line.rsplit(" ", 1) for line in metrics.text.splitlines() if not line.startswith("#"))
     label = '{model_name="smollm2"}'
-    for name in ("sglang:generation_tokens_total", "vllm:prompt_tokens_total", "sglang:time_to_first_token_seconds_count"):
+    for name in (
+        "sglang:generation_tokens_total",
+        "vllm:prompt_tokens_total",
+        "sglang:time_to_first_token_seconds_count",
+    ):
         assert float(values[name + label]) > 0
     assert float(values["sglang:num_running_reqs" + label]) == 0
 

@@ -9,7 +9,7 @@ MODEL = "smollm2"
 CHAT = [{"role": "user", "content": "Say hello."}]
 
 
-@pytest.fixture()
+@pytest.fixture
 def api(client, server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
         yield api
@@ -71,7 +71,9 @@ def test_content_parts_n_seed_logprobs(api):
 
 def test_completions(api):
     options = {"model": MODEL, "max_tokens": 6, "temperature": 0}
-    answer = api.completions.create(**options, prompt=["The capital of France is", "Once upon a time"], logprobs=1, echo=True)
+    answer = api.completions.create(
+        **options, prompt=["The capital of France is", "Once upon a time"], logprobs=1, echo=True
+    )
     assert answer.choices[0].text.startswith("The capital of France is Paris")
     assert answer.choices[0].logprobs.token_logprobs[0] is None
     assert len(answer.choices[0].logprobs.tokens) == 5 + 6
@@ -84,7 +86,10 @@ def test_completions(api):
 
 def test_extensions(api):
     answer = api.completions.create(
-        model=MODEL, prompt="x", max_tokens=3, extra_body={"top_k": 1, "min_p": 0.1, "ignore_eos": True, "cache_salt": "s"}
+        model=MODEL,
+        prompt="x",
+        max_tokens=3,
+        extra_body={"top_k": 1, "min_p": 0.1, "ignore_eos": True, "cache_salt": "s"},
     )
     assert answer.usage.completion_tokens == 3
 
