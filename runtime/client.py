@@ -91,7 +91,7 @@ class AsyncEngine:
             socket.bind(address)
             boot[name] = address
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "runtime.process", stdin=asyncio.subprocess.PIPE
+            sys.executable, "-P", "-m", "runtime.process", stdin=asyncio.subprocess.PIPE
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(boot) + b"\n")
@@ -162,6 +162,7 @@ class AsyncEngine:
         self._close()
 
     def _close(self) -> None:
+        self._inbox.close()
         self._context.destroy(linger=0)
         self._directory.cleanup()
 

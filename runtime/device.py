@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -38,15 +39,15 @@ def choose_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
 
 def choose_attention(config: ModelConfig, device: torch.device) -> str:
     """The backend of `--attention-backend`; auto takes FlashInfer on CUDA where it is installed."""
-    if config.attention_backend == "flashinfer" and device.type != "cuda":
-        raise ModelError(f"--attention-backend flashinfer needs CUDA; the device is {device}")
-    if config.attention_backend != "auto":
-        return config.attention_backend
-    if device.type != "cuda":
-        return "cpu"
-    from importlib.util import find_spec
-
-    return "flashinfer" if find_spec("flashinfer") else "cpu"
+    installed = find_spec("flashinfer") is not None
+    if config.attention_backend == "flashinfer":
+        if device.type != "cuda":
+            raise ModelError(f"--attention-backend flashinfer needs CUDA; the device is {device}")
+        if not installed:
+            raise ModelError("--attention-backend flashinfer: FlashInfer is not installed; pip install ramet[cuda]")
+        return "flashinfer"
+    automatic = config.attention_backend == "auto" and device.type == "cuda" and installed
+    return "flashinfer" if automatic else "cpu"
 
 
 def _cpu_multiplies_bfloat16() -> bool:

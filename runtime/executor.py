@@ -14,6 +14,7 @@ from runtime.device import choose_attention, choose_device, choose_dtype
 from runtime.errors import ModelError
 from runtime.kv.pool import KVPool
 from runtime.models.llama import LlamaModel
+from runtime.models.ops import FlashInferOps, Ops
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_weights
 
@@ -28,7 +29,8 @@ class Executor:
         self.dtype = choose_dtype(config.model, self.device)
         backend = choose_attention(config.model, self.device)
         self.context_length = _context_length(config, self.spec)
-        self.model = LlamaModel(self.spec, load_weights(path, self.spec, self.dtype), self.device)
+        ops = FlashInferOps() if backend == "flashinfer" and self.dtype == torch.bfloat16 else Ops()
+        self.model = LlamaModel(self.spec, load_weights(path, self.spec, self.dtype), self.device, ops)
         self.pool = self._make_pool(config)
         self.backend = self._make_backend(backend)
 

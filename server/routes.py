@@ -129,7 +129,7 @@ async def tokenize(context: Ctx, body: TokenizeRequest) -> dict[str, Any]:
 async def detokenize(context: Ctx, body: DetokenizeRequest) -> dict[str, Any]:
     """Text of token ids, or of several lists of them."""
     tokens, vocab = body.tokens, context.engine.info.vocab_size
-    several: list[list[int]] = tokens if tokens and isinstance(tokens[0], list) else [tokens]
+    several: list[list[int]] = tokens if tokens and isinstance(tokens[0], list) else [tokens]  # type: ignore[list-item]
     for ids in several:
         if bad := next((token for token in ids if token >= vocab), None):
             raise InvalidRequest(f"token id {bad} is out of range: the model has {vocab} tokens", param="tokens")

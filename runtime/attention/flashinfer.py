@@ -11,7 +11,6 @@ import torch
 from runtime.attention.backend import AttentionBackend
 from runtime.attention.paged_index import PagedIndex, flat_mask, merge_segments, paged_index, rows_of
 from runtime.batch import AttentionPlan, Edge
-from runtime.errors import ModelError
 from runtime.kv.pool import KVPool
 from runtime.models.ops import rotate
 from runtime.models.rope import RotaryEmbedding
@@ -43,11 +42,8 @@ class FlashInferAttention(AttentionBackend):
     name = "flashinfer"
 
     def __init__(self, pool: KVPool, rope: RotaryEmbedding, num_heads: int):
-        """Raises ModelError if FlashInfer cannot be imported."""
-        try:
-            import flashinfer
-        except ImportError as error:
-            raise ModelError(f"--attention-backend flashinfer: {error}; install it with ramet[cuda]") from error
+        import flashinfer
+
         self.pool = pool
         self.rope = rope
         self.num_heads = num_heads

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from runtime.attention.backend import AttentionBackend
 from runtime.batch import ForwardBatch, LayerGroup
 from runtime.kv.pool import KVPool
-from runtime.models.ops import rms_norm, rotate, silu_and_mul
+from runtime.models.ops import Ops, rotate
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.spec import ModelSpec
 
@@ -36,9 +36,10 @@ class Layer:
 class LlamaModel:
     """The decoder stack and head over a paged pool."""
 
-    def __init__(self, spec: ModelSpec, weights: dict[str, torch.Tensor], device: torch.device):
+    def __init__(self, spec: ModelSpec, weights: dict[str, torch.Tensor], device: torch.device, ops: Ops | None = None):
         """Take the tensors of `ModelSpec.expected_tensors` out of `weights` (emptied, so that no copy stays)."""
         self.spec = spec
+        self.ops = ops or Ops()
         self.embedding = weights.pop("model.embed_tokens.weight").to(device)
         self.head = self.embedding if spec.tie_embeddings else weights.pop("lm_head.weight").to(device)
         self.norm = weights.pop("model.norm.weight").to(device)
@@ -55,7 +56,7 @@ class LlamaModel:
             else:
                 alive = self._run_group(group, hidden[group.rows], batch.positions[group.rows], pool, backend)
                 hidden = hidden.index_copy(0, group.rows, alive)
-        hidden = rms_norm(hidden[batch.logits_rows], self.norm, self.spec.rms_norm_eps)
+        hidden = self.ops.rms_norm(hidden[batch.logits_rows], self.norm, self.spec.rms_norm_eps)
         return F.linear(hidden, self.head).float()
 
     def _run_group(
@@ -70,17 +71,17 @@ class LlamaModel:
         written = None if bool((group.kv_write >= 0).all()) else (group.kv_write >= 0).nonzero()[:, 0]
         slots = group.kv_write if written is None else group.kv_write[written]
         prepared = backend.prepare(group.attention)
-        eps = self.spec.rms_norm_eps
+        eps, ops = self.spec.rms_norm_eps, self.ops
         for index in group.layers:
             layer = self.layers[index]
-            q, k, v = self._qkv(layer, rms_norm(x, layer.input_norm, eps))
+            q, k, v = self._qkv(layer, ops.rms_norm(x, layer.input_norm, eps))
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
             if written is not None:
                 k, v = k[written], v[written]
             pool.write(index, slots, k, v)
             x = x + F.linear(backend.run(prepared, q, index).flatten(1), layer.o, layer.o_bias)
-            gate_up = F.linear(rms_norm(x, layer.post_norm, eps), layer.gate_up, layer.gate_up_bias)
-            x = x + F.linear(silu_and_mul(gate_up), layer.down, layer.down_bias)
+            gate_up = F.linear(ops.rms_norm(x, layer.post_norm, eps), layer.gate_up, layer.gate_up_bias)
+            x = x + F.linear(ops.silu_and_mul(gate_up), layer.down, layer.down_bias)
         return x
 
     def _qkv(self, layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -88,7 +89,8 @@ class LlamaModel:
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, spec.head_dim)
         q, k, v = qkv.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = rms_norm(q, layer.q_norm, spec.rms_norm_eps), rms_norm(k, layer.k_norm, spec.rms_norm_eps)
+            q = self.ops.rms_norm(q, layer.q_norm, spec.rms_norm_eps)
+            k = self.ops.rms_norm(k, layer.k_norm, spec.rms_norm_eps)
         return q, k, v
 
 

@@ -56,8 +56,7 @@ def _read(file: safe_open, path: Path, name: str, shape: tuple[int, ...], dtype:
 
 def _locate(directory: Path, expected: dict[str, tuple[int, ...]]) -> dict[Path, list[str]]:
     """Which file holds which of the expected tensors."""
-    single = directory / "model.safetensors"
-    where = _scan([single]) if single.exists() else _read_index(directory) or _scan(_find(directory))
+    where = _read_index(directory) or _scan(_find(directory))
     missing = [name for name in expected if name not in where]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -89,6 +88,10 @@ def _read_index(directory: Path) -> dict[str, Path] | None:
 
 
 def _find(directory: Path) -> list[Path]:
+    single = directory / "model.safetensors"
+    if single.exists():
+        # Other files beside it are variants or adapters.
+        return [single]
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         pickles = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLES)

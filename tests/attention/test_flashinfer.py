@@ -9,6 +9,7 @@ import torch
 from runtime.attention.cpu import CPUAttention
 from runtime.batch import AttentionPlan, Span
 from runtime.kv.pool import KVPool
+from runtime.models.ops import FlashInferOps, Ops
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.spec import RopeSpec
 
@@ -84,6 +85,32 @@ def test_shared_span_needs_calls_that_are_merged(recorded):
     assert [arguments["causal"] for _, arguments in calls] == [False, True]
     assert prepared.calls[0].cos_sin is not None
     assert prepared.calls[1].cos_sin is None
+
+
+def test_small_operations_fit_the_real_signatures(monkeypatch):
+    ops, seen = FlashInferOps(), []
+    for name in ("rmsnorm", "silu_and_mul"):
+        signature = inspect.signature(getattr(flashinfer, name))
+
+        def record(*args, signature=signature, name=name):
+            seen.append((name, signature.bind(*args).arguments))
+            return args[0]
+
+        monkeypatch.setattr(flashinfer, name, record)
+    x = torch.randn(3, 2, 8)
+    assert ops.rms_norm(x, torch.ones(8), 1e-5).shape == x.shape
+    ops.silu_and_mul(torch.randn(3, 16))
+    assert seen[0][1]["eps"] == 1e-5
+    assert [name for name, _ in seen] == ["rmsnorm", "silu_and_mul"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_small_operations_on_a_gpu():
+    x, weight = torch.randn(5, 3, 64, device="cuda").bfloat16(), torch.randn(64, device="cuda").bfloat16()
+    gate_up = torch.randn(7, 256, device="cuda").bfloat16()
+    ours, torchs = FlashInferOps(), Ops()
+    torch.testing.assert_close(ours.rms_norm(x, weight, 1e-5), torchs.rms_norm(x, weight, 1e-5), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(ours.silu_and_mul(gate_up), torchs.silu_and_mul(gate_up), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
