@@ -21,11 +21,21 @@ class Node:
         children: by the bytes of their first page.
         refs: live requests that hold this very node, plus the children whose own `refs` is not zero. So a node
             with a referenced descendant is referenced, and a lock stops climbing at the first shared ancestor.
-        last_use: logical time. Only the deepest node of a use is stamped; a parent takes the newest stamp of
-            its children when they leave, which is the same order at no cost per ancestor.
+        pins: as `refs`, for pins alone.
+        last_use, hits: logical time of the last use, and uses after the first. Only the deepest node of a use is
+            stamped; a parent takes over from its children when they leave, which is the same order at no cost per
+            ancestor.
+        created: logical time of the insertion.
+        cost: what computing the run took, in any unit that is the same for all nodes (seconds, say).
+        hold_until: the tree's clock, until when the node is kept from eviction while anything else can go.
+        heat, frequency: what the eviction policy keeps here.
+        queued: the serial of the node's entry in a victim order.
     """
 
-    __slots__ = ("children", "key", "last_use", "namespace", "order", "pages", "parent", "queued", "refs")
+    __slots__ = (
+        *("children", "cost", "created", "frequency", "heat", "hits", "hold_until", "key", "last_use", "namespace"),
+        *("order", "pages", "parent", "pins", "queued", "refs"),
+    )
 
     def __init__(self, key: bytes, pages: array[int], parent: Node | None, namespace: str):
         self.key = key
@@ -34,9 +44,14 @@ class Node:
         self.namespace = namespace
         self.children: dict[bytes, Node] = {}
         self.order: SortedList | None = None
-        self.refs = 0
-        self.last_use = 0
-        self.queued = -1
+        self.refs = self.pins = self.hits = self.frequency = 0
+        self.last_use = self.created = self.queued = 0
+        self.cost = self.hold_until = self.heat = 0.0
+
+    @property
+    def is_free_leaf(self) -> bool:
+        """Whether the node is in the tree and nothing depends on it."""
+        return not self.children and not self.refs and self.parent is not None
 
     def attach(self, first_page: bytes, child: Node) -> None:
         """Add a child, or put another in the place of one with the same first page."""

@@ -1,13 +1,13 @@
-"""The radix tree over token sequences: match, insert, split, lock, evict. Pure data; no torch, no I/O, no clock."""
+"""The radix tree over token sequences: match, insert, split, lock, pin, hold, evict. Pure data: no torch, no I/O."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 
 from radix.node import TOKEN_BYTES, Node, common_tokens
+from radix.policy import LRU, Order, Policy
 
 
 @dataclass(slots=True)
@@ -35,21 +35,44 @@ class RadixTree:
     """Maps token sequences to pages.
 
     Keys are int32 little-endian token ids as one `bytes`; a page id stands for `page_size` tokens. The tree owns
-    the pages that were inserted until `evict` or `flush` hands them back. Sequences of different namespaces never
-    meet. Time is logical: every use is one tick.
+    the pages that were inserted until `evict` or `flush` hands them back. Sequences of different namespaces
+    never meet.
+
+    What is evicted is an unreferenced leaf, chosen by the policy among those whose hold is over; where only held ones
+    are left, the hold that ends first yields. Recency is logical, one tick a use; holds read `clock`.
+
+    Args:
+        page_size: tokens in a page.
+        policy: the order of victims; default: least recently used.
+        clock: seconds, never going back. The tree has none of its own.
+        hold: seconds for which a new node is held.
+
+    Attributes:
+        num_locked_pages: pages on the paths that are locked or pinned; num_pinned_pages: on those that are pinned.
+        num_evicted_pages, num_broken_holds: counters.
     """
 
-    def __init__(self, page_size: int):
+    def __init__(
+        self,
+        page_size: int,
+        policy: Policy | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
+        hold: float = 0.0,
+    ):
         self.page_size = page_size
+        self.policy = policy or LRU()
+        self.hold = hold
+        self._clock = clock
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[str, Node] = {}
-        self._heap: list[tuple[int, int, Node]] = []
+        self._held = Order()
         self._tick = 0
-        self._serial = 0
         self.num_nodes = 0
         self.num_pages = 0
         self.num_locked_pages = 0
+        self.num_pinned_pages = 0
         self.num_evicted_pages = 0
+        self.num_broken_holds = 0
 
     @property
     def num_evictable_pages(self) -> int:
@@ -93,19 +116,28 @@ class RadixTree:
     # -- using -----------------------------------------------------------------------------------------------
 
     def acquire(self, match: Match) -> Node | None:
-        """Stamp and lock exactly the matched pages; returns the node to `unlock` later.
+        """Book a use of exactly the matched pages and lock them; returns the node to `unlock` later.
 
         A run that matches in part is split here, so that its other pages stay evictable.
         """
         node = match.node
-        if node is not None and match.node_pages < len(node.pages):
+        if node is None:
+            return None
+        if match.node_pages < len(node.pages):
             node = self._split(node, match.node_pages)
-        self.touch(node)
+        node.hits += 1
+        self._use(node)
         self.lock(node)
         return node
 
+    def _use(self, node: Node) -> None:
+        self._tick += 1
+        node.last_use = self._tick
+        self.policy.used(node, self._tick)
+        self._enqueue(node)
+
     def touch(self, node: Node | None) -> None:
-        """Stamp a use of the path that ends in `node`."""
+        """Renew the recency of the path that ends in `node`, without counting a use."""
         if node is not None:
             self._tick += 1
             node.last_use = self._tick
@@ -131,15 +163,50 @@ class RadixTree:
             self._enqueue(node)
             node = node.parent
 
+    def pin(self, node: Node) -> None:
+        """Lock a path for as long as an operator wants; counted apart from the locks of live requests."""
+        self.lock(node)
+        above: Node | None = node
+        while above is not None and above.parent is not None:
+            above.pins += 1
+            if above.pins > 1:
+                return
+            self.num_pinned_pages += len(above.pages)
+            above = above.parent
+
+    def unpin(self, node: Node) -> None:
+        """Undo one `pin` of the same node."""
+        above: Node | None = node
+        while above is not None and above.parent is not None:
+            assert above.pins > 0, "unpin without pin"
+            above.pins -= 1
+            if above.pins:
+                break
+            self.num_pinned_pages -= len(above.pages)
+            above = above.parent
+        self.unlock(node)
+
+    def num_new_pinned_pages(self, match: Match) -> int:
+        """Pages that a pin of a match would add to `num_pinned_pages`."""
+        pages, node = match.node_pages, match.node
+        while node is not None and node.parent is not None and not node.pins:
+            if node is not match.node:
+                pages += len(node.pages)
+            node = node.parent
+        return pages if match.node is not None and not match.node.pins else 0
+
     # -- writing ---------------------------------------------------------------------------------------------
 
-    def insert(self, key: bytes, pages: array[int], namespace: str = "") -> tuple[Node | None, array[int]]:
+    def insert(
+        self, key: bytes, pages: array[int], namespace: str = "", cost: float = 0.0
+    ) -> tuple[Node | None, array[int]]:
         """Add the whole pages of `key`.
 
         Args:
             key: at least `len(pages)` pages of tokens; what is beyond is ignored.
             pages: page ids for the leading pages of `key`.
             namespace: the key's namespace.
+            cost: what computing those pages took that the tree does not have yet, for policies that weigh it.
 
         Returns:
             The node in which the last page lies (None without pages) and the page ids that the tree holds for the
@@ -156,19 +223,24 @@ class RadixTree:
         while offset < end:
             child = node.children.get(key[offset : offset + self._page_bytes])
             if child is None:
-                node = self._grow(node, key[offset:], pages[offset // self._page_bytes :])
+                node = self._grow(node, key[offset:], pages[offset // self._page_bytes :], cost)
                 held.extend(node.pages)
                 break
             whole = common_tokens(key, offset, child.key) // self.page_size
             node = child if whole == len(child.pages) else self._split(child, whole)
             held.extend(node.pages)
             offset += len(node.key)
-        self.touch(node)
+        else:
+            self.touch(node)
         return node, held
 
-    def _grow(self, parent: Node, key: bytes, pages: array[int]) -> Node:
+    def _grow(self, parent: Node, key: bytes, pages: array[int], cost: float) -> Node:
         leaf = Node(key, pages, parent, parent.namespace)
         parent.attach(key[: self._page_bytes], leaf)
+        leaf.cost, leaf.created = cost, self._tick
+        if self.hold:
+            leaf.hold_until = self._clock() + self.hold
+        self._use(leaf)
         self.num_nodes += 1
         self.num_pages += len(pages)
         return leaf
@@ -178,67 +250,63 @@ class RadixTree:
         assert node.parent is not None
         cut = whole * self._page_bytes
         upper = Node(node.key[:cut], node.pages[:whole], node.parent, node.namespace)
-        upper.refs = 1 if node.refs else 0
-        upper.last_use = node.last_use
+        upper.refs, upper.pins = int(node.refs > 0), int(node.pins > 0)
+        for name in ("last_use", "hits", "created", "hold_until", "heat", "frequency"):
+            setattr(upper, name, getattr(node, name))
+        upper.cost = node.cost * whole / len(node.pages)
+        node.cost -= upper.cost
         node.parent.attach(upper.key[: self._page_bytes], upper)
         node.key, node.pages, node.parent = node.key[cut:], node.pages[whole:], upper
         upper.attach(node.key[: self._page_bytes], node)
         self.num_nodes += 1
+        self.policy.split(upper, node)
         return upper
 
     # -- evicting --------------------------------------------------------------------------------------------
 
     def evict(self, num_pages: int) -> array[int]:
-        """Give back up to `num_pages` unreferenced pages, least recently used leaves first, each from its end."""
+        """Give back up to `num_pages` unreferenced pages, each victim's from its end."""
         freed = array("i")
         while len(freed) < num_pages and (node := self._victim()) is not None:
-            want = min(num_pages - len(freed), len(node.pages))
-            freed.extend(node.pages[len(node.pages) - want :])
-            if want == len(node.pages):
-                self._remove(node)
-            else:
-                node.pages = node.pages[:-want]
-                node.key = node.key[: len(node.pages) * self._page_bytes]
-                self._enqueue(node)
-            self.num_pages -= want
-        self.num_evicted_pages += len(freed)
+            self._trim(node, num_pages - len(freed), freed)
         return freed
 
     def flush(self) -> array[int]:
         """Give back every unreferenced page."""
         return self.evict(self.num_pages)
 
-    def _enqueue(self, node: Node) -> None:
-        """Put a node into the victim order if it is an unreferenced leaf and not there already with this stamp."""
-        if node.children or node.refs or node.parent is None or node.queued == node.last_use:
-            return
-        node.queued = node.last_use
-        self._serial += 1
-        heappush(self._heap, (node.last_use, self._serial, node))
-        if len(self._heap) > 4 * self.num_nodes + 64:
-            self._compact()
+    def _trim(self, node: Node, want: int, freed: array[int]) -> None:
+        want = min(want, len(node.pages))
+        kept = len(node.pages) - want
+        freed.extend(node.pages[kept:])
+        if kept:
+            node.cost *= kept / len(node.pages)
+            node.pages = node.pages[:kept]
+            node.key = node.key[: kept * self._page_bytes]
+            self._enqueue(node)
+        else:
+            self._remove(node)
+        self.num_pages -= want
+        self.num_evicted_pages += want
 
-    def _compact(self) -> None:
-        """Drop the entries that hold no more: each was pushed once, so this is O(1) a push."""
-        kept = []
-        for entry in self._heap:
-            if _is_current(entry):
-                kept.append(entry)
-            elif entry[2].queued == entry[0]:
-                entry[2].queued = -1
-        heapify(kept)
-        self._heap = kept
+    def _enqueue(self, node: Node) -> None:
+        """Put a node into the victim order, or among the held ones, if it is an unreferenced leaf."""
+        if node.is_free_leaf:
+            if node.hold_until > self._clock():
+                self._held.push(node.hold_until, node)
+            else:
+                self.policy.enter(node)
 
     def _victim(self) -> Node | None:
-        """Pop the first entry that still holds; a node enters anew whenever it becomes an unreferenced leaf."""
-        while self._heap:
-            entry = heappop(self._heap)
-            current = _is_current(entry)
-            if entry[2].queued == entry[0]:
-                entry[2].queued = -1
-            if current:
-                return entry[2]
-        return None
+        now = self._clock()
+        while (first := self._held.first()) is not None and first[0] <= now:
+            self._held.pop()
+            self.policy.enter(first[1])
+        if (node := self.policy.pop()) is not None:
+            return node
+        if (node := self._held.pop()) is not None:
+            self.num_broken_holds += 1
+        return node
 
     def _remove(self, node: Node) -> None:
         parent = node.parent
@@ -246,8 +314,10 @@ class RadixTree:
         parent.detach(node.key[: self._page_bytes])
         node.parent = None
         self.num_nodes -= 1
-        parent.last_use = max(parent.last_use, node.last_use)
-        self._enqueue(parent)
+        self.policy.evicted(node)
+        if parent.parent is not None:
+            self.policy.absorb(parent, node)
+            self._enqueue(parent)
         if parent.parent is None and not parent.children:
             del self._roots[parent.namespace]
 
@@ -269,7 +339,7 @@ class RadixTree:
         assert self.num_locked_pages == sum(len(n.pages) for n in nodes if n.refs)
         pages = [page for n in nodes for page in n.pages]
         assert len(set(pages)) == len(pages), "a page stands in two nodes"
-        queued = {id(entry[2]) for entry in self._heap if _is_current(entry)}
+        assert self.num_pinned_pages == sum(len(n.pages) for n in nodes if n.pins)
         for n in nodes:
             assert n.parent is not None
             assert n.pages
@@ -277,9 +347,5 @@ class RadixTree:
             assert n.parent.children[n.key[: self._page_bytes]] is n
             assert n.order is None or list(n.order) == sorted(n.children)
             assert n.refs >= sum(1 for c in n.children.values() if c.refs)
-            assert (id(n) in queued) == (not n.children and not n.refs), "victim order is wrong"
-
-
-def _is_current(entry: tuple[int, int, Node]) -> bool:
-    stamp, _, node = entry
-    return node.parent is not None and not node.children and not node.refs and node.last_use == stamp
+            assert n.pins >= sum(1 for c in n.children.values() if c.pins)
+            assert n.refs >= n.pins

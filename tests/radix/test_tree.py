@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
-from radix import RadixTree
+from radix import POLICIES, RadixTree, make_policy
 
 
 def key(*tokens: int) -> bytes:
@@ -107,11 +107,14 @@ class TreeMachine(RuleBasedStateMachine):
 
     sequences = Bundle("sequences")
     locks = Bundle("locks")
+    pins = Bundle("pins")
 
-    @initialize(page_size=st.sampled_from([1, 2, 4]))
-    def start(self, page_size):
+    @initialize(page_size=st.sampled_from([1, 2, 4]), policy=st.sampled_from(POLICIES), hold=st.sampled_from([0, 3]))
+    def start(self, page_size, policy, hold):
         self.page_size = page_size
-        self.tree = RadixTree(page_size)
+        self.now = 0.0
+        self.tree = RadixTree(page_size, make_policy(policy, 16), lambda: self.now, hold)
+        self.pinned: list = []
         self.next_page = 0
         self.held: dict[tuple, int] = {}
         self.locked: list = []
@@ -133,7 +136,7 @@ class TreeMachine(RuleBasedStateMachine):
         prefixes = self.prefixes(tokens, ns)
         pages = list(range(self.next_page, self.next_page + len(prefixes)))
         self.next_page += len(pages)
-        _, held = self.tree.insert(key(*tokens), array("i", pages), ns)
+        _, held = self.tree.insert(key(*tokens), array("i", pages), ns, cost=len(tokens))
         for prefix, page in zip(prefixes, pages, strict=True):
             self.held.setdefault(prefix, page)
         assert list(held) == [self.held[prefix] for prefix in prefixes]
@@ -185,6 +188,34 @@ class TreeMachine(RuleBasedStateMachine):
             del self.locked[at]
             self.tree.unlock(node)
 
+    @rule(target=pins, sequence=sequences)
+    def pin(self, sequence):
+        tokens, ns = sequence
+        match = self.tree.match(key(*tokens), ns)
+        before, added = self.tree.num_pinned_pages, self.tree.num_new_pinned_pages(match)
+        node = self.tree.acquire(match)
+        if node is None:
+            assert added == 0
+            return multiple()
+        self.tree.pin(node)
+        self.tree.unlock(node)
+        assert self.tree.num_pinned_pages == before + added
+        prefixes = set(self.prefixes(tokens, ns)[: len(match.pages)])
+        self.pinned.append(prefixes)
+        return node, prefixes
+
+    @rule(entry=pins)
+    def unpin(self, entry):
+        node, prefixes = entry
+        at = next((i for i, p in enumerate(self.pinned) if p is prefixes), None)
+        if at is not None:
+            del self.pinned[at]
+            self.tree.unpin(node)
+
+    @rule(seconds=st.floats(0.1, 4))
+    def wait(self, seconds):
+        self.now += seconds
+
     @rule(count=st.integers(1, 6))
     def evict(self, count):
         evictable = self.tree.num_evictable_pages
@@ -195,7 +226,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule()
     def flush(self):
         self.forget(self.tree.flush())
-        assert set(self.held) == set().union(*self.locked) if self.locked else not self.held
+        assert set(self.held) == set().union(*self.locked, *self.pinned)
 
     def forget(self, freed):
         gone = set(freed)
@@ -210,10 +241,10 @@ class TreeMachine(RuleBasedStateMachine):
             return
         self.tree.check()
         assert self.tree.num_pages == len(self.held)
-        locked = set().union(*self.locked) if self.locked else set()
-        assert locked <= set(self.held)
-        assert self.tree.num_locked_pages == len(locked)
+        assert set().union(*self.locked, *self.pinned) <= set(self.held)
+        assert self.tree.num_locked_pages == len(set().union(*self.locked, *self.pinned))
+        assert self.tree.num_pinned_pages == len(set().union(*self.pinned))
 
 
 TestTreeMachine = TreeMachine.TestCase
-TestTreeMachine.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestTreeMachine.settings = settings(max_examples=2000, stateful_step_count=25, deadline=None)
