@@ -7,7 +7,9 @@ import contextlib
 import logging
 import sys
 import tempfile
+from array import array
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +18,34 @@ import zmq
 import zmq.asyncio
 
 from runtime.config import Config
-from runtime.errors import EngineDead, ModelError, RametError
+from runtime.errors import EngineDead, ModelError, PinRefused, RametError
 from runtime.frontend import Frontend, merge_outputs
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
 from runtime.output import Output, Submission
 from runtime.protocol import (
+    AddPin,
+    Call,
     Failed,
     FlushCache,
+    GetPins,
     GetState,
     Inbound,
     ModelInfo,
     Ready,
+    RemovePin,
     Reply,
     Shutdown,
     StepEvents,
     encode,
     outbound_decoder,
 )
+from runtime.sampling_params import SamplingParams
 
 log = logging.getLogger("ramet.client")
 
 _STOP_SECONDS = 10
+_PIN_TRIES = 3
 
 
 class AsyncEngine:
@@ -209,9 +217,40 @@ class AsyncEngine:
         """Abort a submission, or everything (None); its Outputs end with finish type "abort"."""
         self._running().abort(rid)
 
-    async def flush_cache(self) -> dict[str, Any]:
+    async def flush_cache(self, pins: bool = False) -> dict[str, Any]:
         """Drop cached pages that no live request uses: {"flushed_tokens": int, "live_tokens": int}."""
-        return await self._call(FlushCache)
+        return await self._call(lambda call: FlushCache(call, pins))
+
+    async def pin(
+        self, prompt: str | list[int], namespace: str, name: str | None, ttl_s: float | None
+    ) -> dict[str, Any]:
+        """Keep the whole pages of a prefix in the cache, computed now if they are not there; describes the pin.
+
+        Raises:
+            InvalidRequest: if the prefix can never be served.
+            PinRefused: over the budget, or if the cache is too busy to keep what was computed.
+        """
+        tokens = self._running().encode(Submission(prompt, SamplingParams(max_new_tokens=1)))
+        key = array("i", tokens).tobytes()
+        for _ in range(_PIN_TRIES):
+            answer = await self._call(lambda call: AddPin(call, key, namespace, name, ttl_s))
+            if "refused" in answer:
+                raise PinRefused(answer["refused"])
+            if "pin" in answer:
+                return answer["pin"]
+            probe = Submission(tokens, SamplingParams(max_new_tokens=1, temperature=0), namespace=namespace)
+            with await self.open([probe]) as outputs:
+                async for _output in outputs:
+                    pass
+        raise PinRefused("the prefix was evicted as often as it was computed; try again when the server is less busy")
+
+    async def unpin(self, pin: str) -> bool:
+        """Let a pin go; False if there is none of that id."""
+        return (await self._call(lambda call: RemovePin(call, pin)))["found"]
+
+    async def pins(self) -> dict[str, Any]:
+        """All pins and their budget; see `EngineCore.pins`."""
+        return await self._call(GetPins)
 
     async def state(self) -> dict[str, Any]:
         """Counters (they only grow) and gauges of the engine, flat names to numbers; see `EngineCore.state`."""
@@ -222,12 +261,12 @@ class AsyncEngine:
             raise EngineDead("the engine is not running")
         return self._frontend
 
-    async def _call(self, kind: type[FlushCache] | type[GetState]) -> dict[str, Any]:
+    async def _call(self, make: Callable[[int], Call]) -> dict[str, Any]:
         self._running()
         self._num_calls += 1
         call = self._num_calls
         self._calls[call] = future = asyncio.get_running_loop().create_future()
-        self._send(kind(call))
+        self._send(make(call))
         try:
             return await future
         finally:

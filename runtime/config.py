@@ -48,6 +48,11 @@ class CacheConfig(Section):
     """The KV pool and the prefix cache that lives in it."""
 
     prefix_cache: bool = Field(True, description="reuse the KV of earlier requests' prefixes")
+    eviction_policy: Literal["lru", "lfu", "slru", "s3fifo", "gdsf"] = Field(
+        "lru", description="which unreferenced pages go first when room is needed"
+    )
+    hold_time: float = Field(0.0, ge=0, description="seconds for which new pages are kept while anything else can go")
+    pin_budget: float = Field(0.5, ge=0, le=1, description="share of the pool that pins may hold together")
     page_size: int = Field(16, ge=1, le=1024, description="tokens in a page of the pool")
     pool_tokens: int | None = Field(None, ge=1, description="size of the pool in tokens; overrides --pool-memory")
     pool_memory: float = Field(1.0, gt=0, description="size of the pool in GiB (CPU)")

@@ -17,13 +17,16 @@ from runtime.kv.cache import PagedCache
 from runtime.models.resolve import model_name
 from runtime.protocol import (
     Abort,
+    AddPin,
     AddRequest,
     Finish,
     FlushCache,
+    GetPins,
     GetState,
     Inbound,
     ModelInfo,
     Outbound,
+    RemovePin,
     Reply,
     StepEvents,
     TokenEvent,
@@ -44,7 +47,7 @@ class EngineCore:
         """Load the model directory `path`. Raises ModelError."""
         self.config = config
         self.executor = Executor(config, path)
-        self.cache = PagedCache(self.executor.pool, config.cache.prefix_cache)
+        self.cache = PagedCache(self.executor.pool, config.cache)
         self.scheduler = Scheduler(config.scheduler, self.cache)
         spec = self.executor.spec
         self.sampler = Sampler(spec.vocab_size, self.executor.device)
@@ -90,7 +93,16 @@ class EngineCore:
         elif isinstance(message, Abort):
             return StepEvents(self.abort(message.rid))
         elif isinstance(message, FlushCache):
-            return Reply(message.call, self.flush())
+            return Reply(message.call, self.flush(message.pins))
+        elif isinstance(message, AddPin):
+            tokens = array("i")
+            tokens.frombytes(message.tokens)
+            board = self.cache.pins
+            return Reply(message.call, board.pin(tokens, message.namespace, message.name, message.ttl_s))
+        elif isinstance(message, RemovePin):
+            return Reply(message.call, {"found": self.cache.pins.unpin(message.pin)})
+        elif isinstance(message, GetPins):
+            return Reply(message.call, self.pins())
         elif isinstance(message, GetState):
             return Reply(message.call, self.state())
         return None
@@ -129,9 +141,11 @@ class EngineCore:
         self.counters["aborted_requests"] += len(chosen)
         return [self._end(request, Finish("abort", message="aborted")) for request in chosen]
 
-    def flush(self) -> dict[str, Any]:
-        """Drop every cached page that no live request uses."""
+    def flush(self, pins: bool = False) -> dict[str, Any]:
+        """Drop every cached page that no live request uses; pinned ones only if asked."""
         page_size = self.info.page_size
+        if pins:
+            self.cache.pins.unpin_all()
         return {
             "flushed_tokens": self.cache.flush() * page_size,
             "live_tokens": self.cache.tree.num_pages * page_size,
@@ -139,6 +153,7 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """Run one step and tell what came of it."""
+        self.cache.pins.expire()
         work = self.scheduler.schedule()
         if not work:
             return []
@@ -160,6 +175,7 @@ class EngineCore:
         return events
 
     def _compute(self, work: list[Work]) -> list[TokenEvent]:
+        started = time.monotonic()
         batch = plan_prefix(work, self.executor.spec.num_layers, self.info.page_size, self.executor.device)
         logits = self.executor.run(batch)
         sampling = [item for item in work if item.samples]
@@ -171,17 +187,18 @@ class EngineCore:
         self.counters["steps"] += 1
         self.counters["generation_tokens"] += len(chosen)
         self.counters["prefill_tokens"] += sum(item.count for item in work if item.request.num_remaining > 1)
-        events = [self._advance(item, logits[item.logits], chosen.get(item.request.rid)) for item in work]
+        row_s = (time.monotonic() - started) / len(batch.tokens)
+        events = [self._advance(item, logits[item.logits], chosen.get(item.request.rid), row_s) for item in work]
         return [event for event in events if event is not None]
 
-    def _advance(self, item: Work, logits: torch.Tensor, token: int | None) -> TokenEvent | None:
-        """Book one piece of computed work."""
+    def _advance(self, item: Work, logits: torch.Tensor, token: int | None, row_s: float) -> TokenEvent | None:
+        """Book one piece of computed work; `row_s` is what each of the step's rows took."""
         request = item.request
         prompt_logprobs = self._prompt_logprobs(request, item.count, logits)
         prefilled = request.num_remaining > 1
         request.num_computed += item.count
         if prefilled:
-            self.cache.commit(request)
+            self.cache.commit(request, row_s * item.count)
         if token is None and prompt_logprobs is None:
             return None
         event = TokenEvent(
@@ -225,6 +242,16 @@ class EngineCore:
         self.scheduler.remove(request, keep)
         return TokenEvent(request.rid, [], finish, cached_tokens=max(request.cached_tokens, 0))
 
+    def pins(self) -> dict[str, Any]:
+        """All pins, and what they hold of their budget."""
+        board = self.cache.pins
+        board.expire()
+        return {
+            "pins": [board.describe(pin) for pin in board.pins.values()],
+            "pinned_tokens": self.cache.tree.num_pinned_pages * self.info.page_size,
+            "budget_tokens": board.budget_pages * self.info.page_size,
+        }
+
     def state(self) -> dict[str, Any]:
         """Counters (they only grow) and gauges."""
         cache = self.cache
@@ -240,5 +267,10 @@ class EngineCore:
             "pages_tree": tree_pages,
             "pages_private": cache.pool.num_pages - cache.allocator.num_free - tree_pages,
             "pages_locked": cache.tree.num_locked_pages,
+            "pages_pinned": cache.tree.num_pinned_pages,
+            "pins": len(cache.pins.pins),
+            "pins_refused": cache.pins.num_refused,
+            "pins_broken": cache.pins.num_broken,
+            "holds_broken": cache.tree.num_broken_holds,
             "tree_nodes": cache.tree.num_nodes,
         }

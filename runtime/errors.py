@@ -29,6 +29,13 @@ class InvalidRequest(RametError):
     type = "invalid_request_error"
 
 
+class PinRefused(RametError):
+    """A pin would leave live requests too little of the pool (HTTP 409)."""
+
+    status = 409
+    type = "pin_refused"
+
+
 class Overloaded(RametError):
     """The request could be served later (HTTP 503)."""
 

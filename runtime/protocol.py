@@ -38,9 +38,10 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class FlushCache(msgspec.Struct, tag="flush"):
-    """Drop every unreferenced page of the tree. Answered by `Reply`."""
+    """Drop every unreferenced page of the tree, with `pins` the pinned ones too. Answered by `Reply`."""
 
     call: int
+    pins: bool = False
 
 
 class GetState(msgspec.Struct, tag="state"):
@@ -49,11 +50,35 @@ class GetState(msgspec.Struct, tag="state"):
     call: int
 
 
+class AddPin(msgspec.Struct, tag="pin"):
+    """Keep the whole pages of a prefix. Answered by `Reply` with what `PinBoard.pin` returns."""
+
+    call: int
+    tokens: bytes
+    namespace: str = ""
+    name: str | None = None
+    ttl_s: float | None = None
+
+
+class RemovePin(msgspec.Struct, tag="unpin"):
+    """Let a pin go. Answered by `Reply`: `{"found": bool}`."""
+
+    call: int
+    pin: str
+
+
+class GetPins(msgspec.Struct, tag="pins"):
+    """Ask for all pins. Answered by `Reply`."""
+
+    call: int
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort what runs and end the engine process."""
 
 
-Inbound = AddRequest | Abort | FlushCache | GetState | Shutdown
+Call = FlushCache | GetState | AddPin | RemovePin | GetPins
+Inbound = AddRequest | Abort | Call | Shutdown
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):

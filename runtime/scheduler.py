@@ -63,6 +63,8 @@ class Scheduler:
         budget = self.config.step_tokens - len(work)
         budget = self._prefill(work, budget)
         self._admit(work, budget)
+        if not work and self.waiting and self.cache.pins.yield_one():
+            return self.schedule()  # only pins stood in the way of a live request
         return work
 
     def _decode(self) -> list[Work]:

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 
 from runtime.client import AsyncEngine
 from runtime.config import Config
-from server import errors, generate, openai_chat, openai_completions, routes
+from server import cache, errors, generate, openai_chat, openai_completions, routes
 from server.context import Context
 from server.errors import ErrorBody
 from server.limits import BodyLimit
@@ -24,7 +24,7 @@ def create_app(engine: AsyncEngine, config: Config) -> FastAPI:
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
     app.state.context = Context(engine, config, Metrics(engine.info.name))
-    for module in (generate, openai_completions, openai_chat, routes):
+    for module in (generate, openai_completions, openai_chat, cache, routes):
         app.include_router(module.router)
     errors.install(app)
     app.add_middleware(BodyLimit, max_bytes=config.server.max_body_bytes)

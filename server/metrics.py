@@ -23,6 +23,9 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "aborted_requests": ("Requests ended by an abort", ("sglang:num_aborted_requests",)),
     "failed_requests": ("Requests that ended with an error", ("ramet:failed_requests",)),
     "retracted_requests": ("Requests that gave up their pages", ("sglang:num_retracted_reqs", "vllm:num_preemptions")),
+    "pins_refused": ("Pins refused over the budget", ("ramet:pins_refused",)),
+    "pins_broken": ("Pins that yielded to a live request", ("ramet:pins_broken",)),
+    "holds_broken": ("Holds that yielded to a live request", ("ramet:holds_broken",)),
     "steps": ("Engine steps", ("ramet:steps",)),
     "prefill_tokens": ("Token rows computed by prefill", ("ramet:prefill_tokens",)),
 }
@@ -36,6 +39,8 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pages_tree": ("Pages held by the tree", ("ramet:pages_tree",)),
     "pages_private": ("Pages private to live requests", ("ramet:pages_private",)),
     "pages_locked": ("Pages of the tree that live requests use", ("ramet:pages_locked",)),
+    "pages_pinned": ("Pages of the tree that are pinned", ("ramet:pages_pinned",)),
+    "pins": ("Pins", ("ramet:pins",)),
     "tree_nodes": ("Nodes of the tree", ("ramet:tree_nodes",)),
 }
 

@@ -99,9 +99,9 @@ async def server_info(context: Ctx) -> dict[str, Any]:
 
 
 @router.api_route("/flush_cache", methods=["GET", "POST"])
-async def flush_cache(context: Ctx) -> dict[str, Any]:
-    """Drop every cached page that no live request uses."""
-    return {"success": True, **await context.engine.flush_cache()}
+async def flush_cache(context: Ctx, pins: bool = False) -> dict[str, Any]:
+    """Drop every cached page that no live request uses; pinned ones only with `?pins=true`."""
+    return {"success": True, **await context.engine.flush_cache(pins)}
 
 
 @router.post("/abort_request")

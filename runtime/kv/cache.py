@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from radix import Match, RadixTree
+from radix import Match, RadixTree, make_policy
+from runtime.config import CacheConfig
 from runtime.kv.allocator import PageAllocator
+from runtime.kv.pins import PinBoard
 from runtime.kv.pool import KVPool
 from runtime.request import Request
 
@@ -18,12 +21,14 @@ class PagedCache:
     pages, `commit` hands the full ones to the tree, eviction frees them.
     """
 
-    def __init__(self, pool: KVPool, enabled: bool = True):
+    def __init__(self, pool: KVPool, config: CacheConfig, clock: Callable[[], float] = time.monotonic):
         self.pool = pool
         self.page_size = pool.page_size
-        self.enabled = enabled
+        self.enabled = config.prefix_cache
         self.allocator = PageAllocator(pool.num_pages)
-        self.tree = RadixTree(pool.page_size)
+        policy = make_policy(config.eviction_policy, pool.num_pages)
+        self.tree = RadixTree(pool.page_size, policy, clock, config.hold_time)
+        self.pins = PinBoard(self.tree, int(config.pin_budget * pool.num_pages), clock)
 
     @property
     def num_available(self) -> int:
@@ -86,12 +91,16 @@ class PagedCache:
         request.pages.extend(fresh)
         return True
 
-    def commit(self, request: Request) -> None:
-        """Hand the full, computed pages of a request to the tree, which may know some of them already."""
+    def commit(self, request: Request, cost: float = 0.0) -> None:
+        """Hand the full, computed pages of a request to the tree, which may know some of them already.
+
+        `cost` is what computing them took, in seconds.
+        """
         full = request.num_computed // self.page_size
         if not self.enabled or full <= request.num_tree_pages:
             return
-        node, held = self.tree.insert(request.key(full * self.page_size), request.pages[:full], request.namespace)
+        key = request.key(full * self.page_size)
+        node, held = self.tree.insert(key, request.pages[:full], request.namespace, cost)
         twice = [mine for mine, theirs in zip(request.pages, held, strict=False) if mine != theirs]
         request.pages[:full] = held
         self.allocator.release(twice)
@@ -136,4 +145,4 @@ class PagedCache:
         for request in live:
             assert all(page in owners for page in request.pages[: request.num_tree_pages])
         if not any(request.node for request in live):
-            assert self.tree.num_locked_pages == 0, "an idle node is locked"
+            assert self.tree.num_locked_pages == self.tree.num_pinned_pages, "an idle node is locked"

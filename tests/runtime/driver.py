@@ -70,7 +70,7 @@ class Driver:
         self.core.cache.check([])
         assert not self.core.scheduler.running
         assert not self.core.scheduler.waiting
-        assert self.core.cache.tree.num_locked_pages == 0
+        assert self.core.cache.tree.num_locked_pages == self.core.cache.tree.num_pinned_pages
 
     def together(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
         """Run prompts as one batch; their tokens."""

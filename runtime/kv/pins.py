@@ -1,0 +1,112 @@
+"""Prefixes that an operator keeps in the cache, within a budget."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from radix import Node, RadixTree
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """A pinned prefix; `expires_s` is on the board's clock, None: never."""
+
+    id: str
+    name: str | None
+    namespace: str
+    tokens: int
+    node: Node
+    expires_s: float | None
+
+
+class PinBoard:
+    """All pins of a cache.
+
+    Pins share pages where their prefixes do; what counts against the budget is distinct pages. A pin may never starve
+    a live request: one over the budget is refused, and where a request finds no room because of pins alone, the pin
+    that was used longest ago yields.
+
+    Args:
+        tree: where the pages are.
+        budget_pages: most pages that all pins may hold together.
+        clock: seconds, for times to live.
+    """
+
+    def __init__(self, tree: RadixTree, budget_pages: int, clock: Callable[[], float]):
+        self.tree = tree
+        self.budget_pages = budget_pages
+        self.pins: dict[str, Pin] = {}
+        self.num_refused = 0
+        self.num_broken = 0
+        self._clock = clock
+        self._ids = count(1)
+
+    def pin(self, tokens: array[int], namespace: str, name: str | None, ttl_s: float | None) -> dict[str, Any]:
+        """Pin the whole pages of a prefix.
+
+        Returns:
+            `{"pin": ...}` with the new pin; `{"missing_tokens": n}` if some of it has to be computed first; or
+            `{"refused": why}`.
+        """
+        page_size = self.tree.page_size
+        wanted = len(tokens) // page_size
+        match = self.tree.match(tokens[: wanted * page_size].tobytes(), namespace)
+        missing = wanted - len(match.pages)
+        pages = self.tree.num_pinned_pages + self.tree.num_new_pinned_pages(match) + missing
+        if not wanted or pages > self.budget_pages:
+            self.num_refused += 1
+            return {"refused": self._reason(wanted, pages)}
+        if missing:
+            return {"missing_tokens": missing * page_size}
+        node = self.tree.acquire(match)
+        assert node is not None
+        self.tree.pin(node)
+        self.tree.unlock(node)
+        expires = None if ttl_s is None else self._clock() + ttl_s
+        pin = Pin(f"pin-{next(self._ids)}", name, namespace, wanted * page_size, node, expires)
+        self.pins[pin.id] = pin
+        return {"pin": self.describe(pin)}
+
+    def _reason(self, wanted: int, pages: int) -> str:
+        if not wanted:
+            return f"the prefix is shorter than a page of {self.tree.page_size} tokens"
+        return (
+            f"all pins together would hold {pages} pages of {self.tree.page_size} tokens; the budget is "
+            f"{self.budget_pages} pages, of which {self.tree.num_pinned_pages} are pinned"
+        )
+
+    def unpin(self, pin_id: str) -> bool:
+        """Let a pin go; its pages stay cached until they are evicted. False if there is none."""
+        pin = self.pins.pop(pin_id, None)
+        if pin is not None:
+            self.tree.unpin(pin.node)
+        return pin is not None
+
+    def unpin_all(self) -> None:
+        """Let all pins go."""
+        for pin_id in list(self.pins):
+            self.unpin(pin_id)
+
+    def expire(self) -> None:
+        """Let those go whose time is over."""
+        now = self._clock()
+        for pin in list(self.pins.values()):
+            if pin.expires_s is not None and pin.expires_s <= now:
+                self.unpin(pin.id)
+
+    def yield_one(self) -> bool:
+        """Let the pin go that was used longest ago, because a live request needs the room; False if there is none."""
+        if not self.pins:
+            return False
+        oldest = min(self.pins.values(), key=lambda pin: pin.node.last_use)
+        self.num_broken += 1
+        return self.unpin(oldest.id)
+
+    def describe(self, pin: Pin) -> dict[str, Any]:
+        """A pin as clients see it."""
+        left = None if pin.expires_s is None else max(pin.expires_s - self._clock(), 0.0)
+        return {"id": pin.id, "name": pin.name, "tokens": pin.tokens, "hits": pin.node.hits, "expires_in_s": left}

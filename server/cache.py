@@ -1,0 +1,67 @@
+"""Routes by which an operator keeps prefixes in the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from runtime.errors import InvalidRequest
+from server.context import CacheSalt, Ctx
+from server.errors import NotFound
+from server.openai_types import Message
+
+router = APIRouter(prefix="/cache", tags=["cache"])
+
+
+class PinRequest(BaseModel):
+    """A prefix: exactly one of `text`, `input_ids` and `messages` (to which the chat template is applied)."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={"example": {"text": "You are a helpful assistant. ...", "name": "system", "ttl_s": 3600}},
+    )
+
+    text: str | None = None
+    input_ids: list[int] | None = None
+    messages: list[Message] | None = None
+    name: str | None = Field(None, max_length=256)
+    ttl_s: float | None = Field(None, gt=0, le=1e9, description="seconds to keep it; null: until it is unpinned")
+    cache_salt: CacheSalt = None
+
+
+@router.post("/pin")
+async def pin(context: Ctx, body: PinRequest) -> dict[str, Any]:
+    """Keep the whole pages of a prefix in the cache; it is computed now if it is not there. 409 over the budget."""
+    given = [value for value in (body.text, body.input_ids, body.messages) if value is not None]
+    if len(given) != 1:
+        raise InvalidRequest("exactly one of text, input_ids and messages must be given", param="text")
+    prompt: str | list[int]
+    if body.messages is not None:
+        tokenizer = context.engine.tokenizer
+        prompt = tokenizer.apply_chat_template([m.plain() for m in body.messages], add_generation_prompt=False)
+        prompt = tokenizer.encode(prompt, add_special_tokens=False)
+    else:
+        prompt = body.text if body.text is not None else body.input_ids or []
+    return await context.engine.pin(prompt, body.cache_salt or "", body.name, body.ttl_s)
+
+
+@router.get("/pins")
+async def pins(context: Ctx) -> dict[str, Any]:
+    """All pins, the tokens that they hold, and the budget."""
+    return await context.engine.pins()
+
+
+@router.delete("/pins/{pin_id}")
+async def unpin(context: Ctx, pin_id: str) -> dict[str, Any]:
+    """Let a pin go; its pages stay cached until they are evicted."""
+    if not await context.engine.unpin(pin_id):
+        raise NotFound(f"there is no pin {pin_id!r}", param="pin_id", code="pin_not_found")
+    return {"success": True}
+
+
+@router.get("/stats")
+async def stats(context: Ctx) -> dict[str, Any]:
+    """The engine's counters and gauges."""
+    return await context.engine.state()

@@ -1,0 +1,50 @@
+"""The operator's cache routes over a live server."""
+
+from __future__ import annotations
+
+import pytest
+
+TEXT = "A long system prompt that every request of this service begins with, word for word. " * 4
+
+
+@pytest.mark.parametrize("how", ["text", "input_ids", "messages"])
+def test_pin_list_unpin(client, how):
+    client.post("/flush_cache")
+    messages = [{"role": "system", "content": TEXT}]
+    ids = client.post("/tokenize", json={"prompt": TEXT}).json()["tokens"]
+    body = {"text": {"text": TEXT}, "input_ids": {"input_ids": ids}, "messages": {"messages": messages}}[how]
+    made = client.post("/cache/pin", json={**body, "name": how, "ttl_s": 60})
+    assert made.status_code == 200, made.text
+    pin = made.json()
+    assert pin["name"] == how
+    assert 0 < pin["expires_in_s"] <= 60
+    assert client.post("/flush_cache").json()["live_tokens"] == pin["tokens"]
+    if how == "messages":
+        body = {"model": "smollm2", "messages": [*messages, {"role": "user", "content": "Hi"}], "max_tokens": 1}
+        usage = client.post("/v1/chat/completions", json=body).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= pin["tokens"]
+    listed = client.get("/cache/pins").json()
+    assert [p["id"] for p in listed["pins"]] == [pin["id"]]
+    assert listed["pinned_tokens"] == pin["tokens"] <= listed["budget_tokens"]
+    assert client.get("/cache/stats").json()["pins"] == 1
+    assert client.delete(f"/cache/pins/{pin['id']}").json() == {"success": True}
+    assert client.delete(f"/cache/pins/{pin['id']}").status_code == 404
+    assert client.post("/flush_cache").json()["live_tokens"] == 0
+
+
+def test_a_pin_over_the_budget_is_409_with_the_figures(client):
+    answer = client.post("/cache/pin", json={"input_ids": [5] * 5000})
+    assert answer.status_code == 409
+    error = answer.json()["error"]
+    assert error["type"] == "pin_refused"
+    assert "256 pages" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{}, {"text": ""}, {"text": "x", "input_ids": [1]}, {"text": TEXT, "ttl_s": -1}, {"text": TEXT, "colour": 1}],
+)
+def test_bad_pins_are_client_errors(client, body):
+    answer = client.post("/cache/pin", json=body)
+    assert answer.status_code == 400
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
