@@ -77,17 +77,21 @@ def _fetch(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    from loadgen.bench_prefix import add_arguments
+    from loadgen import bench_policies, bench_prefix, bench_tree
 
     benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
     prefix = benches.add_parser("prefix", help="time to first token of a long shared prefix, cold and warm")
-    add_arguments(prefix)
+    bench_prefix.add_arguments(prefix)
+    policies = benches.add_parser("policies", help="hit ratio of every eviction policy on a recorded trace")
+    bench_policies.add_arguments(policies)
+    bench_tree.add_arguments(benches.add_parser("tree", help="what the radix tree's operations cost, alone"))
 
 
 def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from loadgen.bench_prefix import run
+    from loadgen import bench_policies, bench_prefix, bench_tree
 
-    return run(arguments)
+    runs = {"prefix": bench_prefix.run, "policies": bench_policies.run, "tree": bench_tree.run}
+    return runs[arguments.bench](arguments)
 
 
 Command = tuple[

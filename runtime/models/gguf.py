@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from runtime.errors import ModelError
+from runtime.models.spec import ModelSpec
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -29,13 +31,15 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_SHARD_BYTES = 4 << 30
+# Divisors of Llama 3's rotary frequencies; they become a setting of config.json, not a tensor.
+_ROPE_FACTORS = "rope_freqs.weight"
 
 
 def convert_gguf(path: Path, target: Path) -> Path:
     """Write the Hugging Face directory of a GGUF file; `target` appears only when it is whole.
 
-    Tensors are stored as float32, so that what the file's quantisation means is kept to the last bit.
+    Quantised tensors are stored as float32, so that what the file says is kept to the last bit; float16 and bfloat16
+    ones as they are. One tensor is in memory at a time.
 
     Raises:
         ModelError: if the file is not a whole GGUF file of a supported architecture, or the disk is full.
@@ -46,25 +50,15 @@ def convert_gguf(path: Path, target: Path) -> Path:
         raise ModelError(
             f"{path.name}: architecture {architecture!r}; supported in GGUF are {', '.join(ARCHITECTURES)}"
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        config = _config(path, metadata, architecture, tensors)
-        _write_json(work / "config.json", config)
-        ids = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(k) is not None}
-        _write_json(work / "generation_config.json", ids)
-        _write_tokenizer(path, metadata, work)
-        _write_tensors(path, tensors, config, architecture, work)
-        os.chmod(work, 0o755)
-        try:
-            os.rename(work, target)
-        except OSError:
-            if not (target / "config.json").exists():  # else another process was faster; its copy is as good
-                raise
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as directory:
+            work = Path(directory) / "model"
+            work.mkdir()
+            _write(path, metadata, tensors, architecture, work)
+            _publish(work, target)
     except OSError as error:
         raise ModelError(f"cannot write {target}: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return target
 
 
@@ -72,11 +66,39 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Any]]:
     import gguf
 
     try:
+        with path.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise ModelError(f"{path} is not a GGUF file")
         reader = gguf.GGUFReader(path)
+        if reader.byte_order != "I" or sys.byteorder != "little":
+            raise ModelError(f"{path} is a big-endian GGUF file; supported are little-endian ones")
         # Large arrays are decoded once here; the reader's own accessor is quadratic for a single element.
-        return {name: field.contents() for name, field in reader.fields.items()}, reader.tensors
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+    except ModelError:
+        raise
     except Exception as error:  # the reader has no error of its own: a cut file shows as almost anything
-        raise ModelError(f"{path} is not a whole GGUF file: {error}") from None
+        raise ModelError(f"{path} is cut short, or not a GGUF file that can be read: {error}") from None
+    if metadata.get("split.count", 1) > 1:
+        raise ModelError(f"{path} is one of {metadata['split.count']} parts; join them to one file first")
+    return metadata, reader.tensors
+
+
+def _write(path: Path, metadata: dict[str, Any], tensors: list[Any], architecture: str, work: Path) -> None:
+    config = _config(path, metadata, architecture, tensors)
+    _write_json(work / "config.json", config)
+    ids = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(k) is not None}
+    _write_json(work / "generation_config.json", ids)
+    _write_tokenizer(path, metadata, work)
+    _write_tensors(path, _named(path, tensors, ModelSpec.load(work)), config, architecture, work)
+
+
+def _publish(work: Path, target: Path) -> None:
+    """A rename within one directory is atomic: other processes see the whole model, or none."""
+    try:
+        os.rename(work, target)
+    except OSError:
+        if not (target / "config.json").exists():  # else another process was faster; its copy is as good
+            raise
 
 
 def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: list[Any]) -> dict[str, Any]:
@@ -86,8 +108,14 @@ def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: li
             raise ModelError(f"{path.name} has no metadata field {architecture}.{name}")
         return value
 
-    names = {tensor.name for tensor in tensors}
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
     heads, hidden = get("attention.head_count"), get("embedding_length")
+    head_dim = get("attention.key_length", hidden // heads)
+    if (rotated := get("rope.dimension_count", head_dim)) != head_dim:
+        raise ModelError(f"{path.name} rotates {rotated} of {head_dim} dimensions of a head; supported is all of them")
+    tokens = metadata.get("tokenizer.ggml.tokens") or []
+    # llama.cpp's converter does not always write Mistral's window; where it does, results are exact up to its length.
+    context = min(get("context_length"), metadata.get(f"{architecture}.attention.sliding_window") or sys.maxsize)
     config = {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
@@ -95,42 +123,60 @@ def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: li
         "num_hidden_layers": get("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": get("attention.head_count_kv", heads),
-        "head_dim": get("attention.key_length", hidden // heads),
+        "head_dim": head_dim,
         "intermediate_size": get("feed_forward_length"),
-        "vocab_size": len(metadata.get("tokenizer.ggml.tokens") or []),
+        # The embedding may have more rows than there are tokens.
+        "vocab_size": int(shapes["token_embd.weight"][1]) if "token_embd.weight" in shapes else len(tokens),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": get("context_length"),
+        "max_position_embeddings": context,
         "rope_theta": get("rope.freq_base", 10000.0),
         "hidden_act": "silu",
-        "tie_word_embeddings": "output.weight" not in names,
+        "tie_word_embeddings": "output.weight" not in shapes,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+        "eos_token_id": _ends(metadata),
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
         "torch_dtype": "float32",
     }
     if architecture != "qwen2":
-        config["attention_bias"] = "blk.0.attn_q.bias" in names
+        config["attention_bias"] = "blk.0.attn_q.bias" in shapes
+    if architecture == "llama":
+        config["mlp_bias"] = "blk.0.ffn_gate.bias" in shapes
     if scaling := _rope_scaling(path, metadata, architecture, config, tensors):
         config["rope_scaling"] = scaling
     return config
 
 
+def _ends(metadata: dict[str, Any]) -> int | list[int] | None:
+    """End of sequence, and end of turn and of message where the file names them."""
+    found = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ids = list(dict.fromkeys(i for i in found if i is not None))
+    return ids if len(ids) > 1 else ids[0] if ids else None
+
+
 def _rope_scaling(
     path: Path, metadata: dict[str, Any], architecture: str, config: dict[str, Any], tensors: list[Any]
 ) -> dict[str, Any] | None:
-    factors = next((t.data for t in tensors if t.name == "rope_freqs.weight"), None)
+    factors = next((t.data for t in tensors if t.name == _ROPE_FACTORS), None)
     if factors is not None:
         return _llama3_scaling(path, np.asarray(factors, dtype=np.float64), config)
-    kind = metadata.get(f"{architecture}.rope.scaling.type", "none")
+    prefix = f"{architecture}.rope.scaling."
+    kind = metadata.get(f"{prefix}type", "none")
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
         raise ModelError(
             f"{path.name}: rope scaling {kind!r}; supported in GGUF are linear, yarn and Llama 3's factors"
         )
-    scaling = {"rope_type": kind, "factor": metadata.get(f"{architecture}.rope.scaling.factor", 1.0)}
-    if original := metadata.get(f"{architecture}.rope.scaling.original_context_length"):
+    factor = metadata.get(f"{prefix}factor", 1.0)
+    scaling = {"rope_type": kind, "factor": factor}
+    if original := metadata.get(f"{prefix}original_context_length"):
         scaling["original_max_position_embeddings"] = original
+    for name in ("beta_fast", "beta_slow"):
+        if (value := metadata.get(f"{prefix}yarn_{name}")) is not None:
+            scaling[name] = value
+    if kind == "yarn" and (attention := metadata.get(f"{prefix}attn_factor", 1.0)) != 1.0:
+        # llama.cpp multiplies YaRN's own temperature by this.
+        scaling["attention_factor"] = attention * (1 + 0.1 * math.log(max(factor, 1.0)))
     return scaling
 
 
@@ -150,50 +196,70 @@ def _llama3_scaling(path: Path, factors: np.ndarray, config: dict[str, Any]) -> 
     }
 
 
-def _write_tensors(path: Path, tensors: list[Any], config: dict[str, Any], architecture: str, work: Path) -> None:
-    """Dequantise one tensor at a time into shards of a few GB."""
-    from gguf.quants import dequantize
-    from safetensors.numpy import save_file
+def _named(path: Path, tensors: list[Any], spec: ModelSpec) -> dict[str, Any]:
+    """The file's tensors by their Hugging Face names, all that the model needs and in its shapes."""
+    named = {_tensor_name(path, tensor.name): tensor for tensor in tensors if tensor.name != _ROPE_FACTORS}
+    expected = spec.expected_tensors()
+    if missing := [name for name in expected if name not in named]:
+        raise ModelError(f"{path.name} has no tensor for {missing[0]}, which its metadata asks for")
+    for name, shape in expected.items():
+        if (found := _shape(named[name])) != shape:
+            raise ModelError(f"{path.name}: {named[name].name} has shape {list(found)}; expected is {list(shape)}")
+    if extra := [name for name in named if name not in expected]:
+        raise ModelError(f"{path.name} has a tensor {named[extra[0]].name}, which this model does not use")
+    return named
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    return tuple(int(size) for size in reversed(tensor.shape))
+
+
+def _write_tensors(path: Path, tensors: dict[str, Any], config: dict[str, Any], architecture: str, work: Path) -> None:
+    """model.safetensors, written one tensor at a time: the library's own writer wants all of them in memory."""
     from tqdm import tqdm
 
-    shard: dict[str, np.ndarray] = {}
-    weight_map: dict[str, str] = {}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        kind, size = _stored(tensor)
+        begin, end = end, end + int(np.prod(_shape(tensor))) * size
+        header[name] = {"dtype": kind, "shape": _shape(tensor), "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    with (work / "model.safetensors").open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name, tensor in tqdm(tensors.items(), desc=f"converting {path.name}", unit="tensor", disable=None):
+            data = _values(path, tensor).reshape(_shape(tensor))
+            if architecture == "llama" and (module := name.split(".")[-2]) in heads:
+                data = _unpermute(data, heads[module])
+            np.ascontiguousarray(data).tofile(file)
 
-    def save() -> None:
-        name = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
-        save_file(shard, work / name, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(shard, name))
-        shard.clear()
 
-    for tensor in tqdm(tensors, desc=f"converting {path.name}", unit="tensor", disable=None):
-        if tensor.name == "rope_freqs.weight":
-            continue
-        try:
-            data = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        except (NotImplementedError, KeyError):
-            raise ModelError(
-                f"{path.name}: {tensor.name} has quantisation {tensor.tensor_type.name}; it is not supported"
-            ) from None
-        except ValueError as error:
-            raise ModelError(f"{path} is cut short at {tensor.name}: {error}") from None
-        data = data.reshape([int(n) for n in reversed(tensor.shape)])
-        if architecture == "llama" and ".attn_q." in tensor.name:
-            data = _unpermute(data, config["num_attention_heads"])
-        if architecture == "llama" and ".attn_k." in tensor.name:
-            data = _unpermute(data, config["num_key_value_heads"])
-        shard[_tensor_name(path, tensor.name)] = np.ascontiguousarray(data)
-        if sum(array.nbytes for array in shard.values()) >= _SHARD_BYTES:
-            save()
-    if shard:
-        save()
-    _write_json(work / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+def _stored(tensor: Any) -> tuple[str, int]:
+    """How a tensor is stored: safetensors' name of the type, and bytes a value."""
+    return {"F16": ("F16", 2), "BF16": ("BF16", 2)}.get(tensor.tensor_type.name, ("F32", 4))
+
+
+def _values(path: Path, tensor: Any) -> np.ndarray:
+    """The values of a tensor, flat or shaped: float32, or the 16-bit words of a 16-bit type."""
+    from gguf.quants import dequantize
+
+    if _stored(tensor)[1] == 2:
+        return tensor.data.view(np.uint16)
+    try:
+        return dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+    except (NotImplementedError, KeyError):
+        raise ModelError(
+            f"{path.name}: {tensor.name} has quantisation {tensor.tensor_type.name}; it is not supported"
+        ) from None
 
 
 def _tensor_name(path: Path, name: str) -> str:
     parts = name.split(".")
-    if parts[0] == "blk" and parts[2] in _BLOCK:
+    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _BLOCK:
         return f"model.layers.{parts[1]}.{_BLOCK[parts[2]]}.{parts[3]}"
-    if parts[0] in _TOP:
+    if len(parts) == 2 and parts[0] in _TOP:
         return f"{_TOP[parts[0]]}.{parts[1]}"
     raise ModelError(f"{path.name} has a tensor {name}, which no supported model has")
 

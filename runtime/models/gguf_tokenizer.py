@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from runtime.errors import ModelError
 
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 # SentencePiece spells a space as this.
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -18,6 +18,8 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
+_QWEN2_NAMES = ("qwen2", "deepseek-r1-qwen")
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
@@ -34,21 +36,24 @@ def build_tokenizer(path: Path, metadata: dict[str, Any]) -> tuple[Tokenizer, di
     else:
         raise ModelError(f"{path.name}: tokenizer {kind!r}; supported in GGUF are 'gpt2' and 'llama'")
     types = metadata.get("tokenizer.ggml.token_type") or []
-    for token, token_type in zip(tokens, types, strict=False):
-        if token_type in (_CONTROL, _USER_DEFINED):
-            added = AddedToken(token, normalized=False, special=token_type == _CONTROL)
-            (fast.add_special_tokens if token_type == _CONTROL else fast.add_tokens)([added])
+    # In one call each: every call rebuilds the index of added tokens.
+    for wanted, add in ((_CONTROL, fast.add_special_tokens), (_USER_DEFINED, fast.add_tokens)):
+        found = (token for token, token_type in zip(tokens, types, strict=False) if token_type == wanted)
+        add([AddedToken(token, normalized=False, special=wanted == _CONTROL) for token in found])
     return fast, _settings(metadata, tokens, fast, kind)
 
 
 def _byte_level(path: Path, metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or []]
-    fast = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges, ignore_merges=False))
-    fast.pre_tokenizer = _pre_tokenizer(path, metadata.get("tokenizer.ggml.pre", "default"))
-    if metadata.get("tokenizer.ggml.pre") == "qwen2":
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    try:
+        fast = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in _LLAMA3_NAMES))
+    except Exception as error:  # the library raises bare exceptions
+        raise ModelError(f"{path.name}: the tokenizer's merges do not fit its tokens: {error}") from None
+    fast.pre_tokenizer = _pre_tokenizer(path, pre)
+    if pre in _QWEN2_NAMES:
         fast.normalizer = normalizers.NFC()
-    if metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3"):
-        fast.model.ignore_merges = True
     fast.decoder = decoders.ByteLevel()
     fast.post_processor = processors.ByteLevel(trim_offsets=False)
     return fast
@@ -60,9 +65,9 @@ def _pre_tokenizer(path: Path, name: str) -> pre_tokenizers.PreTokenizer:
         return plain
     if name == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
-    patterns = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN2}
+    patterns = dict.fromkeys(_LLAMA3_NAMES, _LLAMA3) | dict.fromkeys(_QWEN2_NAMES, _QWEN2)
     if name not in patterns:
-        known = "gpt-2, default, smollm, llama-bpe, llama3, qwen2"
+        known = ", ".join(["gpt-2", "default", "smollm", *patterns])
         raise ModelError(f"{path.name}: pre-tokenizer {name!r}; supported in GGUF are {known}")
     split = pre_tokenizers.Split(Regex(patterns[name]), behavior="isolated")
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
@@ -73,7 +78,10 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
     vocab = {token: i for i, token in enumerate(tokens)}
     scores = metadata.get("tokenizer.ggml.scores") or [0.0] * len(tokens)
     merges: list[tuple[float, tuple[str, str]]] = []
-    for token, score in zip(tokens, scores, strict=True):
+    types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    for token, score, token_type in zip(tokens, scores, types, strict=True):
+        if token_type != _NORMAL:  # text that spells a byte or control token is not that token
+            continue
         pairs = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab]
         pairs.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
         merges.extend((-score, pair) for pair in pairs)
@@ -98,7 +106,9 @@ def _settings(metadata: dict[str, Any], tokens: list[str], fast: Tokenizer, kind
         if token is not None and 0 <= token < len(tokens):
             settings[f"{name}_token"] = tokens[token]
     bos = settings.get("bos_token")
-    if bos and metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"):
+    # Where the file does not say it, llama.cpp adds a BOS for these two.
+    implied = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
+    if bos and metadata.get("tokenizer.ggml.add_bos_token", implied):
         fast.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, fast.token_to_id(bos))]
         )

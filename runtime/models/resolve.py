@@ -8,8 +8,11 @@ from pathlib import Path
 from runtime.config import DEFAULT_MODEL, ModelConfig
 from runtime.errors import ModelError
 from runtime.models.default_model import fetch_default
+from runtime.models.spec import ModelSpec
 
-_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "tokenizer.model"]
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
+# Other formats of the same weights: subdirectories (onnx, original) and Mistral's own layout.
+_HUB_IGNORED = ["*/*", "consolidated*"]
 
 
 def resolve_model(config: ModelConfig) -> Path:
@@ -41,7 +44,7 @@ def model_name(config: ModelConfig, path: Path) -> str:
     given = Path(config.model).expanduser()
     if given.is_file():
         return given.stem
-    return given.resolve().name if given.is_dir() else config.model
+    return path.resolve().name if given.is_dir() else config.model
 
 
 def _from_file(path: Path, cache_dir: Path) -> Path:
@@ -56,13 +59,16 @@ def _from_file(path: Path, cache_dir: Path) -> Path:
 
 
 def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
+    from httpx import HTTPError
+    from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        # First, so that an unsupported model is refused before gigabytes are fetched.
+        ModelSpec.load(Path(hf_hub_download(name, "config.json")).parent)
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
     except HFValidationError as error:
         raise ModelError(f"--model {name}: {error}") from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, LocalEntryNotFoundError, HTTPError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(f"--model {name}: the hub did not give it: {reason}") from None

@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -17,6 +18,9 @@ from runtime.errors import InvalidRequest, ModelError
 from runtime.models.spec import read_json
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+# A UTF-8 character that is not whole has three bytes at most, and every token has one byte at least.
+_INCOMPLETE = 3
 
 
 class Tokenizer:
@@ -41,12 +45,19 @@ class Tokenizer:
         path = directory / "tokenizer_config.json"
         config = read_json(path) if path.exists() else {}
         fast = _load_fast(directory)
+        # A tokenizer.json may carry the limits of somebody's training run.
+        fast.no_truncation()
+        fast.no_padding()
         _apply_bos_eos(fast, config)
         return cls(fast, config, _find_template(directory, config, chat_template))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` adds what the model's tokenizer adds (BOS)."""
         return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of several texts, encoded in parallel."""
+        return [one.ids for one in self._fast.encode_batch(texts, add_special_tokens=add_special_tokens)]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
@@ -88,20 +99,25 @@ class Tokenizer:
             raise InvalidRequest("this model has no chat template; use /v1/completions, or start with --chat-template")
         try:
             return self._template.render(
-                messages=messages,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                **self._token_names(),
-                **variables,
+                {
+                    **self._token_names(),
+                    "documents": None,
+                    **variables,
+                    "messages": messages,
+                    "tools": tools,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
+        except Exception as error:  # a template is a program: given odd messages it can raise anything
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
 
     @cached_property
     def _template(self) -> Any:
         if self.chat_template is None:
             return None
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+        )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
@@ -111,44 +127,54 @@ class Tokenizer:
             raise InvalidRequest(f"the model's chat template cannot be read: {error}") from None
 
     def _token_names(self) -> dict[str, str]:
-        names = {}
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-            value = self._config.get(name)
-            names[name] = value.get("content", "") if isinstance(value, dict) else value or ""
-        return names
+        """The named special tokens; absent ones stay undefined, as templates ask whether they are defined."""
+        values = {name: self._config.get(name) for name in _TOKEN_NAMES}
+        texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
+        return {name: text for name, text in texts.items() if text}
 
 
 class Detokenizer:
     """Text of one growing token sequence, in whole characters.
 
-    Only the tokens since the last shown text, and a few before them as context, are decoded at each step.
+    Only the tokens since the last shown text, and those shown just before as context, are decoded at each step. What
+    comes out adds up to `Tokenizer.decode` of all tokens. (One exception: tokenizers that fall back to bytes turn a
+    whole run of byte tokens into replacement characters if any of it is no UTF-8, even what was shown already.)
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
+        self._skip = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._ids: list[int] = []
         self._context = 0
         self._shown = 0
 
     def push(self, ids: list[int]) -> str:
         """Add tokens; returns the new text, which never ends within a UTF-8 character."""
-        self._ids.extend(ids)
-        text = self._pending()
-        if text.endswith(_REPLACEMENT) or not text:
-            return ""
-        self._context, self._shown = self._shown, len(self._ids)
-        return text
+        # Tokens without text would pile up, as nothing is shown that takes them out of the window.
+        self._ids.extend(i for i in ids if i not in self._skip and self._tokenizer.id_to_token(i) is not None)
+        before, text = self._window(self._shown), self._window(len(self._ids))
+        if not text.endswith(_REPLACEMENT):
+            return self._show(len(self._ids), text[len(before) :])
+        # What ends in bytes that are no character may wait for its last bytes; what lies further back does not.
+        for end in range(len(self._ids) - _INCOMPLETE, self._shown, -1):
+            settled = self._window(end)
+            if text.startswith(settled):
+                return self._show(end, settled[len(before) :])
+        return ""
 
     def flush(self) -> str:
         """What was held back, when no more tokens come."""
-        text = self._pending()
+        before, text = self._window(self._shown), self._window(len(self._ids))
         self._context = self._shown = len(self._ids)
-        return text
+        return text[len(before) :]
 
-    def _pending(self) -> str:
-        before = self._tokenizer.decode(self._ids[self._context : self._shown], self._skip)
-        return self._tokenizer.decode(self._ids[self._context :], self._skip)[len(before) :]
+    def _window(self, end: int) -> str:
+        return self._tokenizer.decode(self._ids[self._context : end], skip_special_tokens=False)
+
+    def _show(self, end: int, text: str) -> str:
+        if text:
+            self._context, self._shown = self._shown, end
+        return text
 
 
 def _load_fast(directory: Path) -> FastTokenizer:
@@ -212,5 +238,16 @@ def _raise_exception(message: str) -> None:
     raise TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """Unlike jinja's own filter, without HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks what the assistant said, for training; here it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)

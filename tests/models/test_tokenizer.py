@@ -119,3 +119,39 @@ def test_bos_is_added_where_the_config_asks_for_it(default_model_dir, tmp_path):
 def test_a_server_process_does_not_load_torch():
     code = "import server.app, runtime.client, sys; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_batches_and_somebody_elses_limits(default_model_dir, tmp_path):
+    fast = json.loads((default_model_dir / "tokenizer.json").read_text())
+    fast["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    fast["padding"] = {
+        "strategy": {"Fixed": 9},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 2,
+        "pad_type_id": 0,
+        "pad_token": "<|im_end|>",
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fast))
+    ours, plain = Tokenizer.load(tmp_path), Tokenizer.load(default_model_dir)
+    assert ours.encode(TEXTS[1]) == plain.encode(TEXTS[1])
+    assert ours.encode_batch(TEXTS) == [plain.encode(text) for text in TEXTS]
+
+
+def test_more_of_what_published_templates_use(with_template):
+    messages = [{"role": "user", "content": "é"}]
+    tokenizer = with_template("{% generation %}{{ messages[0].content }}{% endgeneration %}{{ thinking }}")
+    assert tokenizer.apply_chat_template(messages, thinking=True) == "éTrue"
+    tokenizer = with_template("{{ messages | tojson(ensure_ascii=True, indent=2) }}{{ sep_token is defined }}")
+    assert tokenizer.apply_chat_template(messages) == json.dumps(messages, indent=2) + "False"
+    tokenizer = with_template("{{ documents is defined and documents is none and tools is none }}")
+    assert tokenizer.apply_chat_template(messages) == "True"
+
+
+def test_a_list_of_templates_and_a_template_file(default_model_dir, tmp_path):
+    (tmp_path / "tokenizer.json").write_text((default_model_dir / "tokenizer.json").read_text())
+    templates = [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert Tokenizer.load(tmp_path).apply_chat_template([]) == "D"
+    (tmp_path / "chat_template.jinja").write_text("F")
+    assert Tokenizer.load(tmp_path).apply_chat_template([]) == "F"

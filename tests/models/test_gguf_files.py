@@ -1,0 +1,149 @@
+"""What GGUF files may hold: number formats, missing and odd parts, full disks, several converters at once."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from runtime.errors import ModelError
+from runtime.models import gguf as converter
+from runtime.models.gguf import convert_gguf
+from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_weights
+
+HIDDEN, LAYERS, HEADS, TOKENS = 64, 2, 4, 260
+Kind = gguf.GGMLQuantizationType
+
+
+def tensors(seed=0):
+    random = np.random.default_rng(seed)
+
+    def make(*shape):
+        return random.standard_normal(shape, dtype=np.float32)
+
+    found = {"token_embd.weight": make(TOKENS, HIDDEN), "output_norm.weight": make(HIDDEN)}
+    for i in range(LAYERS):
+        for name in ("attn_norm", "ffn_norm"):
+            found[f"blk.{i}.{name}.weight"] = make(HIDDEN)
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
+            found[f"blk.{i}.{name}.weight"] = make(HIDDEN, HIDDEN)
+    return found
+
+
+def write(path, values=None, kind=None, endianess=gguf.GGUFEndian.LITTLE, **fields):
+    """A small llama file; matrices are stored as `kind`."""
+    writer = gguf.GGUFWriter(path, "llama", endianess=endianess)
+    counts = {"block_count": LAYERS, "context_length": 99, "embedding_length": HIDDEN, "feed_forward_length": HIDDEN}
+    counts |= {"attention.head_count": HEADS, "attention.head_count_kv": HEADS}
+    for name, value in counts.items():
+        writer.add_uint32(f"llama.{name}", fields.pop(name, value))
+    writer.add_layer_norm_rms_eps(1e-5)
+    for name, value in fields.items():
+        add = writer.add_string if isinstance(value, str) else writer.add_uint32
+        add(name, value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([f"t{i}" for i in range(TOKENS)])
+    for name, value in (values or tensors()).items():
+        if kind is None or value.ndim == 1:
+            writer.add_tensor(name, value)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored"), [(None, "F32"), (Kind.F16, "F16"), (Kind.BF16, "BF16"), (Kind.Q8_0, "F32"), (Kind.Q4_1, "F32")]
+)
+def test_number_formats_keep_every_bit(tmp_path, kind, stored):
+    out = convert_gguf(write(tmp_path / "m.gguf", kind=kind), tmp_path / "out")
+    name, value = "model.layers.1.mlp.up_proj.weight", tensors()["blk.1.ffn_up.weight"]
+    wanted = value if kind is None else gguf.quants.dequantize(gguf.quants.quantize(value, kind), kind)
+    dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[stored]
+    assert load_file(out / "model.safetensors")[name].dtype == dtype
+    loaded = load_weights(out, ModelSpec.load(out), torch.float32)
+    np.testing.assert_array_equal(loaded[name].numpy(), wanted.reshape(value.shape))
+    np.testing.assert_array_equal(loaded["model.norm.weight"].numpy(), tensors()["output_norm.weight"])
+
+
+def without(name):
+    return {k: v for k, v in tensors().items() if k != name}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"values": without("blk.1.attn_v.weight")}, "no tensor for model.layers.1.self_attn.v_proj.weight"),
+        ({"feed_forward_length": 32}, "ffn_gate.weight has shape"),
+        ({"block_count": 1}, "blk.1.attn_norm.weight, which this model does not use"),
+        ({"values": {**tensors(), "blk.0.ffn_gate_inp.weight": np.ones((2, 2), np.float32)}}, "ffn_gate_inp"),
+        ({"llama.rope.dimension_count": 8}, "rotates 8 of 16"),
+        ({"split.count": 3}, "one of 3 parts"),
+        ({"endianess": gguf.GGUFEndian.BIG}, "big-endian"),
+        ({"llama.rope.scaling.type": "longrope"}, "longrope"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_named(tmp_path, options, words):
+    path = write(tmp_path / "m.gguf", **options)
+    with pytest.raises(ModelError) as error:
+        convert_gguf(path, tmp_path / "out")
+    assert words in error.value.message
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"], "nothing half-written stays"
+
+
+def test_an_unknown_number_format(tmp_path):
+    path = write(tmp_path / "m.gguf")
+    content = bytearray(path.read_bytes())
+    name = b"output_norm.weight"
+    at = content.index(name) + len(name) + 4 + 8  # after the name: number of dimensions, the one dimension, the type
+    content[at : at + 4] = (250).to_bytes(4, "little")
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match="250"):
+        convert_gguf(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("share", [0.001, 0.02, 0.2, 0.9, 0.999])
+def test_a_file_cut_anywhere(tmp_path, share):
+    whole = write(tmp_path / "m.gguf").read_bytes()
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(ModelError, match=r"cut\.gguf"):
+        convert_gguf(path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(converter, "_write_tensors", full)
+    path = write(tmp_path / "m.gguf")
+    with pytest.raises(ModelError, match="No space left"):
+        convert_gguf(path, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_several_processes_convert_at_once(tmp_path):
+    path, out = write(tmp_path / "m.gguf"), tmp_path / "out"
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        assert pool.starmap(convert_gguf, [(path, out)] * 3) == [out] * 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf", "out"]
+    load_weights(out, ModelSpec.load(out), torch.float32)
+
+
+def test_ends_and_windows_come_from_the_file(tmp_path):
+    fields = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 7}
+    out = convert_gguf(write(tmp_path / "m.gguf", **fields, **{"llama.attention.sliding_window": 50}), tmp_path / "out")
+    spec = ModelSpec.load(out)
+    assert (spec.eos_token_ids, spec.context_length) == ((2, 7), 50)
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 7]
