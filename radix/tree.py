@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from radix.events import EventLog
 from radix.node import TOKEN_BYTES, Node, common_tokens
 from radix.policy import LRU, Order, Policy
 
@@ -46,6 +47,7 @@ class RadixTree:
         policy: the order of victims; default: least recently used.
         clock: seconds, never going back. The tree has none of its own.
         hold: seconds for which a new node is held.
+        log: is told of every page that comes or goes.
 
     Attributes:
         num_locked_pages: pages on the paths that are locked or pinned; num_pinned_pages: on those that are pinned.
@@ -58,7 +60,9 @@ class RadixTree:
         policy: Policy | None = None,
         clock: Callable[[], float] = lambda: 0.0,
         hold: float = 0.0,
+        log: EventLog | None = None,
     ):
+        self._log = log
         self.page_size = page_size
         self.policy = policy or LRU()
         self.hold = hold
@@ -243,6 +247,8 @@ class RadixTree:
         self._use(leaf)
         self.num_nodes += 1
         self.num_pages += len(pages)
+        if self._log is not None:
+            self._log.stored(leaf)
         return leaf
 
     def _split(self, node: Node, whole: int) -> Node:
@@ -260,6 +266,8 @@ class RadixTree:
         upper.attach(node.key[: self._page_bytes], node)
         self.num_nodes += 1
         self.policy.split(upper, node)
+        if self._log is not None:
+            self._log.split(upper, node)
         return upper
 
     # -- evicting --------------------------------------------------------------------------------------------
@@ -279,6 +287,8 @@ class RadixTree:
         want = min(want, len(node.pages))
         kept = len(node.pages) - want
         freed.extend(node.pages[kept:])
+        if self._log is not None:
+            self._log.removed(node, kept)
         if kept:
             node.cost *= kept / len(node.pages)
             node.pages = node.pages[:kept]

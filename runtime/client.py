@@ -312,8 +312,9 @@ class OutputStream:
 
     def close(self) -> None:
         """Abort what has not finished."""
-        for submission in self._submissions:
-            self._frontend.drop(submission.rid)
+        if self._open:
+            for submission in self._submissions:
+                self._frontend.drop(submission.rid)
 
     def __enter__(self) -> OutputStream:
         return self

@@ -52,6 +52,11 @@ class CacheConfig(Section):
         "lru", description="which unreferenced pages go first when room is needed"
     )
     hold_time: float = Field(0.0, ge=0, description="seconds for which new pages are kept while anything else can go")
+    kv_events: str | None = Field(
+        None, description="publish what the cache holds on this ZeroMQ endpoint, e.g. tcp://127.0.0.1:5557"
+    )
+    kv_events_replay: str | None = Field(None, description="endpoint at which missed events can be asked for")
+    kv_events_tokens: bool = Field(True, description="events carry token ids; without, only block hashes")
     pin_budget: float = Field(0.5, ge=0, le=1, description="share of the pool that pins may hold together")
     page_size: int = Field(16, ge=1, le=1024, description="tokens in a page of the pool")
     pool_tokens: int | None = Field(None, ge=1, description="size of the pool in tokens; overrides --pool-memory")

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import zmq
 
 from runtime.config import Config
 from runtime.decoding.sampling import Sampler, report_logprobs
+from runtime.errors import ModelError
 from runtime.executor import Executor
 from runtime.kv.cache import PagedCache
+from runtime.kv.publisher import EventPublisher
 from runtime.models.resolve import model_name
 from runtime.protocol import (
     Abort,
@@ -64,6 +67,7 @@ class EngineCore:
             page_size=config.cache.page_size,
             pool_tokens=self.executor.pool.num_pages * config.cache.page_size,
         )
+        self.publisher = self._make_publisher()
         self.requests: dict[str, Request] = {}
         self.counters = dict.fromkeys(
             [
@@ -80,6 +84,23 @@ class EngineCore:
             0,
         )
         self._sequence = 0
+
+    def _make_publisher(self) -> EventPublisher | None:
+        cache = self.config.cache
+        if cache.kv_events is None:
+            return None
+        medium = "GPU" if self.executor.device.type == "cuda" else "CPU"
+        try:
+            return EventPublisher(
+                cache.kv_events, cache.kv_events_replay, cache.page_size, medium, cache.kv_events_tokens
+            )
+        except zmq.ZMQError as error:
+            raise ModelError(f"--kv-events {cache.kv_events}: {error}") from None
+
+    def publish(self) -> None:
+        """Tell the subscribers what has changed in the tree since the last call."""
+        if self.publisher is not None and self.cache.events is not None:
+            self.publisher.publish(self.cache.events.take())
 
     @property
     def busy(self) -> bool:

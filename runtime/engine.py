@@ -188,7 +188,9 @@ class Engine:
                     if isinstance(message, Shutdown):
                         return
                     self._out(self.core.handle(message))
+                    self.core.publish()
                 self._out(StepEvents(self.core.step()))
+                self.core.publish()
         finally:
             with self._lock:
                 self._dead = EngineDead("the engine was closed")

@@ -74,7 +74,9 @@ class Frontend:
         sampling.check(vocab)
         start = submission.prompt_logprobs_from
         if start is not None and not 0 <= start < len(tokens):
-            raise InvalidRequest(f"logprob_start_len {start} is not within the {len(tokens)} prompt tokens")
+            raise InvalidRequest(
+                f"logprob_start_len {start} is not within the {len(tokens)} prompt tokens", param="logprob_start_len"
+            )
         self._check_length(len(tokens), sampling.max_new_tokens)
         return tokens
 

@@ -25,6 +25,9 @@ from runtime.protocol import Failed, Outbound, Ready, Shutdown, StepEvents, enco
 # How long an engine that has requests but nothing to run waits before it looks again.
 _NOTHING_TO_RUN_MS = 10
 
+# How often an idle engine that publishes events looks for consumers who ask for missed ones.
+_IDLE_WITH_EVENTS_MS = 200
+
 
 class Boot(msgspec.Struct):
     """What the parent tells the engine process."""
@@ -69,17 +72,20 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
         if message is not None and not (isinstance(message, StepEvents) and not message.events):
             outbox.send(encode(message))
 
-    wait_ms: int | None = None
+    idle_ms = _IDLE_WITH_EVENTS_MS if core.publisher is not None else -1
+    wait_ms = idle_ms
     while True:
-        while inbox.poll(wait_ms if wait_ms is not None else -1):
+        while inbox.poll(wait_ms):
             message = inbound_decoder.decode(inbox.recv())
             if isinstance(message, Shutdown):
                 return
             out(core.handle(message))
-            wait_ms = 0 if core.busy else None
+            core.publish()
+            wait_ms = 0 if core.busy else idle_ms
         steps = core.counters["steps"]
         out(StepEvents(core.step()))
-        wait_ms = None if not core.busy else 0 if core.counters["steps"] > steps else _NOTHING_TO_RUN_MS
+        core.publish()
+        wait_ms = idle_ms if not core.busy else 0 if core.counters["steps"] > steps else _NOTHING_TO_RUN_MS
 
 
 def _end_with_parent() -> None:

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from runtime.errors import InvalidRequest
-from server.context import CacheSalt, Ctx
+from server.context import Ctx
 from server.errors import NotFound
 from server.openai_types import Message
+from server.wire import Body, CacheSalt, Text, TokenIds
 
 router = APIRouter(prefix="/cache", tags=["cache"])
 
 
-class PinRequest(BaseModel):
+class PinRequest(Body):
     """A prefix: exactly one of `text`, `input_ids` and `messages` (to which the chat template is applied)."""
 
     model_config = ConfigDict(
-        extra="forbid",
         json_schema_extra={"example": {"text": "You are a helpful assistant. ...", "name": "system", "ttl_s": 3600}},
     )
 
-    text: str | None = None
-    input_ids: list[int] | None = None
+    text: Text | None = None
+    input_ids: TokenIds | None = None
     messages: list[Message] | None = None
-    name: str | None = Field(None, max_length=256)
+    name: Text | None = Field(None, max_length=256)
     ttl_s: float | None = Field(None, gt=0, le=1e9, description="seconds to keep it; null: until it is unpinned")
-    cache_salt: CacheSalt = None
+    cache_salt: CacheSalt | None = None
 
 
 @router.post("/pin")
@@ -40,8 +41,9 @@ async def pin(context: Ctx, body: PinRequest) -> dict[str, Any]:
     prompt: str | list[int]
     if body.messages is not None:
         tokenizer = context.engine.tokenizer
-        prompt = tokenizer.apply_chat_template([m.plain() for m in body.messages], add_generation_prompt=False)
-        prompt = tokenizer.encode(prompt, add_special_tokens=False)
+        messages = [message.plain() for message in body.messages]
+        text = await asyncio.to_thread(tokenizer.apply_chat_template, messages, add_generation_prompt=False)
+        prompt = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
     else:
         prompt = body.text if body.text is not None else body.input_ids or []
     return await context.engine.pin(prompt, body.cache_salt or "", body.name, body.ttl_s)

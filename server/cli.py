@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
+from pydantic import ValidationError
+
 from runtime.errors import RametError
 from server.options import add_options, config_from
 
@@ -54,8 +56,9 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
         sampling = SamplingParams(
             max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, seed=arguments.seed
         )
-    except ValueError as error:
-        parser.error(str(error.errors()[0]["msg"]))  # type: ignore[attr-defined]
+    except ValidationError as error:
+        problem = error.errors()[0]
+        parser.error(f"argument --{str(problem['loc'][0]).replace('_', '-')}: {problem['msg']}")
     with Engine(config=config) as engine:
         if arguments.chat:
             prompt = engine.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])

@@ -6,17 +6,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Request
-from pydantic import Field
 
 from runtime.client import AsyncEngine
 from runtime.config import Config
 from server.metrics import Metrics
-
-CacheSalt = Annotated[
-    str | None,
-    Field(min_length=1, max_length=256, description="requests with different salts never share cached pages"),
-]
-Rid = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 @dataclass(frozen=True, slots=True)

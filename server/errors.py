@@ -17,6 +17,10 @@ log = logging.getLogger("ramet.server")
 
 RETRY_AFTER_S = 1
 
+_NO_OBJECT = ("missing", "model_attributes_type", "model_type")
+_MAX_NAME = 100
+_BRANCHES = frozenset(("str", "int", "float", "bool", "list", "dict"))
+
 
 class ErrorDetail(BaseModel):
     """What went wrong."""
@@ -101,20 +105,27 @@ def _plain(status: int, message: str, kind: str, param: str | None = None) -> JS
 
 
 def _first_problem(error: RequestValidationError) -> tuple[str, str | None]:
-    """One sentence and the field of the first problem; branches of unions are left out of the field's path."""
-    problem = error.errors()[0]
+    """One sentence, and the field's path.
+
+    A value that fits no branch of a union has a problem in each; the deepest one is of the branch that was meant.
+    """
+    problem = max(error.errors(), key=lambda problem: len(problem["loc"]))
     if problem["type"] == "json_invalid":
         return f"the body is not valid JSON: {problem.get('ctx', {}).get('error', 'it cannot be parsed')}", None
-    path: list[str] = []
-    for part in problem["loc"][1:]:
-        if isinstance(part, str) and not part.isidentifier():
-            break
-        if not str(part)[0].isupper():  # else the class of a branch
-            path.append(str(part))
-    while path and path[-1] in ("str", "int", "float", "bool", "list", "dict"):
-        path.pop()
-    param = ".".join(path) or None
+    if problem["loc"] == ("body",) and problem["type"] in _NO_OBJECT:
+        return "the body must be a JSON object", None
+    *path, last = problem["loc"][1:] or ("",)
+    names = [str(part) for part in path if _names_a_field(part)]
+    if problem["type"] == "extra_forbidden" or _names_a_field(last):
+        names.append(str(last)[:_MAX_NAME])
+    # A name may hold what no answer can, such as half of a surrogate pair.
+    param = ".".join(names).encode(errors="replace").decode() or None
     if problem["type"] == "extra_forbidden":
         return f"unknown field {param}", param
     message = problem["msg"].removeprefix("Value error, ")
     return (f"{param}: {message}" if param else message), param
+
+
+def _names_a_field(part: str | int) -> bool:
+    """Whether part of a problem's location is in the request: an index or a field, not the type of a branch."""
+    return isinstance(part, int) or (part.isidentifier() and part.islower() and part not in _BRANCHES)

@@ -1,12 +1,37 @@
-"""Reads the Outputs of a call and keeps the metrics up to date."""
+"""Opens calls to the engine, reads their Outputs and keeps the metrics up to date."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from runtime.client import OutputStream
-from runtime.output import Output
+from runtime.errors import InvalidRequest
+from runtime.output import Output, Submission
+from server.context import Context
 from server.metrics import Metrics
+
+
+async def open_outputs(context: Context, submissions: list[Submission], names: Mapping[str, str]) -> OutputStream:
+    """Submit; errors name the request's fields.
+
+    Args:
+        context: whose engine.
+        submissions: what is wanted.
+        names: what the request calls the engine's parameters, where the names differ.
+
+    Raises:
+        RametError: as `AsyncEngine.open`.
+    """
+    limits = context.config.scheduler
+    most, wanted = limits.max_running + limits.max_waiting, sum(s.sampling.n for s in submissions)
+    if wanted > most:
+        message = f"{wanted} completions are asked for at once; this server takes no more than {most}"
+        raise InvalidRequest(message, param=names.get("n", "n"))
+    try:
+        return await context.engine.open(submissions)
+    except InvalidRequest as error:
+        param = names.get(error.param, error.param) if error.param else None
+        raise InvalidRequest(error.message, param=param, code=error.code) from None
 
 
 async def follow(outputs: OutputStream, metrics: Metrics) -> AsyncIterator[Output]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from runtime.client import OutputStream
 from runtime.errors import InvalidRequest
@@ -14,9 +13,10 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.output import Output, Submission, new_rid
 from runtime.protocol import TokenLogprob
 from runtime.sampling_params import SamplingParams
-from server.context import CacheSalt, Context, Ctx, Rid
-from server.follow import collect, follow
-from server.sse import EventStream, unless_gone
+from server.context import Context, Ctx
+from server.follow import collect, follow, open_outputs
+from server.sse import Events, EventStream, unless_gone
+from server.wire import Body, CacheSalt, Priority, Rid, Sampling, Text, TokenIds
 
 router = APIRouter(tags=["generate"])
 
@@ -24,11 +24,13 @@ MAX_BATCH = 1024
 MAX_TOP_LOGPROBS = 128
 
 
-class GenerateRequest(BaseModel):
+class GenerateRequest(Body):
     """One prompt or several; exactly one of `text` and `input_ids`."""
 
+    # What SGLang's own clients and router send along.
+    IGNORED = frozenset({"log_metrics", "background"})
+
     model_config = ConfigDict(
-        extra="forbid",
         json_schema_extra={
             "example": {
                 "text": "The capital of France is",
@@ -37,17 +39,27 @@ class GenerateRequest(BaseModel):
         },
     )
 
-    text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
-    sampling_params: SamplingParams | list[SamplingParams] = Field(default_factory=SamplingParams)
+    text: Text | list[Text] | None = None
+    input_ids: TokenIds | list[TokenIds] | None = None
+    sampling_params: Sampling | list[Sampling] = Field(default_factory=Sampling)
     stream: bool = False
     return_logprob: bool = False
     logprob_start_len: int = Field(-1, ge=-1, description="position from which prompt tokens are reported; -1: none")
     top_logprobs_num: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     return_text_in_logprobs: bool = False
     rid: Rid | list[Rid] | None = None
-    priority: int = Field(0, ge=-(1 << 31), lt=1 << 31)
-    cache_salt: CacheSalt = None
+    priority: Priority = 0
+    cache_salt: CacheSalt | None = None
+
+    def names(self) -> dict[str, str]:
+        """The request's fields by the engine's names for them."""
+        sampling = {name: f"sampling_params.{name}" for name in SamplingParams.model_fields}
+        return {**sampling, "prompt": "input_ids" if self.text is None else "text"}
+
+    @property
+    def prompt_logprobs_from(self) -> int | None:
+        """The prompt position from which log-probabilities are wanted."""
+        return self.logprob_start_len if self.return_logprob and self.logprob_start_len >= 0 else None
 
 
 def submissions_of(body: GenerateRequest) -> tuple[list[Submission], bool]:
@@ -68,9 +80,7 @@ def submissions_of(body: GenerateRequest) -> tuple[list[Submission], bool]:
             rid=rid or new_rid(),
             namespace=body.cache_salt or "",
             logprobs=body.top_logprobs_num if body.return_logprob else None,
-            prompt_logprobs_from=body.logprob_start_len
-            if body.return_logprob and body.logprob_start_len >= 0
-            else None,
+            prompt_logprobs_from=body.prompt_logprobs_from,
             priority=body.priority,
         )
         for prompt, params, rid in zip(prompts, sampling, rids, strict=True)
@@ -97,7 +107,7 @@ def _for_each(value: Any, count: int, param: str) -> list[Any]:
 async def generate(body: GenerateRequest, request: Request, context: Ctx) -> Response:
     """Complete one prompt or several; with `stream`, as server-sent events that end with `[DONE]`."""
     submissions, is_list = submissions_of(body)
-    outputs = await context.engine.open(submissions)
+    outputs = await open_outputs(context, submissions, body.names())
     if body.stream:
         return EventStream(_events(body, submissions, is_list, outputs, context), outputs.close)
     return await unless_gone(request, _answer(body, is_list, outputs, context))
@@ -118,7 +128,7 @@ async def _answer(
 
 async def _events(
     body: GenerateRequest, submissions: list[Submission], is_list: bool, outputs: OutputStream, context: Context
-) -> AsyncGenerator[dict[str, Any], None]:
+) -> Events:
     first = [sum(s.sampling.n for s in submissions[:i]) for i in range(len(submissions))]
     logprobs: dict[int, _Logprobs] = {}
     incremental = context.config.server.incremental_output

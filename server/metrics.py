@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from runtime.output import Output
+from server.rate import Rate
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 
@@ -22,7 +23,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "requests": ("Accepted requests", ("sglang:num_requests",)),
     "aborted_requests": ("Requests ended by an abort", ("sglang:num_aborted_requests",)),
     "failed_requests": ("Requests that ended with an error", ("ramet:failed_requests",)),
-    "retracted_requests": ("Requests that gave up their pages", ("sglang:num_retracted_reqs", "vllm:num_preemptions")),
+    "retracted_requests": ("Requests that gave up their pages", ("vllm:num_preemptions",)),
     "pins_refused": ("Pins refused over the budget", ("ramet:pins_refused",)),
     "pins_broken": ("Pins that yielded to a live request", ("ramet:pins_broken",)),
     "holds_broken": ("Holds that yielded to a live request", ("ramet:holds_broken",)),
@@ -32,6 +33,8 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "running": ("Requests that run", ("sglang:num_running_reqs", "vllm:num_requests_running")),
     "waiting": ("Requests that wait", ("sglang:num_queue_reqs", "vllm:num_requests_waiting")),
+    "retracted_requests": ("Requests that gave up their pages, since start", ("sglang:num_retracted_reqs",)),
+    "throughput": ("Generated tokens per second over the last seconds", ("sglang:gen_throughput",)),
     "usage": ("Share of the pool that live requests hold", ("sglang:token_usage", "vllm:kv_cache_usage_perc")),
     "hit_rate": ("Cached share of all prompt tokens since start", ("sglang:cache_hit_rate",)),
     "pages_total": ("Pages in the pool", ("ramet:pages_total",)),
@@ -52,30 +55,48 @@ class Metrics:
         self._labels = {"model_name": model}
         self._registry = CollectorRegistry()
         self._state: dict[str, Any] = {}
+        self._generated = Rate()
         self._registry.register(self)
-        self._ttft = self._histograms("time_to_first_token_seconds", "Seconds to the first token")
-        self._itl = self._histograms("inter_token_latency_seconds", "Seconds between output tokens")
-        self._e2e = self._histograms("e2e_request_latency_seconds", "Seconds from submission to the end")
-        self._queue = self._histograms("queue_time_seconds", "Seconds waiting", vllm="request_queue_time_seconds")
+        self._ttft = self._histograms("Seconds to the first token", *_both("time_to_first_token_seconds"))
+        self._itl = self._histograms("Seconds between output tokens", *_both("inter_token_latency_seconds"))
+        self._e2e = self._histograms("Seconds from submission to the end", *_both("e2e_request_latency_seconds"))
+        self._queue = self._histograms(
+            "Seconds waiting", "sglang:queue_time_seconds", "vllm:request_queue_time_seconds"
+        )
+        self._prefill = self._histograms("Seconds from admission to token 1", "vllm:request_prefill_time_seconds")
+        self._decode = self._histograms("Seconds from the first token to the end", "vllm:request_decode_time_seconds")
+        self._tpot = self._histograms("Seconds per further token", "vllm:request_time_per_output_token_seconds")
+        self._success = Counter(
+            "vllm:request_success", "Finished requests", [*self._labels, "finished_reason"], registry=self._registry
+        )
 
-    def _histograms(self, name: str, text: str, vllm: str | None = None) -> list[Histogram]:
-        names = (f"sglang:{name}", f"vllm:{vllm or name}")
+    def _histograms(self, text: str, *names: str) -> list[Histogram]:
         return [
-            Histogram(n, text, list(self._labels), registry=self._registry, buckets=_SECONDS).labels(**self._labels)
-            for n in names
+            Histogram(name, text, list(self._labels), registry=self._registry, buckets=_SECONDS).labels(**self._labels)
+            for name in names
         ]
 
     def observe(self, output: Output, previous_s: float | None) -> None:
         """Book an Output; `previous_s` is the completion's last `e2e_s`, None for its first Output."""
-        if output.new_token_ids and previous_s is None:
+        new = len(output.new_token_ids)
+        self._generated.add(new)
+        if new and previous_s is None:
             _observe(self._ttft, output.e2e_s)
             _observe(self._queue, output.queue_s)
-        elif output.new_token_ids and previous_s is not None:
-            gap = (output.e2e_s - previous_s) / len(output.new_token_ids)
-            for _ in output.new_token_ids:
-                _observe(self._itl, gap)
+            _observe(self._prefill, output.prefill_s)
+        elif new and previous_s is not None:
+            _observe(self._itl, (output.e2e_s - previous_s) / new, times=new)
         if output.finish is not None:
-            _observe(self._e2e, output.e2e_s)
+            self._observe_end(output)
+
+    def _observe_end(self, output: Output) -> None:
+        assert output.finish is not None
+        decode_s = max(output.e2e_s - output.queue_s - output.prefill_s, 0.0)
+        _observe(self._e2e, output.e2e_s)
+        _observe(self._decode, decode_s)
+        if output.completion_tokens > 1:
+            _observe(self._tpot, decode_s / (output.completion_tokens - 1))
+        self._success.labels(**self._labels, finished_reason=output.finish.type).inc()
 
     def render(self, state: dict[str, Any]) -> bytes:
         """The exposition text, with the engine's counters and gauges as they are now."""
@@ -85,6 +106,7 @@ class Metrics:
         self._state = {
             **state,
             "usage": used / total,
+            "throughput": self._generated.per_second(),
             "hit_rate": state["cached_tokens"] / queried if queried else 0.0,
         }
         return generate_latest(self._registry)
@@ -99,6 +121,11 @@ class Metrics:
                     yield metric
 
 
-def _observe(histograms: list[Histogram], value: float) -> None:
+def _both(name: str) -> tuple[str, str]:
+    return f"sglang:{name}", f"vllm:{name}"
+
+
+def _observe(histograms: list[Histogram], value: float, times: int = 1) -> None:
     for histogram in histograms:
-        histogram.observe(value)
+        for _ in range(times):
+            histogram.observe(value)

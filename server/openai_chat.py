@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -14,10 +14,10 @@ from runtime.output import Output, Submission, new_rid
 from runtime.protocol import TokenLogprob
 from server.context import Context, Ctx
 from server.errors import NotFound
-from server.follow import collect, follow
+from server.follow import collect, follow, open_outputs
 from server.openai_common import check_model, envelope, finish_reason, usage
 from server.openai_types import ChatRequest
-from server.sse import EventStream, unless_gone
+from server.sse import Events, EventStream, unless_gone
 
 router = APIRouter(prefix="/v1", tags=["openai"])
 
@@ -54,9 +54,9 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx) ->
     """Answer a conversation."""
     check_model(body, context)
     body.refuse_unsupported()
-    prompt = context.engine.tokenizer.apply_chat_template(
-        [message.plain() for message in body.messages], body.add_generation_prompt
-    )
+    messages = [message.plain() for message in body.messages]
+    render = context.engine.tokenizer.apply_chat_template
+    prompt = await asyncio.to_thread(render, messages, body.add_generation_prompt)
     submission = Submission(
         prompt=prompt,
         sampling=body.sampling(body.max_completion_tokens or body.max_tokens),
@@ -65,7 +65,7 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx) ->
         priority=body.priority,
         add_special_tokens=False,
     )
-    outputs = await context.engine.open([submission])
+    outputs = await open_outputs(context, [submission], body.NAMES)
     rid = f"chatcmpl-{new_rid()}"
     if body.stream:
         return EventStream(_events(body, rid, outputs, context), outputs.close)
@@ -86,12 +86,9 @@ async def _answer(body: ChatRequest, rid: str, outputs: OutputStream, context: C
     return {**envelope("chat.completion", rid, context), "choices": choices, "usage": usage(done)}
 
 
-async def _events(
-    body: ChatRequest, rid: str, outputs: OutputStream, context: Context
-) -> AsyncGenerator[dict[str, Any], None]:
+async def _events(body: ChatRequest, rid: str, outputs: OutputStream, context: Context) -> Events:
     last: dict[int, Output] = {}
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
-    extra: dict[str, Any] = {"usage": None} if with_usage else {}
+    extra: dict[str, Any] = {"usage": None} if body.with_usage else {}
 
     def chunk(choice: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
         entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
@@ -103,7 +100,7 @@ async def _events(
         last[output.choice] = output
         delta = {"content": output.delta} if output.delta else {}
         yield chunk(output.choice, delta, _logprobs(body, output, context.engine.tokenizer), finish_reason(output))
-    if with_usage:
+    if body.with_usage:
         yield {**envelope("chat.completion.chunk", rid, context), "choices": [], "usage": usage(last.values())}
 
 
@@ -120,4 +117,9 @@ def _entry(item: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _token(token: int, logprob: float | None, tokenizer: Tokenizer) -> dict[str, Any]:
     text = tokenizer.decode([token], False)
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    # A token may be part of a character; its bytes are not known then.
+    return {
+        "token": text,
+        "logprob": logprob,
+        "bytes": None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode()),
+    }

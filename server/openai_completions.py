@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -13,10 +12,10 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.output import Output, Submission, new_rid
 from runtime.protocol import TokenLogprob
 from server.context import Context, Ctx
-from server.follow import collect, follow
+from server.follow import collect, follow, open_outputs
 from server.openai_common import check_model, envelope, finish_reason, usage
 from server.openai_types import CompletionRequest
-from server.sse import EventStream, unless_gone
+from server.sse import Events, EventStream, unless_gone
 
 router = APIRouter(prefix="/v1", tags=["openai"])
 
@@ -27,10 +26,9 @@ def submissions_of(body: CompletionRequest) -> list[Submission]:
     """One submission a prompt. Raises InvalidRequest."""
     if body.suffix is not None:
         raise InvalidRequest("suffix is not supported: the model completes from the left only", param="suffix")
-    n = body.n or 1
-    if body.best_of is not None and body.best_of != n:
+    if body.best_of is not None and body.best_of != body.n:
         raise InvalidRequest("best_of is not supported; use n", param="best_of")
-    if body.echo and body.logprobs is not None and n > 1:
+    if body.echo and body.logprobs is not None and body.n > 1:
         raise InvalidRequest("echo with logprobs needs n = 1", param="echo")
     prompts = _prompts(body)
     if not 0 < len(prompts) <= MAX_BATCH:
@@ -60,7 +58,7 @@ async def completions(body: CompletionRequest, request: Request, context: Ctx) -
     """Complete one prompt or several."""
     check_model(body, context)
     submissions = submissions_of(body)
-    outputs = await context.engine.open(submissions)
+    outputs = await open_outputs(context, submissions, body.NAMES)
     rid = f"cmpl-{new_rid()}"
     if body.stream:
         return EventStream(_events(body, rid, submissions, outputs, context), outputs.close)
@@ -80,18 +78,17 @@ async def _answer(
 
 async def _events(
     body: CompletionRequest, rid: str, submissions: list[Submission], outputs: OutputStream, context: Context
-) -> AsyncGenerator[dict[str, Any], None]:
+) -> Events:
     writers: dict[tuple[int, int], _Choice] = {}
     last: dict[tuple[int, int], Output] = {}
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
     async for output in follow(outputs, context.metrics):
         key = (output.index, output.choice)
         last[key] = output
         if key not in writers:
             writers[key] = _Choice(body, submissions[output.index], context.engine.tokenizer)
         event = {**envelope("text_completion", rid, context), "choices": [writers[key].write(output, output.delta)]}
-        yield event | ({"usage": None} if with_usage else {})
-    if with_usage:
+        yield event | ({"usage": None} if body.with_usage else {})
+    if body.with_usage:
         yield {**envelope("text_completion", rid, context), "choices": [], "usage": usage(last.values())}
 
 
@@ -113,7 +110,7 @@ class _Choice:
             text = self._prompt() + text
         self._started = True
         return {
-            "index": output.index * (self._body.n or 1) + output.choice,
+            "index": output.index * self._body.n + output.choice,
             "text": text,
             "logprobs": logprobs,
             "finish_reason": finish_reason(output),

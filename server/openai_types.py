@@ -1,66 +1,58 @@
-"""Bodies of the OpenAI routes. Unknown fields are refused; those that change nothing here are named and ignored."""
+"""Bodies of the OpenAI routes."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from runtime.errors import InvalidRequest
 from runtime.sampling_params import SamplingParams
-from server.context import CacheSalt
+from server.wire import Body, CacheSalt, LogitBias, Priority, Text, TokenIds
 
-# Fields of the OpenAI API that have no meaning for a server of one local model.
-IGNORED = frozenset(
-    (
-        *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "parallel_tool_calls", "verbosity", "reasoning_effort", "prediction"),
-    )
-)
-
-Stop = str | list[str] | None
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+NewTokens = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Body):
     """What a stream tells besides text."""
 
-    model_config = ConfigDict(extra="forbid")
+    IGNORED = frozenset({"include_obfuscation"})
 
     include_usage: bool = False
-    include_obfuscation: bool = False
 
 
-class CommonRequest(BaseModel):
+class CommonRequest(Body):
     """What completions and chat completions share; beyond OpenAI's fields, vLLM's and SGLang's extensions."""
 
-    model_config = ConfigDict(extra="forbid")
+    # Fields of the OpenAI API that have no meaning for a server of one local model.
+    IGNORED = frozenset(
+        {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+        | {"parallel_tool_calls", "verbosity", "reasoning_effort", "prediction"}
+    )
+    # What the engine's parameters are called here, where the names differ.
+    NAMES: ClassVar[dict[str, str]] = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
 
     model: str
-    n: int | None = Field(1, ge=1, le=64)
-    stream: bool | None = False
+    n: int = Field(1, ge=1, le=64)
+    stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float | None = Field(1.0, ge=0, le=100)
-    top_p: float | None = Field(1.0, gt=0, le=1)
-    stop: Stop = None
-    seed: int | None = None
-    presence_penalty: Penalty | None = 0.0
-    frequency_penalty: Penalty | None = 0.0
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: LogitBias = Field(default_factory=dict)
     top_k: int = Field(-1, ge=-1, le=1 << 20)
     min_p: float = Field(0.0, ge=0, le=1)
     repetition_penalty: float = Field(1.0, gt=0, le=2)
     min_tokens: int = Field(0, ge=0, le=1 << 20)
     ignore_eos: bool = False
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds = Field(default_factory=list)
     skip_special_tokens: bool = True
-    priority: int = Field(0, ge=-(1 << 31), lt=1 << 31)
-    cache_salt: CacheSalt = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_ignored(cls, data: Any) -> Any:
-        return {k: v for k, v in data.items() if k not in IGNORED} if isinstance(data, dict) else data
+    priority: Priority = 0
+    cache_salt: CacheSalt | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> CommonRequest:
@@ -68,28 +60,23 @@ class CommonRequest(BaseModel):
             raise ValueError("stream_options is only allowed with stream: true")
         return self
 
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
     def sampling(self, max_new_tokens: int | None) -> SamplingParams:
-        """The sampling parameters. A null means the default, as with OpenAI. Raises InvalidRequest."""
-        fields: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "min_new_tokens": self.min_tokens,
-            "n": self.n or 1,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
-            "stop": self.stop,
-            "seed": None if self.seed is None else self.seed % (1 << 63),
-            "presence_penalty": self.presence_penalty or 0.0,
-            "frequency_penalty": self.frequency_penalty or 0.0,
-            "logit_bias": self.logit_bias or {},
-            "stop_token_ids": self.stop_token_ids,
-        }
-        for name in ("top_k", "min_p", "repetition_penalty", "ignore_eos", "skip_special_tokens"):
-            fields[name] = getattr(self, name)
+        """The sampling parameters. Raises InvalidRequest."""
+        same = SamplingParams.model_fields.keys() & CommonRequest.model_fields.keys()
+        fields: dict[str, Any] = {name: getattr(self, name) for name in same}
+        if self.seed is not None:
+            fields["seed"] = self.seed % (1 << 63)
         try:
-            return SamplingParams(**fields)
-        except ValueError as error:
-            problem = error.errors()[0]  # type: ignore[attr-defined]
-            param = str(problem["loc"][0]) if problem["loc"] else None
+            return SamplingParams(**fields, max_new_tokens=max_new_tokens, min_new_tokens=self.min_tokens)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            name = str(problem["loc"][0])
+            param = self.NAMES.get(name, name)
             raise InvalidRequest(f"{param}: {problem['msg']}", param=param) from None
 
 
@@ -102,10 +89,10 @@ class CompletionRequest(CommonRequest):
         }
     )
 
-    prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: int | None = Field(16, ge=1, le=1 << 20)
+    prompt: Text | list[Text] | TokenIds | list[TokenIds]
+    max_tokens: NewTokens = 16
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool | None = False
+    echo: bool = False
     best_of: int | None = None
     suffix: str | None = None
 
@@ -113,20 +100,25 @@ class CompletionRequest(CommonRequest):
 class TextPart(BaseModel):
     """A piece of text in a message."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(BaseModel):
-    """A turn of a conversation."""
+    """A turn of a conversation. Further fields are ignored: clients send back what servers have sent them."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
+    content: Text | list[TextPart] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role} needs content")
+        return self
 
     def plain(self) -> dict[str, Any]:
         """What a chat template takes: the role and one string."""
@@ -139,6 +131,8 @@ class Message(BaseModel):
 class ChatRequest(CommonRequest):
     """`POST /v1/chat/completions`."""
 
+    NAMES: ClassVar[dict[str, str]] = {**CommonRequest.NAMES, "prompt": "messages"}
+
     model_config = ConfigDict(
         json_schema_extra={
             "example": {
@@ -150,9 +144,9 @@ class ChatRequest(CommonRequest):
     )
 
     messages: list[Message] = Field(min_length=1, max_length=4096)
-    max_tokens: int | None = Field(None, ge=1, le=1 << 20)
-    max_completion_tokens: int | None = Field(None, ge=1, le=1 << 20)
-    logprobs: bool | None = False
+    max_tokens: NewTokens | None = None
+    max_completion_tokens: NewTokens | None = None
+    logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     add_generation_prompt: bool = True
     response_format: dict[str, Any] | None = None

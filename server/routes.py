@@ -2,50 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import version
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
-from pydantic import BaseModel, ConfigDict, Field
 
 from runtime.errors import EngineDead, InvalidRequest
 from runtime.output import Submission
 from runtime.sampling_params import SamplingParams
-from server.context import Ctx, Rid
+from server.context import Ctx
 from server.follow import collect
 from server.sse import unless_gone
+from server.wire import Body, Rid, Text, TokenIds
 
 router = APIRouter(tags=["server"])
 
 
-class AbortRequest(BaseModel):
+class AbortRequest(Body):
     """Which request to end."""
-
-    model_config = ConfigDict(extra="forbid")
 
     rid: Rid | None = None
     abort_all: bool = False
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Body):
     """Text to tokenize."""
 
-    model_config = ConfigDict(extra="forbid")
-
     model: str | None = None
-    prompt: str | list[str]
+    prompt: Text | list[Text]
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Body):
     """Token ids to make text of."""
 
-    model_config = ConfigDict(extra="forbid")
-
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]] | list[list[Annotated[int, Field(ge=0)]]]
+    tokens: TokenIds | list[TokenIds]
     skip_special_tokens: bool = True
 
 
@@ -98,7 +93,8 @@ async def server_info(context: Ctx) -> dict[str, Any]:
     }
 
 
-@router.api_route("/flush_cache", methods=["GET", "POST"])
+@router.get("/flush_cache", include_in_schema=False)
+@router.post("/flush_cache")
 async def flush_cache(context: Ctx, pins: bool = False) -> dict[str, Any]:
     """Drop every cached page that no live request uses; pinned ones only with `?pins=true`."""
     return {"success": True, **await context.engine.flush_cache(pins)}
@@ -116,25 +112,29 @@ async def abort_request(context: Ctx, body: AbortRequest) -> dict[str, Any]:
 @router.post("/tokenize")
 async def tokenize(context: Ctx, body: TokenizeRequest) -> dict[str, Any]:
     """Token ids of a text, or of several."""
+    single = isinstance(body.prompt, str)
+    texts: list[str] = [body.prompt] if single else body.prompt  # type: ignore[list-item, assignment]
     encode = context.engine.tokenizer.encode
-    limit = context.engine.info.context_length
-    if isinstance(body.prompt, str):
-        tokens = encode(body.prompt, body.add_special_tokens)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": limit}
-    several = [encode(prompt, body.add_special_tokens) for prompt in body.prompt]
-    return {"tokens": several, "count": [len(tokens) for tokens in several], "max_model_len": limit}
+    tokens = await asyncio.to_thread(lambda: [encode(text, body.add_special_tokens) for text in texts])
+    counts = [len(ids) for ids in tokens]
+    return {
+        "tokens": tokens[0] if single else tokens,
+        "count": counts[0] if single else counts,
+        "max_model_len": context.engine.info.context_length,
+    }
 
 
 @router.post("/detokenize")
 async def detokenize(context: Ctx, body: DetokenizeRequest) -> dict[str, Any]:
     """Text of token ids, or of several lists of them."""
-    tokens, vocab = body.tokens, context.engine.info.vocab_size
-    several: list[list[int]] = tokens if tokens and isinstance(tokens[0], list) else [tokens]  # type: ignore[list-item]
-    for ids in several:
-        if bad := next((token for token in ids if token >= vocab), None):
-            raise InvalidRequest(f"token id {bad} is out of range: the model has {vocab} tokens", param="tokens")
-    texts = [context.engine.tokenizer.decode(ids, body.skip_special_tokens) for ids in several]
-    return {"text": texts if several is tokens else texts[0]}
+    single = not body.tokens or isinstance(body.tokens[0], int)
+    several: list[list[int]] = [body.tokens] if single else body.tokens  # type: ignore[list-item, assignment]
+    vocab = context.engine.info.vocab_size
+    if bad := next((token for ids in several for token in ids if token >= vocab), None):
+        raise InvalidRequest(f"token id {bad} is out of range: the model has {vocab} tokens", param="tokens")
+    decode = context.engine.tokenizer.decode
+    texts = await asyncio.to_thread(lambda: [decode(ids, body.skip_special_tokens) for ids in several])
+    return {"text": texts[0] if single else texts}
 
 
 @router.get("/metrics", response_model=None)

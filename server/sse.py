@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -15,10 +16,14 @@ from starlette.types import Receive, Scope, Send
 from runtime.errors import RametError
 from server.errors import error_body
 
+log = logging.getLogger("ramet.server")
+
 # Proxies cut idle streams after 50 to 120 s.
 KEEP_ALIVE_S = 15.0
 
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+Events = AsyncGenerator[dict[str, Any], None]
 
 
 class EventStream(StreamingResponse):
@@ -29,7 +34,7 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None], on_close: Callable[[], None]):
+    def __init__(self, events: Events, on_close: Callable[[], None]):
         super().__init__((), headers=_HEADERS)
         self.events = events
         self.on_close = on_close
@@ -39,8 +44,9 @@ class EventStream(StreamingResponse):
         gone = asyncio.ensure_future(_wait_gone(receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async with aclosing(self.events) as events:
-                async for chunk in _chunks(events, gone):
+            # Left in reverse: the step that waits for an event ends before the generator that it waits in is closed.
+            async with aclosing(self.events) as events, aclosing(_chunks(events, gone)) as chunks:
+                async for chunk in chunks:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             if not gone.done():
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -51,9 +57,7 @@ class EventStream(StreamingResponse):
             self.on_close()
 
 
-async def _chunks(
-    events: AsyncGenerator[dict[str, Any], None], gone: asyncio.Future[None]
-) -> AsyncGenerator[bytes, None]:
+async def _chunks(events: Events, gone: asyncio.Future[None]) -> AsyncGenerator[bytes, None]:
     while True:
         step = asyncio.ensure_future(anext(events))
         try:
@@ -63,20 +67,25 @@ async def _chunks(
                     return
                 if not step.done():
                     yield b": keep-alive\n\n"
-            yield _event(json.dumps(step.result(), ensure_ascii=False, separators=(",", ":")))
+            yield _event(step.result())
         except StopAsyncIteration:
             break
         except RametError as error:
-            yield _event(json.dumps(error_body(error)))
+            yield _event(error_body(error))
+            break
+        except Exception as error:
+            # The status is sent already; a stream that just ends would look like a success.
+            log.error("a stream failed", exc_info=error)
+            yield _event(error_body(RametError("an internal error occurred")))
             break
         finally:
             step.cancel()
             await asyncio.wait((step,))
-    yield _event("[DONE]")
+    yield b"data: [DONE]\n\n"
 
 
-def _event(data: str) -> bytes:
-    return f"data: {data}\n\n".encode()
+def _event(data: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n".encode()
 
 
 async def _wait_gone(receive: Receive) -> None:

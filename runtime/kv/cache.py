@@ -6,7 +6,8 @@ import time
 from array import array
 from collections.abc import Callable, Iterable
 
-from radix import Match, RadixTree, make_policy
+from radix import EventLog, Match, RadixTree, make_policy
+from radix.node import TOKEN_BYTES
 from runtime.config import CacheConfig
 from runtime.kv.allocator import PageAllocator
 from runtime.kv.pins import PinBoard
@@ -27,7 +28,8 @@ class PagedCache:
         self.enabled = config.prefix_cache
         self.allocator = PageAllocator(pool.num_pages)
         policy = make_policy(config.eviction_policy, pool.num_pages)
-        self.tree = RadixTree(pool.page_size, policy, clock, config.hold_time)
+        self.events = EventLog(pool.page_size * TOKEN_BYTES) if config.kv_events else None
+        self.tree = RadixTree(pool.page_size, policy, clock, config.hold_time, self.events)
         self.pins = PinBoard(self.tree, int(config.pin_budget * pool.num_pages), clock)
 
     @property

@@ -51,7 +51,19 @@ class LiveServer:
 
 def start(log: Path, *options: str) -> LiveServer:
     """Start `ramet serve` on a free port and wait until it serves."""
-    command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--dtype", "float32", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "server.cli",
+        "serve",
+        "--port",
+        "0",
+        "--dtype",
+        "float32",
+        "--threads",
+        "1",
+        *options,
+    ]
     with log.open("w") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"}

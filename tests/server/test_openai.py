@@ -103,7 +103,7 @@ def test_fields_that_change_nothing_are_ignored(api):
     [
         ({"temperature": -1}, "temperature"),
         ({"n": 0}, "n"),
-        ({"max_tokens": 9000}, "max_new_tokens"),
+        ({"max_tokens": 9000}, "max_tokens"),
         ({"stop": ["x"] * 20}, "stop"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -121,6 +121,21 @@ def test_what_is_not_supported_is_refused(api, options, param):
     if param:
         assert error.value.body["param"] == param
     assert error.value.body["message"]
+
+
+def test_nulls_mean_the_default(client):
+    """LangChain and LiteLLM send what was not set as null."""
+    unset = ("n", "stop", "seed", "top_p", "logprobs", "logit_bias", "presence_penalty", "stream_options", "tools")
+    body = {"model": MODEL, "messages": CHAT, "max_tokens": 3, "temperature": 0.7, **dict.fromkeys(unset)}
+    assert client.post("/v1/chat/completions", json=body).json()["usage"]["completion_tokens"] > 0
+    body = {"model": MODEL, "prompt": "Count: 1, 2,", "max_tokens": None, "ignore_eos": True}
+    assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 16
+
+
+def test_messages_as_servers_send_them_can_be_sent_back(api):
+    answer = api.chat.completions.create(model=MODEL, messages=CHAT, temperature=0, max_tokens=3)
+    turns = [*CHAT, answer.choices[0].message.model_dump(), {"role": "user", "content": "Again."}]
+    assert api.chat.completions.create(model=MODEL, messages=turns, max_tokens=2).usage.completion_tokens > 0
 
 
 @pytest.mark.parametrize("options", [{"suffix": "x"}, {"best_of": 3}, {"prompt": []}, {"prompt": ""}])

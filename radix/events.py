@@ -1,0 +1,82 @@
+"""What the tree holds, told as it changes: blocks stored and removed, under chained hashes."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import xxhash
+
+from radix.node import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Consecutive blocks are in the tree now.
+
+    Attributes:
+        hashes: unsigned 64 bit, one a block; each is chained to the block before it.
+        parent: the hash of the block before the first; None at the root.
+        tokens: int32 little-endian, all blocks' tokens.
+        namespace: whose they are; the hashes of different namespaces differ.
+    """
+
+    hashes: tuple[int, ...]
+    parent: int | None
+    tokens: bytes
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Blocks are no longer in the tree."""
+
+    hashes: tuple[int, ...]
+
+
+Event = Stored | Removed
+
+
+def block_hashes(tokens: bytes, block_bytes: int, parent: int | None, namespace: str) -> tuple[int, ...]:
+    """Chained xxhash64 of whole blocks: over the parent's hash (at the root, the namespace's) and the tokens."""
+    chained = xxhash.xxh64_intdigest(namespace.encode()) if parent is None else parent
+    hashes = []
+    for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
+        chained = xxhash.xxh64_intdigest(chained.to_bytes(8, "little") + tokens[start : start + block_bytes])
+        hashes.append(chained)
+    return tuple(hashes)
+
+
+class EventLog:
+    """Collects the tree's changes until they are taken; a split changes nothing that anyone else can see."""
+
+    def __init__(self, block_bytes: int):
+        self._block_bytes = block_bytes
+        self._hashes: dict[Node, array[int]] = {}
+        self._pending: list[Event] = []
+
+    def stored(self, node: Node) -> None:
+        """A leaf has come."""
+        parent = self._hashes[node.parent][-1] if node.parent in self._hashes else None
+        hashes = block_hashes(node.key, self._block_bytes, parent, node.namespace)
+        self._hashes[node] = array("Q", hashes)
+        self._pending.append(Stored(hashes, parent, node.key, node.namespace))
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """A run was cut in two."""
+        hashes = self._hashes[lower]
+        self._hashes[upper], self._hashes[lower] = hashes[: len(upper.pages)], hashes[len(upper.pages) :]
+
+    def removed(self, node: Node, kept: int) -> None:
+        """A node lost its pages from `kept` on; with 0 it is gone."""
+        hashes = self._hashes[node]
+        self._pending.append(Removed(tuple(hashes[kept:])))
+        if kept:
+            self._hashes[node] = hashes[:kept]
+        else:
+            del self._hashes[node]
+
+    def take(self) -> list[Event]:
+        """Everything since the last call."""
+        taken, self._pending = self._pending, []
+        return taken

@@ -1,0 +1,115 @@
+"""Publishes what the cache holds over ZeroMQ, in the form that vLLM's and SGLang's consumers read.
+
+A message is `[topic, sequence number (8 bytes, big endian), msgpack]`; the payload is `[timestamp, events, rank]` and
+an event an array that begins with its name. Who has missed some asks the replay socket (`[first number]` on a REQ
+socket, or `[b"", first number]` on a DEALER) and gets `[number, payload]` for each that is still kept, then number -1.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+import zmq
+
+from radix.events import Event, Stored
+
+KEPT_BATCHES = 10_000
+_END = (-1).to_bytes(8, "big", signed=True)
+
+
+class BlockStored(msgspec.Struct, array_like=True, tag="BlockStored"):
+    """Blocks that are in the cache now; field order is vLLM's."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, array_like=True, tag="BlockRemoved"):
+    """Blocks that are not in the cache any more."""
+
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared"):
+    """The cache is empty: sent once when the engine starts, for consumers that knew an earlier one."""
+
+
+class EventBatch(msgspec.Struct, array_like=True):
+    """What one step changed."""
+
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+class EventPublisher:
+    """The PUB socket and its memory.
+
+    Args:
+        endpoint: where to publish, `tcp://127.0.0.1:5557` for example.
+        replay_endpoint: where to answer those who missed something; None: nowhere.
+        block_size: tokens in a block.
+        medium: where the blocks lie, `CPU` or `GPU`.
+        with_tokens: whether events tell the token ids; without, `token_ids` is empty.
+    """
+
+    def __init__(self, endpoint: str, replay_endpoint: str | None, block_size: int, medium: str, with_tokens: bool):
+        self._block_size = block_size
+        self._medium = medium
+        self._with_tokens = with_tokens
+        self._context = zmq.Context()
+        self._publish = self._context.socket(zmq.PUB)
+        self._publish.bind(endpoint)
+        self._replay = self._context.socket(zmq.ROUTER) if replay_endpoint else None
+        if self._replay is not None and replay_endpoint is not None:
+            self._replay.bind(replay_endpoint)
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT_BATCHES)
+        self._next = 0
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._send([AllBlocksCleared()])
+
+    def publish(self, events: Sequence[Event]) -> None:
+        """Send a batch, and answer those who ask for earlier ones."""
+        if events:
+            self._send([self._wire(event) for event in events])
+        self.answer_replays()
+
+    def _wire(self, event: Event) -> BlockStored | BlockRemoved:
+        if not isinstance(event, Stored):
+            return BlockRemoved(list(event.hashes), self._medium)
+        tokens = array("i", event.tokens).tolist() if self._with_tokens else []
+        return BlockStored(list(event.hashes), event.parent, tokens, self._block_size, None, self._medium)
+
+    def _send(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
+        payload = self._encode(EventBatch(time.time(), events))
+        self._kept.append((self._next, payload))
+        self._publish.send_multipart([b"", self._next.to_bytes(8, "big"), payload])
+        self._next += 1
+
+    def answer_replays(self) -> None:
+        """Serve everyone who waits at the replay socket."""
+        while self._replay is not None and self._replay.poll(0):
+            client, *_, start = self._replay.recv_multipart()
+            if len(start) != 8:
+                continue
+            first = int.from_bytes(start, "big", signed=True)
+            for number, payload in self._kept:
+                if number >= first:
+                    self._replay.send_multipart([client, b"", number.to_bytes(8, "big"), payload])
+            self._replay.send_multipart([client, b"", _END, b""])
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._publish.close(linger=0)
+        if self._replay is not None:
+            self._replay.close(linger=0)
+        self._context.term()

@@ -1,0 +1,76 @@
+"""What request bodies are made of.
+
+One rule for all routes: a field that is not known is refused, unless it is null or false (clients send what they do
+not use) or on a body's list of fields that change nothing here. Null means the default. Types are strict: no number
+in a string, no `true` for 1.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from runtime.sampling_params import SamplingParams
+
+
+class Body(BaseModel):
+    """Base of request bodies.
+
+    Attributes:
+        IGNORED: fields that may be there and change nothing.
+        NULL_COUNTS: fields for which null is not the default.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+    NULL_COUNTS: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unused(cls, data: Any) -> Any:
+        return {k: v for k, v in data.items() if cls._is_used(k, v)} if isinstance(data, dict) else data
+
+    @classmethod
+    def _is_used(cls, name: str, value: Any) -> bool:
+        if value is None:
+            return name in cls.NULL_COUNTS
+        return name in cls.model_fields or (value is not False and name not in cls.IGNORED)
+
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("a lone surrogate is not Unicode text") from None
+    return text
+
+
+def _with_int_keys(value: Any) -> Any:
+    """JSON has no integers as keys; what is none is left for validation to refuse."""
+    if not isinstance(value, dict):
+        return value
+    return {int(k) if isinstance(k, str) and k.isascii() and k[:20].isdigit() else k: v for k, v in value.items()}
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
+TokenIds = list[Annotated[int, Field(ge=0)]]
+Rid = Annotated[str, Field(min_length=1, max_length=256)]
+CacheSalt = Annotated[
+    str, Field(min_length=1, max_length=256, description="requests with different salts never share cached pages")
+]
+Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31, description="larger goes first among waiting requests")]
+LogitBias = Annotated[
+    dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_with_int_keys), Field(max_length=1024)
+]
+
+
+class Sampling(Body, SamplingParams):
+    """`SamplingParams` in a request."""
+
+    model_config = ConfigDict(strict=True)
+    IGNORED = frozenset({"spaces_between_special_tokens"})
+    NULL_COUNTS = frozenset({"max_new_tokens"})
+
+    logit_bias: LogitBias = Field(default_factory=dict)

@@ -1,0 +1,101 @@
+"""KV events over real sockets, from a real engine."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import zmq
+
+from runtime import Engine
+from runtime.errors import ModelError
+
+
+class Consumer:
+    """Reads events as a router does: raw msgpack, no code of ours."""
+
+    def __init__(self, context: zmq.Context, endpoint: str):
+        self.socket = context.socket(zmq.SUB)
+        self.socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self.socket.connect(endpoint)
+        self.blocks: dict[int, tuple] = {}
+        self.numbers: list[int] = []
+
+    def take(self, number: bytes, payload: bytes) -> None:
+        if self.numbers and int.from_bytes(number, "big") <= self.numbers[-1]:
+            return  # came by both ways
+        self.numbers.append(int.from_bytes(number, "big"))
+        _, events, _ = msgspec.msgpack.decode(payload)
+        for name, *fields in events:
+            if name == "AllBlocksCleared":
+                self.blocks.clear()
+            elif name == "BlockStored":
+                hashes, parent, tokens, size, _, medium = fields
+                assert medium == "CPU"
+                assert len(tokens) == size * len(hashes)
+                for i, value in enumerate(hashes):
+                    self.blocks[value] = (parent, tuple(tokens[i * size : (i + 1) * size]))
+                    parent = value
+            else:
+                for value in fields[0]:
+                    del self.blocks[value]
+
+    def drain(self, wait_ms: int = 300) -> None:
+        while self.socket.poll(wait_ms):
+            _, number, payload = self.socket.recv_multipart()
+            self.take(number, payload)
+
+    def tokens(self, last: int) -> list[int]:
+        """The tokens up to a block, by its chain."""
+        found: list[int] = []
+        node: int | None = last
+        while node is not None:
+            parent, tokens = self.blocks[node]
+            found[:0] = tokens
+            node = parent
+        return found
+
+
+@pytest.fixture
+def context():
+    context = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+def test_a_consumer_knows_what_the_engine_holds(tiny_dir, tmp_path, context):
+    events, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    with Engine(str(tiny_dir), dtype="float32", pool_tokens=512, kv_events=events, kv_events_replay=replay) as engine:
+        consumer = Consumer(context, events)
+        consumer.drain()
+        prompt = list(range(50, 114))
+        engine.generate([prompt], {"max_new_tokens": 2, "temperature": 0})
+        consumer.drain()
+        assert sorted(consumer.tokens(value) for value in consumer.blocks)[-1] == prompt
+        for i in range(20):
+            engine.generate([[i] * 50], {"max_new_tokens": 2})
+        consumer.drain()
+        assert len(consumer.blocks) == engine.state()["pages_tree"]
+        engine.flush_cache()
+        consumer.drain()
+        assert consumer.blocks == {}
+
+        late = Consumer(context, events)
+        ask = context.socket(zmq.DEALER)
+        ask.connect(replay)
+        ask.send_multipart([b"", (0).to_bytes(8, "big")])
+        engine.generate([prompt], {"max_new_tokens": 2})
+        while True:
+            assert ask.poll(5000)
+            _, number, payload = ask.recv_multipart()
+            if not payload:
+                break
+            late.take(number, payload)
+        assert int.from_bytes(number, "big", signed=True) == -1
+        late.drain()
+        assert late.numbers == list(range(len(late.numbers))), "no event is missing"
+        assert len(late.blocks) == engine.state()["pages_tree"] > 0
+
+
+def test_an_endpoint_that_cannot_be_bound_is_one_clear_error(tiny_dir):
+    with pytest.raises(ModelError, match="kv-events"):
+        Engine(str(tiny_dir), dtype="float32", pool_tokens=64, kv_events="tcp://no.such.host.invalid:1")

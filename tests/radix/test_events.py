@@ -1,0 +1,81 @@
+"""A mirror that is kept from events alone holds what the tree holds."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+
+from radix import EventLog, RadixTree, Stored, make_policy
+from radix.events import block_hashes
+
+
+class Mirror:
+    """Blocks by hash, with their parents and tokens."""
+
+    def __init__(self, block_bytes: int):
+        self.block_bytes = block_bytes
+        self.blocks: dict[int, tuple[int | None, bytes]] = {}
+
+    def take(self, events) -> None:
+        for event in events:
+            if isinstance(event, Stored):
+                parent = event.parent
+                assert parent is None or parent in self.blocks, "a child came before its parent"
+                for i, value in enumerate(event.hashes):
+                    assert value not in self.blocks, "stored twice"
+                    self.blocks[value] = (parent, event.tokens[i * self.block_bytes : (i + 1) * self.block_bytes])
+                    parent = value
+            else:
+                for value in event.hashes:
+                    del self.blocks[value]
+
+
+def blocks_of(tree: RadixTree, block_bytes: int) -> dict[int, tuple[int | None, bytes]]:
+    """What the tree holds, by walking it."""
+    found, last = {}, {}
+    for node in tree.nodes():
+        parent = last.get(id(node.parent))
+        for i, value in enumerate(block_hashes(node.key, block_bytes, parent, node.namespace)):
+            found[value] = (parent, node.key[i * block_bytes : (i + 1) * block_bytes])
+            parent = value
+        last[id(node)] = parent
+    return found
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_mirror_after_ten_thousand_random_operations(page_size):
+    draw = random.Random(page_size)
+    log = EventLog(4 * page_size)
+    tree = RadixTree(page_size, make_policy("lru", 400), log=log)
+    mirror, locked, next_page = Mirror(4 * page_size), [], 0
+    for step in range(10_000):
+        tokens = array("i", [draw.randrange(3) for _ in range(draw.randrange(1, 12 * page_size))])
+        namespace = draw.choice(["", "", "tenant"])
+        kind = draw.random()
+        if kind < 0.6:
+            count = len(tokens) // page_size
+            tree.insert(tokens.tobytes(), array("i", range(next_page, next_page + count)), namespace)
+            next_page += count
+        elif kind < 0.7:
+            locked.append(tree.acquire(tree.match(tokens.tobytes(), namespace)))
+        elif kind < 0.8 and locked:
+            tree.unlock(locked.pop(draw.randrange(len(locked))))
+        elif kind < 0.999:
+            tree.evict(draw.randrange(1, 10))
+        else:
+            tree.flush()
+        mirror.take(log.take())
+        if step % 500 == 0:
+            assert mirror.blocks == blocks_of(tree, 4 * page_size)
+    assert mirror.blocks == blocks_of(tree, 4 * page_size)
+    assert len(mirror.blocks) > 50
+
+
+def test_hashes_are_chained_and_differ_between_namespaces():
+    tokens = array("i", [1, 2, 1, 2]).tobytes()
+    first, second = block_hashes(tokens, 8, None, "")
+    assert first != second
+    assert block_hashes(tokens[8:], 8, first, "") == (second,)
+    assert not set(block_hashes(tokens, 8, None, "tenant")) & {first, second}

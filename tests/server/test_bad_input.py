@@ -1,0 +1,156 @@
+"""What is no good request is answered with a client error in the one schema, and the next good request still works."""
+
+from __future__ import annotations
+
+import http.client
+import json
+
+import pytest
+
+BAD = [
+    (b'{"text": "x"', 400, None),
+    (b"", 400, None),
+    (b"[]", 400, None),
+    (b'{"text": "\xff\xfe"}', 400, None),
+    (b'{"text": 5}', 400, "text"),
+    (b"{}", 400, "text"),
+    (b'{"text": "x", "input_ids": [1]}', 400, "text"),
+    (b'{"text": ""}', 400, "text"),
+    (b'{"text": []}', 400, "text"),
+    (b'{"input_ids": [[]]}', 400, "input_ids"),
+    (b'{"input_ids": [1, 99999999]}', 400, "input_ids"),
+    (b'{"input_ids": [-1]}', 400, "input_ids.0"),
+    (b'{"input_ids": [1e400]}', 400, "input_ids.0"),
+    (b'{"input_ids": [123456789012345678901234567890]}', 400, "input_ids"),
+    (b'{"text": "x", "colour": 1}', 400, "colour"),
+    (b'{"text": "x", "sampling_params": {"temperature": -1}}', 400, "sampling_params.temperature"),
+    (b'{"text": "x", "sampling_params": {"temperature": NaN}}', 400, "sampling_params.temperature"),
+    (b'{"text": "x", "sampling_params": {"top_p": "hot"}}', 400, "sampling_params.top_p"),
+    (b'{"text": "x", "sampling_params": {"max_new_tokens": 0}}', 400, "sampling_params.max_new_tokens"),
+    (b'{"text": "x", "sampling_params": {"max_new_tokens": 1e30}}', 400, "sampling_params.max_new_tokens"),
+    (b'{"text": "x", "sampling_params": {"max_new_tokens": 9000}}', 400, "sampling_params.max_new_tokens"),
+    (b'{"text": "x", "sampling_params": {"n": 1000}}', 400, "sampling_params.n"),
+    (b'{"text": "x", "sampling_params": {"stop": [' + b'"a",' * 40 + b'"b"]}}', 400, "sampling_params.stop"),
+    (
+        b'{"text": "x", "sampling_params": {"min_new_tokens": 9, "max_new_tokens": 2}}',
+        400,
+        "sampling_params.min_new_tokens",
+    ),
+    (b'{"text": ["x", "y"], "sampling_params": [{}]}', 400, "sampling_params"),
+    (b'{"text": ["x", "y"], "rid": ["same", "same"]}', 400, "rid"),
+    (b'{"text": "x", "cache_salt": ""}', 400, "cache_salt"),
+    (b'{"text": "x", "return_logprob": true, "logprob_start_len": 50}', 400, "logprob_start_len"),
+    (b'{"text": "' + b"word " * 9000 + b'"}', 400, "text"),
+    (b'{"text": "' + b"x" * 100_001 + b'"}', 413, None),
+    (b"[" * 50_000, 400, None),
+    (b"null", 400, None),
+    (b'{"text": "\\ud800"}', 400, "text"),
+    (b'{"text": "x", "a\\ud800": 1}', 400, None),
+    (b'{"text": "x", "Colour": 1}', 400, "Colour"),
+    (b'{"text": "x", "' + b"y" * 50_000 + b'": 1}', 400, "y" * 100),
+    (b'{"text": ["x", 5]}', 400, "text.1"),
+    (b'{"text": "x", "stream": "yes"}', 400, "stream"),
+    (b'{"text": "x", "rid": ""}', 400, "rid"),
+    (b'{"text": "x", "priority": 1e9}', 400, "priority"),
+    (b'{"input_ids": [[1, "a"]]}', 400, "input_ids.0.1"),
+    (b'{"input_ids": [1, true]}', 400, "input_ids.1"),
+    (b'{"text": "x", "sampling_params": {"max_new_tokens": "5"}}', 400, "sampling_params.max_new_tokens"),
+    (b'{"text": "x", "sampling_params": {"max_new_tokens": ' + b"9" * 5000 + b"}}", 400, None),
+    (b'{"text": "x", "sampling_params": {"temperature": Infinity}}', 400, "sampling_params.temperature"),
+    (b'{"text": "x", "sampling_params": {"regex": "a+"}}', 400, "sampling_params.regex"),
+    (b'{"text": "x", "sampling_params": {"stop": ["a", ""]}}', 400, "sampling_params.stop.1"),
+    (b'{"text": "x", "sampling_params": {"logit_bias": {"99999999": 1}}}', 400, "sampling_params.logit_bias"),
+    (b'{"text": ["x", "y"], "sampling_params": [{}, {"top_p": 3}]}', 400, "sampling_params.1.top_p"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "param"), BAD, ids=range(len(BAD)))
+def test_bad_input_is_a_client_error(client, body, status, param):
+    answer = client.post("/generate", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["param"] == param
+    good = client.post("/generate", json={"text": "x", "sampling_params": {"max_new_tokens": 1}})
+    assert good.json()["meta_info"]["completion_tokens"] == 1
+
+
+def test_bad_input_to_a_stream_is_a_plain_error(client):
+    answer = client.post("/generate", json={"text": "", "stream": True})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "text"
+
+
+def test_body_over_the_limit_without_a_length(client):
+    def chunks():
+        for _ in range(30):
+            yield b"x" * 10_000
+
+    answer = client.post("/generate", content=chunks(), headers={"content-type": "application/json"})
+    assert answer.status_code == 413
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/nope", 404), ("DELETE", "/generate", 405), ("GET", "/v1/models/x", 404)]
+)
+def test_routing_errors_have_the_schema(client, method, path, status):
+    answer = client.request(method, path)
+    assert answer.status_code == status
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_body_that_is_not_json_is_415(client):
+    answer = client.post("/generate", content=b"text=x", headers={"content-type": "application/x-www-form-urlencoded"})
+    assert answer.status_code == 415
+    assert "application/json" in answer.json()["error"]["message"]
+
+
+def test_a_body_without_a_content_type_is_taken_for_json(server):
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    connection.request("POST", "/tokenize", body=json.dumps({"prompt": "x"}))
+    answer = connection.getresponse()
+    assert answer.status == 200
+    assert json.loads(answer.read())["count"] == 1
+
+
+def test_a_client_that_sends_everything_before_it_reads_gets_its_413(server):
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    connection.request("POST", "/generate", body=b"x" * 700_000, headers={"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 413
+    assert json.loads(answer.read())["error"]["message"]
+
+
+def test_more_completions_than_can_ever_be_open(client):
+    body = {"text": ["x"] * 1000, "sampling_params": {"n": 64, "max_new_tokens": 1}}
+    error = client.post("/generate", json=body)
+    assert error.status_code == 400
+    assert error.json()["error"]["param"] == "sampling_params.n"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "\ud800"}, "prompt"),
+        ("/detokenize", {"tokens": [-1]}, "tokens.0"),
+        ("/detokenize", {"tokens": [10**9]}, "tokens"),
+        ("/detokenize", {"tokens": [10**30]}, "tokens"),
+        ("/abort_request", {}, "rid"),
+        ("/v1/completions", {"model": "smollm2"}, "prompt"),
+        ("/v1/completions", {"model": "smollm2", "prompt": "x", "seed": 10**40}, "seed"),
+        ("/v1/completions", {"model": "smollm2", "prompt": "x", "max_tokens": 9000}, "max_tokens"),
+        ("/v1/completions", {"model": "smollm2", "prompt": [1, 2, "x"]}, None),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "model"),
+        ("/v1/chat/completions", {"model": "smollm2", "messages": [{"role": "user"}]}, "messages.0"),
+        ("/v1/chat/completions", {"model": "smollm2", "messages": "x"}, "messages"),
+    ],
+)
+def test_bad_input_to_other_routes(client, path, body, param):
+    answer = client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert param is None or error["param"] == param

@@ -1,0 +1,92 @@
+"""The `ramet` command."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime.config import Config, ServerConfig
+from server.cli import main
+from server.options import add_options
+from server.serve import _bind
+
+
+def test_every_option_of_the_configuration_is_there_and_explained(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--help"])
+    assert end.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for section in Config.model_fields.values():
+        for name, field in section.annotation.model_fields.items():
+            assert f"--{name.replace('_', '-')}" in text
+            assert field.description, name
+    assert "--no-prefix-cache" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--port", "99999"], "argument --port: "),
+        (["serve", "--context-length", "0"], "argument --context-length: "),
+        (["serve", "--log-level", "loud"], "argument --log-level: "),
+        (["generate", "x", "--temperature", "-1"], "argument --temperature: "),
+        (["generate", "x", "--max-new-tokens", "many"], "argument --max-new-tokens: "),
+        ([], "COMMAND"),
+    ],
+)
+def test_a_wrong_value_is_one_line_and_status_2(arguments, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_generate_prints_the_text(tiny_dir, capsys):
+    options = ["--model", str(tiny_dir), "--dtype", "float32", "--pool-tokens", "1024", "--max-new-tokens", "4"]
+    assert main(["generate", "Once upon", *options]) == 0
+    once = capsys.readouterr().out
+    assert once.endswith("\n")
+    assert main(["generate", "Once upon", *options]) == 0
+    assert capsys.readouterr().out == once
+    assert main(["generate", "Hello", "--chat", *options]) == 0
+
+
+def test_fetch_model_prints_the_directory(tiny_dir, capsys):
+    assert main(["fetch-model", "--model", str(tiny_dir)]) == 0
+    assert Path(capsys.readouterr().out.strip()) == tiny_dir
+
+
+def test_a_model_that_is_not_there_is_one_line_and_status_1(capsys):
+    assert main(["generate", "x", "--model", "/no/such/model"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("ramet: --model /no/such/model: ")
+
+
+def test_the_server_process_does_without_torch(server):
+    loaded = Path(f"/proc/{server.process.pid}/maps")
+    if not loaded.exists():
+        pytest.skip("there is no /proc here")
+    assert "libtorch" not in loaded.read_text()
+    code = "import sys, server.serve; sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_connections_do_not_wait_for_acknowledgements():
+    """asyncio turns Nagle's algorithm off only where a socket names TCP as its protocol."""
+    with _bind(Config(server=ServerConfig(port=0))) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
+
+
+def test_options_can_be_taken_from_some_sections_only():
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    add_options(parser, "cache")
+    assert vars(parser.parse_args(["--page-size", "8", "--no-prefix-cache"])) == {
+        "page_size": "8",
+        "prefix_cache": False,
+    }

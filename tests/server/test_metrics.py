@@ -1,0 +1,61 @@
+"""Metric names and rates."""
+
+from __future__ import annotations
+
+from server.rate import Rate
+
+LABELS = '{model_name="smollm2"}'
+
+# What dashboards for SGLang and vLLM read.
+NAMES = [
+    *("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage", "sglang:cache_hit_rate"),
+    *("sglang:gen_throughput", "sglang:num_retracted_reqs", "sglang:prompt_tokens_total"),
+    *("sglang:generation_tokens_total", "sglang:cached_tokens_total", "sglang:evicted_tokens_total"),
+    *("sglang:num_requests_total", "sglang:num_aborted_requests_total", "sglang:time_to_first_token_seconds_count"),
+    *("sglang:inter_token_latency_seconds_sum", "sglang:e2e_request_latency_seconds_count"),
+    *("sglang:queue_time_seconds_count", "vllm:num_requests_running", "vllm:num_requests_waiting"),
+    *("vllm:kv_cache_usage_perc", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total"),
+    *("vllm:num_preemptions_total", "vllm:time_to_first_token_seconds_count"),
+    *("vllm:request_time_per_output_token_seconds_count", "vllm:inter_token_latency_seconds_count"),
+    *("vllm:e2e_request_latency_seconds_count", "vllm:request_queue_time_seconds_count"),
+    *("vllm:request_prefill_time_seconds_count", "vllm:request_decode_time_seconds_count"),
+]
+
+
+def read(client):
+    answer = client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return dict(line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#"))
+
+
+def test_requests_are_counted_under_both_names(client):
+    before = read(client)
+    assert {name + LABELS for name in NAMES} <= before.keys()
+    body = {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 5, "ignore_eos": True, "n": 2}}
+    assert client.post("/generate", json=body).status_code == 200
+    after = read(client)
+
+    def grown(name, labels=LABELS):
+        return float(after[name + labels]) - float(before.get(name + labels, 0))
+
+    for house in ("sglang", "vllm"):
+        assert grown(f"{house}:time_to_first_token_seconds_count") == 2
+        assert grown(f"{house}:inter_token_latency_seconds_count") == 8
+        assert grown(f"{house}:e2e_request_latency_seconds_count") == 2
+        assert grown(f"{house}:generation_tokens_total") == 10
+    assert grown("vllm:request_success_total", '{finished_reason="length",model_name="smollm2"}') == 2
+    assert float(after["sglang:num_running_reqs" + LABELS]) == 0
+
+
+def test_a_rate_forgets():
+    now = 100.0
+    rate = Rate(window_s=10, clock=lambda: now)
+    rate.add(30)
+    assert rate.per_second() == 30
+    now = 105.0
+    rate.add(20)
+    assert rate.per_second() == 10
+    now = 114.0
+    assert rate.per_second() == 2
+    now = 200.0
+    assert rate.per_second() == 0
