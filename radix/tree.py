@@ -91,18 +91,19 @@ class RadixTree:
         node = self._roots.get(namespace)
         if node is None:
             return found
-        offset, page_bytes = 0, self._page_bytes
+        offset, page_bytes, pages, last = 0, self._page_bytes, found.pages, None
         while (child := node.children.get(key[offset : offset + page_bytes])) is not None:
             run = child.key
-            if key.startswith(run, offset):
-                found.pages.extend(child.pages)
-                offset += len(run)
-                node = found.node = child
-                found.node_pages = len(child.pages)
-                continue
+            if not key.startswith(run, offset):
+                break
+            pages.extend(child.pages)
+            offset += len(run)
+            node = last = child
+        if last is not None:
+            found.node, found.node_pages = last, len(last.pages)
+        if child is not None:
             self._match_inside(found, key, offset, child)
-            return found
-        if offset < len(key) and node.children:
+        elif offset < len(key) and node.children:
             child, rows = node.closest_child(key[offset : offset + page_bytes])
             if child is not None:
                 found.partial_page, found.partial_rows, found.partial_node = child.pages[0], rows, child
@@ -149,23 +150,24 @@ class RadixTree:
 
     def lock(self, node: Node | None) -> None:
         """Keep the path that ends in `node` from eviction; climbs up to the first referenced ancestor."""
-        while node is not None and node.parent is not None:
+        while node is not None and (parent := node.parent) is not None:
             node.refs += 1
             if node.refs > 1:
                 return
             self.num_locked_pages += len(node.pages)
-            node = node.parent
+            node = parent
 
     def unlock(self, node: Node | None) -> None:
         """Undo one `lock` of the same node."""
-        while node is not None and node.parent is not None:
+        while node is not None and (parent := node.parent) is not None:
             assert node.refs > 0, "unlock without lock"
             node.refs -= 1
             if node.refs:
                 return
             self.num_locked_pages -= len(node.pages)
-            self._enqueue(node)
-            node = node.parent
+            if not node.children:
+                self._enqueue(node)
+            node = parent
 
     def pin(self, node: Node) -> None:
         """Lock a path for as long as an operator wants; counted apart from the locks of live requests."""

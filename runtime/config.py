@@ -88,6 +88,10 @@ class ServerConfig(Section):
 
     host: str = Field("127.0.0.1", description="address to bind")
     port: int = Field(30000, ge=0, le=65535, description="port to bind; 0 takes a free one")
+    api_keys: Path | None = Field(
+        None,
+        description="file of API keys, a line each: NAME KEY [admin] [public]; also $RAMET_API_KEYS",
+    )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="larger request bodies are refused with 413")
     incremental_output: bool = Field(
         False, description="/generate streams only the new text in `text` and `output_ids` (SGLang: --stream-output)"

@@ -155,11 +155,6 @@ class Frontend:
             self._close(rid)
             choice.on_output(error)
 
-    @property
-    def num_open(self) -> int:
-        """Completions that have not ended."""
-        return len(self._open)
-
     # -- coming out ------------------------------------------------------------------------------------------
 
     def handle(self, event: TokenEvent) -> None:

@@ -9,7 +9,8 @@ from fastapi import APIRouter
 from pydantic import ConfigDict, Field
 
 from runtime.errors import InvalidRequest
-from server.context import Ctx
+from server.auth import Asker, CacheScope, Tenant
+from server.context import Context, Ctx
 from server.errors import NotFound
 from server.openai_types import Message
 from server.wire import Body, CacheSalt, Text, TokenIds
@@ -29,11 +30,15 @@ class PinRequest(Body):
     messages: list[Message] | None = None
     name: Text | None = Field(None, max_length=256)
     ttl_s: float | None = Field(None, gt=0, le=1e9, description="seconds to keep it; null: until it is unpinned")
+    tenant: str | None = Field(
+        None, description="name of the API key for whose requests to keep it; default: the asker"
+    )
     cache_salt: CacheSalt | None = None
+    cache_scope: CacheScope = "private"
 
 
 @router.post("/pin")
-async def pin(context: Ctx, body: PinRequest) -> dict[str, Any]:
+async def pin(context: Ctx, body: PinRequest, tenant: Asker) -> dict[str, Any]:
     """Keep the whole pages of a prefix in the cache; it is computed now if it is not there. 409 over the budget."""
     given = [value for value in (body.text, body.input_ids, body.messages) if value is not None]
     if len(given) != 1:
@@ -46,7 +51,17 @@ async def pin(context: Ctx, body: PinRequest) -> dict[str, Any]:
         prompt = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
     else:
         prompt = body.text if body.text is not None else body.input_ids or []
-    return await context.engine.pin(prompt, body.cache_salt or "", body.name, body.ttl_s)
+    if body.tenant is not None:
+        tenant = _named(body.tenant, context)
+    namespace = tenant.namespace(body.cache_salt, body.cache_scope)
+    return await context.engine.pin(prompt, namespace, body.name, body.ttl_s)
+
+
+def _named(name: str, context: Context) -> Tenant:
+    for tenant in context.tenants:
+        if tenant.name == name:
+            return tenant
+    raise NotFound(f"there is no API key named {name!r}", param="tenant", code="tenant_not_found")
 
 
 @router.get("/pins")

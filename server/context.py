@@ -9,6 +9,7 @@ from fastapi import Depends, Request
 
 from runtime.client import AsyncEngine
 from runtime.config import Config
+from server.auth import Tenant
 from server.metrics import Metrics
 
 
@@ -19,6 +20,7 @@ class Context:
     engine: AsyncEngine
     config: Config
     metrics: Metrics
+    tenants: list[Tenant]
 
 
 def get_context(request: Request) -> Context:

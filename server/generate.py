@@ -13,6 +13,7 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.output import Output, Submission, new_rid
 from runtime.protocol import TokenLogprob
 from runtime.sampling_params import SamplingParams
+from server.auth import Asker, CacheScope, Tenant
 from server.context import Context, Ctx
 from server.follow import collect, follow, open_outputs
 from server.sse import Events, EventStream, unless_gone
@@ -50,6 +51,7 @@ class GenerateRequest(Body):
     rid: Rid | list[Rid] | None = None
     priority: Priority = 0
     cache_salt: CacheSalt | None = None
+    cache_scope: CacheScope = "private"
 
     def names(self) -> dict[str, str]:
         """The request's fields by the engine's names for them."""
@@ -62,7 +64,7 @@ class GenerateRequest(Body):
         return self.logprob_start_len if self.return_logprob and self.logprob_start_len >= 0 else None
 
 
-def submissions_of(body: GenerateRequest) -> tuple[list[Submission], bool]:
+def submissions_of(body: GenerateRequest, tenant: Tenant) -> tuple[list[Submission], bool]:
     """The submissions of a request, and whether it was a list. Raises InvalidRequest."""
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequest("exactly one of text and input_ids must be given", param="text")
@@ -78,7 +80,7 @@ def submissions_of(body: GenerateRequest) -> tuple[list[Submission], bool]:
             prompt=prompt,
             sampling=params,
             rid=rid or new_rid(),
-            namespace=body.cache_salt or "",
+            namespace=tenant.namespace(body.cache_salt, body.cache_scope),
             logprobs=body.top_logprobs_num if body.return_logprob else None,
             prompt_logprobs_from=body.prompt_logprobs_from,
             priority=body.priority,
@@ -104,9 +106,9 @@ def _for_each(value: Any, count: int, param: str) -> list[Any]:
 
 
 @router.post("/generate", response_model=None)
-async def generate(body: GenerateRequest, request: Request, context: Ctx) -> Response:
+async def generate(body: GenerateRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """Complete one prompt or several; with `stream`, as server-sent events that end with `[DONE]`."""
-    submissions, is_list = submissions_of(body)
+    submissions, is_list = submissions_of(body, tenant)
     outputs = await open_outputs(context, submissions, body.names())
     if body.stream:
         return EventStream(_events(body, submissions, is_list, outputs, context), outputs.close)

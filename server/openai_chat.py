@@ -12,6 +12,7 @@ from runtime.client import OutputStream
 from runtime.models.tokenizer import Tokenizer
 from runtime.output import Output, Submission, new_rid
 from runtime.protocol import TokenLogprob
+from server.auth import Asker
 from server.context import Context, Ctx
 from server.errors import NotFound
 from server.follow import collect, follow, open_outputs
@@ -50,7 +51,7 @@ def _model(context: Context) -> dict[str, Any]:
 
 
 @router.post("/chat/completions", response_model=None)
-async def chat_completions(body: ChatRequest, request: Request, context: Ctx) -> Response:
+async def chat_completions(body: ChatRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """Answer a conversation."""
     check_model(body, context)
     body.refuse_unsupported()
@@ -60,7 +61,7 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx) ->
     submission = Submission(
         prompt=prompt,
         sampling=body.sampling(body.max_completion_tokens or body.max_tokens),
-        namespace=body.cache_salt or "",
+        namespace=tenant.namespace(body.cache_salt, body.cache_scope),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         priority=body.priority,
         add_special_tokens=False,

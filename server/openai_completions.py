@@ -11,6 +11,7 @@ from runtime.errors import InvalidRequest
 from runtime.models.tokenizer import Tokenizer
 from runtime.output import Output, Submission, new_rid
 from runtime.protocol import TokenLogprob
+from server.auth import Asker, Tenant
 from server.context import Context, Ctx
 from server.follow import collect, follow, open_outputs
 from server.openai_common import check_model, envelope, finish_reason, usage
@@ -22,7 +23,7 @@ router = APIRouter(prefix="/v1", tags=["openai"])
 MAX_BATCH = 1024
 
 
-def submissions_of(body: CompletionRequest) -> list[Submission]:
+def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:
     """One submission a prompt. Raises InvalidRequest."""
     if body.suffix is not None:
         raise InvalidRequest("suffix is not supported: the model completes from the left only", param="suffix")
@@ -38,7 +39,7 @@ def submissions_of(body: CompletionRequest) -> list[Submission]:
         Submission(
             prompt=prompt,
             sampling=sampling,
-            namespace=body.cache_salt or "",
+            namespace=tenant.namespace(body.cache_salt, body.cache_scope),
             logprobs=body.logprobs,
             prompt_logprobs_from=0 if body.echo and body.logprobs is not None else None,
             priority=body.priority,
@@ -54,10 +55,10 @@ def _prompts(body: CompletionRequest) -> list[Any]:
 
 
 @router.post("/completions", response_model=None)
-async def completions(body: CompletionRequest, request: Request, context: Ctx) -> Response:
+async def completions(body: CompletionRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """Complete one prompt or several."""
     check_model(body, context)
-    submissions = submissions_of(body)
+    submissions = submissions_of(body, tenant)
     outputs = await open_outputs(context, submissions, body.NAMES)
     rid = f"cmpl-{new_rid()}"
     if body.stream:

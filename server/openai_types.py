@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from runtime.errors import InvalidRequest
 from runtime.sampling_params import SamplingParams
+from server.auth import CacheScope
 from server.wire import Body, CacheSalt, LogitBias, Priority, Text, TokenIds
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -53,6 +54,7 @@ class CommonRequest(Body):
     skip_special_tokens: bool = True
     priority: Priority = 0
     cache_salt: CacheSalt | None = None
+    cache_scope: CacheScope = "private"
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> CommonRequest:

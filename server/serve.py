@@ -14,6 +14,7 @@ from runtime.client import AsyncEngine
 from runtime.config import Config
 from runtime.errors import RametError
 from server.app import create_app
+from server.auth import Tenant, read_keys
 
 log = logging.getLogger("ramet.server")
 
@@ -38,8 +39,9 @@ def serve(config: Config) -> int:
     logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
+    tenants = read_keys(config.server.api_keys)
     with _bind(config) as listener:
-        return asyncio.run(_serve(config, listener))
+        return asyncio.run(_serve(config, listener, tenants))
 
 
 def _bind(config: Config) -> socket.socket:
@@ -75,7 +77,7 @@ class _Server(uvicorn.Server):
             self.engine.abort(None)
 
 
-async def _serve(config: Config, listener: socket.socket) -> int:
+async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant]) -> int:
     log.info("loading %s", config.model.model)
     engine = AsyncEngine(config)
     await engine.start()
@@ -92,7 +94,7 @@ async def _serve(config: Config, listener: socket.socket) -> int:
             raise CannotListen(config, error) from None
         host, port = listener.getsockname()[:2]
         settings = uvicorn.Config(
-            create_app(engine, config),
+            create_app(engine, config, tenants),
             log_level=config.server.log_level,
             log_config=None,
             timeout_graceful_shutdown=_GRACE_S + _ABORT_S,

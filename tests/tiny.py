@@ -62,7 +62,7 @@ def save_tiny(kind: str, directory: Path, tokenizer_from: Path, **save_options: 
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif "embed" not in name:
                 # Wide enough that greedy continuations differ from prompt to prompt.
-                parameter.mul_(4)
+                parameter.mul_(6)
     model.save_pretrained(directory, **save_options)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer_from / name, directory / name)

@@ -55,10 +55,6 @@ class Tokenizer:
         """Token ids of a text; `add_special_tokens` adds what the model's tokenizer adds (BOS)."""
         return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of several texts, encoded in parallel."""
-        return [one.ids for one in self._fast.encode_batch(texts, add_special_tokens=add_special_tokens)]
-
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
         return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)

@@ -143,7 +143,7 @@ def test_every_architecture(any_tiny_dir, tiny_prompts, tiny_expected, chunk, pa
 def tiny_expected(any_tiny_dir, tiny_prompts):
     model = AutoModelForCausalLM.from_pretrained(any_tiny_dir, dtype=torch.float32).eval()
     expected = [greedy(model, prompt, 8) for prompt in tiny_prompts]
-    assert len({tuple(tokens) for tokens in expected}) >= len(expected) // 2, "the model says the same to everything"
+    assert len({tuple(tokens) for tokens in expected}) > len(expected) // 2, "the model says the same to everything"
     return expected
 
 

@@ -1,0 +1,138 @@
+"""API keys: every route wants one, tenants share nothing, over a live server."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+
+from server.auth import ADMIN_PATHS, BadKeys, Tenant, read_keys
+from tests.server.conftest import start, stop
+
+KEYS = {"alice": "alice-secret-key", "bob": "bob-secret-key", "root": "root-secret-key"}
+PROMPT = {"input_ids": list(range(100, 213)), "sampling_params": {"max_new_tokens": 1}}
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny_dir, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("auth")
+    (directory / "keys").write_text(
+        f"# tenants\nalice {KEYS['alice']} public\nbob {KEYS['bob']}\n\nroot {KEYS['root']} admin public\n"
+    )
+    options = ["--model", str(tiny_dir), "--pool-tokens", "4096", "--api-keys", str(directory / "keys")]
+    server = start(directory / "log", *options)
+    yield server
+    assert stop(server) == 0
+    log = (directory / "log").read_text()
+    assert not any(key in log for key in KEYS.values())
+
+
+@pytest.fixture
+def ask(guarded):
+    def ask(who: str | None, method: str = "POST", path: str = "/generate", **body) -> httpx.Response:
+        headers = {"authorization": f"Bearer {KEYS.get(who, who)}"} if who else {}
+        return httpx.request(method, guarded.url + path, json=body or None, headers=headers, timeout=60)
+
+    return ask
+
+
+def cached(answer: httpx.Response) -> int:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["meta_info"]["cached_tokens"]
+
+
+def test_every_route_but_health_wants_a_key(ask):
+    routes = ask("root", "GET", "/openapi.json").json()["paths"]
+    assert len(routes) > 15
+    for path, methods in routes.items():
+        for method in methods:
+            answer = ask(None, method.upper(), path)
+            if path == "/health":
+                assert answer.status_code == 200
+                continue
+            assert answer.status_code == 401, path
+            assert answer.json()["error"]["type"] == "authentication_error"
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert ask("wrong-key-of-some-length", method.upper(), path).status_code == 401
+    for path in ("/docs", "/openapi.json", "/no/such/route"):
+        assert ask(None, "GET", path).status_code == 401
+
+
+def test_admin_routes_want_an_admin(ask):
+    routes = ask("root", "GET", "/openapi.json").json()["paths"]
+    admin = [(m.upper(), p) for p, methods in routes.items() for m in methods if p.startswith(ADMIN_PATHS)]
+    assert {"/cache/pin", "/flush_cache", "/abort_request", "/server_info"} <= {path for _, path in admin}
+    for method, path in admin:
+        answer = ask("alice", method, path)
+        assert answer.status_code == 403, path
+        assert answer.json()["error"]["type"] == "permission_error"
+    assert ask("root", "GET", "/server_info").status_code == 200
+
+
+def test_both_ways_to_show_a_key(guarded):
+    for headers in ({"authorization": f"bearer {KEYS['bob']}"}, {"x-api-key": KEYS["bob"]}):
+        assert httpx.get(f"{guarded.url}/v1/models", headers=headers).status_code == 200
+
+
+def test_tenants_share_nothing(ask):
+    ask("root", path="/flush_cache")
+
+    def computed() -> int:
+        return ask("root", "GET", "/server_info").json()["state"]["prefill_tokens"]
+
+    assert cached(ask("alice", **PROMPT)) == 0
+    before = computed()
+    assert cached(ask("bob", **PROMPT)) == 0
+    assert computed() - before == 113, "what the other tenant has cached saves no work, so it cannot be timed"
+    assert cached(ask("alice", **PROMPT)) == cached(ask("bob", **PROMPT)) == 112
+    assert cached(ask("alice", **PROMPT, cache_salt="project")) == 0
+
+
+def test_public_prefixes_are_for_marked_keys(ask):
+    ask("root", path="/flush_cache")
+    assert cached(ask("alice", **PROMPT, cache_scope="public")) == 0
+    assert cached(ask("root", **PROMPT, cache_scope="public")) == 112
+    assert cached(ask("alice", **PROMPT)) == 0
+    answer = ask("bob", **PROMPT, cache_scope="public")
+    assert answer.status_code == 403
+    assert answer.json()["error"]["param"] == "cache_scope"
+
+
+def test_an_admin_pins_for_a_tenant(ask):
+    ask("root", path="/flush_cache")
+    body = {"input_ids": PROMPT["input_ids"], "tenant": "bob"}
+    pin = ask("root", path="/cache/pin", **body).json()
+    ask("root", path="/flush_cache")
+    assert cached(ask("bob", **PROMPT)) == 112
+    assert cached(ask("alice", **PROMPT)) == 0
+    assert ask("root", "DELETE", f"/cache/pins/{pin['id']}").status_code == 200
+    assert ask("root", path="/cache/pin", **{**body, "tenant": "nobody"}).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [("alice short", "line"), ("alice", "line"), ("a 12345678 king", "line"), ("a 12345678\na 87654321", "repeats")],
+)
+def test_key_files_that_cannot_be_meant(tmp_path, monkeypatch, text, word):
+    monkeypatch.delenv("RAMET_API_KEYS", raising=False)
+    path = tmp_path / "keys"
+    path.write_text(text)
+    with pytest.raises(BadKeys, match=word):
+        read_keys(path)
+    path.write_text("# nothing\n")
+    with pytest.raises(BadKeys, match="no key"):
+        read_keys(path)
+    with pytest.raises(BadKeys, match="cannot be read"):
+        read_keys(tmp_path / "missing")
+
+
+def test_keys_from_the_environment(monkeypatch):
+    monkeypatch.setenv("RAMET_API_KEYS", "a 12345678;b 87654321 admin")
+    assert [(t.name, t.admin) for t in read_keys(None)] == [("a", False), ("b", True)]
+    monkeypatch.delenv("RAMET_API_KEYS")
+    assert read_keys(None) == []
+
+
+def test_namespaces_cannot_be_forged():
+    one, two = Tenant("one", b"1" * 32), Tenant("two", b"2" * 32)
+    assert one.namespace("s", "private") != two.namespace("s", "private")
+    assert one.namespace(f"../{'2' * 32}/s", "private") != two.namespace("s", "private")
