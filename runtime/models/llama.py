@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from runtime.attention.backend import AttentionBackend
 from runtime.batch import ForwardBatch, LayerGroup
 from runtime.kv.pool import KVPool
-from runtime.models.ops import Ops, rotate
+from runtime.models.ops import Ops, add_linear, rotate
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.spec import ModelSpec
 
@@ -74,24 +74,26 @@ class LlamaModel:
         eps, ops = self.spec.rms_norm_eps, self.ops
         for index in group.layers:
             layer = self.layers[index]
-            q, k, v = self._qkv(layer, ops.rms_norm(x, layer.input_norm, eps))
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            qk, v = self._qkv(layer, ops.rms_norm(x, layer.input_norm, eps))
+            q, k = rotate(qk, cos, sin).split((self.spec.num_heads, self.spec.num_kv_heads), dim=1)
             if written is not None:
                 k, v = k[written], v[written]
             pool.write(index, slots, k, v)
-            x = x + F.linear(backend.run(prepared, q, index).flatten(1), layer.o, layer.o_bias)
+            x = add_linear(x, backend.run(prepared, q, index).flatten(1), layer.o, layer.o_bias)
             gate_up = F.linear(ops.rms_norm(x, layer.post_norm, eps), layer.gate_up, layer.gate_up_bias)
-            x = x + F.linear(ops.silu_and_mul(gate_up), layer.down, layer.down_bias)
+            x = add_linear(x, ops.silu_and_mul(gate_up), layer.down, layer.down_bias)
         return x
 
-    def _qkv(self, layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _qkv(self, layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys side by side [T, heads + kv_heads, head_dim], as both are rotated next, and values."""
         spec = self.spec
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, spec.head_dim)
-        q, k, v = qkv.split((spec.num_heads, spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        qk, v = qkv.split((spec.num_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q = self.ops.rms_norm(q, layer.q_norm, spec.rms_norm_eps)
-            k = self.ops.rms_norm(k, layer.k_norm, spec.rms_norm_eps)
-        return q, k, v
+            q = self.ops.rms_norm(qk[:, : spec.num_heads], layer.q_norm, spec.rms_norm_eps)
+            k = self.ops.rms_norm(qk[:, spec.num_heads :], layer.k_norm, spec.rms_norm_eps)
+            qk = torch.cat((q, k), dim=1)
+        return qk, v
 
 
 def _take_layer(weights: dict[str, torch.Tensor], prefix: str, device: torch.device) -> Layer:

@@ -11,22 +11,29 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     half = x.shape[-1] // 2
     cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
     first, second = x[..., :half], x[..., half:]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    return out
+
+
+def add_linear(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x + y @ weight^T (+ bias): the residual goes into the matrix product."""
+    out = torch.addmm(x, y, weight.t())
+    return out if bias is None else out.add_(bias)
 
 
 class Ops:
     """In torch, on any device and in any dtype."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMSNorm over the last dimension, in float32, cast back before the weight is applied."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        return weight * wide.to(x.dtype)
+        """RMSNorm over the last dimension, computed in float32."""
+        return F.rms_norm(x, weight.shape, weight, eps)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """SiLU(gate) * up of a [rows, 2 * n] tensor that holds gate and up side by side."""
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)
 
 
 class FlashInferOps(Ops):
