@@ -90,3 +90,17 @@ def test_options_can_be_taken_from_some_sections_only():
         "page_size": "8",
         "prefix_cache": False,
     }
+
+
+def test_the_readme_has_every_option_with_its_default():
+    from runtime.config import Config
+
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    for section in Config.model_fields.values():
+        for name, field in section.annotation.model_fields.items():
+            row = next(
+                (line for line in readme.splitlines() if line.startswith(f"| `--{name.replace('_', '-')}` |")), ""
+            )
+            assert row.endswith(f"| {field.description} |"), name
+            if name != "cache_dir" and field.default is not None:
+                assert f"| `{str(field.default).lower()}` |" in row.lower(), name
