@@ -54,6 +54,13 @@ def _holds(entry: tuple[float, int, Node]) -> bool:
     return entry[2].queued == entry[1] and entry[2].is_free_leaf
 
 
+def _divide(pages_of: dict[Node, int], upper: Node, lower: Node) -> None:
+    """Share the pages booked for a run between its two parts."""
+    if (pages := pages_of.get(lower)) is not None:
+        pages_of[lower] = min(pages, len(lower.pages))
+        pages_of[upper] = pages - pages_of[lower]
+
+
 class Policy(ABC):
     """An eviction policy.
 
@@ -162,9 +169,7 @@ class SLRU(Policy):
 
     def split(self, upper: Node, lower: Node) -> None:
         """Both parts of a protected run are."""
-        if (pages := self._protected.get(lower)) is not None:
-            self._protected[lower] = min(pages, len(lower.pages))
-            self._protected[upper] = pages - self._protected[lower]
+        _divide(self._protected, upper, lower)
 
     def absorb(self, parent: Node, child: Node) -> None:
         """A parent is protected as its child was."""
@@ -232,9 +237,7 @@ class S3FIFO(Policy):
 
     def split(self, upper: Node, lower: Node) -> None:
         """Both parts stay in the run's queue."""
-        if (pages := self._small.get(lower)) is not None:
-            self._small[lower] = min(pages, len(lower.pages))
-            self._small[upper] = pages - self._small[lower]
+        _divide(self._small, upper, lower)
 
     def absorb(self, parent: Node, child: Node) -> None:
         """A parent was used as often as its child."""

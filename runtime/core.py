@@ -157,14 +157,16 @@ class EngineCore:
         self.counters["prompt_tokens"] += request.prompt_len
 
     def abort(self, rid: str) -> list[TokenEvent]:
-        """End a request, or all with an empty `rid`; their terminal events."""
-        chosen = [self.requests[rid]] if rid in self.requests else [] if rid else list(self.requests.values())
-        self.counters["aborted_requests"] += len(chosen)
-        return [self._end(request, Finish("abort", message="aborted")) for request in chosen]
+        """End a request; its terminal event, none if it is not live."""
+        if rid not in self.requests:
+            return []
+        self.counters["aborted_requests"] += 1
+        return [self._end(self.requests[rid], Finish("abort", message="aborted"))]
 
     def flush(self, pins: bool = False) -> dict[str, Any]:
         """Drop every cached page that no live request uses; pinned ones only if asked."""
         page_size = self.info.page_size
+        self.cache.pins.expire()
         if pins:
             self.cache.pins.unpin_all()
         return {

@@ -32,7 +32,7 @@ class AddRequest(msgspec.Struct, tag="add"):
 
 
 class Abort(msgspec.Struct, tag="abort"):
-    """End a request now; a request that is not live is ignored. An empty `rid` means all."""
+    """End a request now; a request that is not live is ignored."""
 
     rid: str
 
