@@ -25,7 +25,6 @@ class Node:
         last_use, hits: logical time of the last use, and uses after the first. Only the deepest node of a use is
             stamped; a parent takes over from its children when they leave, which is the same order at no cost per
             ancestor.
-        created: logical time of the insertion.
         cost: what computing the run took, in any unit that is the same for all nodes (seconds, say).
         hold_until: the tree's clock, until when the node is kept from eviction while anything else can go.
         heat, frequency: what the eviction policy keeps here.
@@ -33,7 +32,7 @@ class Node:
     """
 
     __slots__ = (
-        *("children", "cost", "created", "frequency", "heat", "hits", "hold_until", "key", "last_use", "namespace"),
+        *("children", "cost", "frequency", "heat", "hits", "hold_until", "key", "last_use", "namespace"),
         *("order", "pages", "parent", "pins", "queued", "refs"),
     )
 
@@ -45,7 +44,7 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.order: SortedList | None = None
         self.refs = self.pins = self.hits = self.frequency = 0
-        self.last_use = self.created = self.queued = 0
+        self.last_use = self.queued = 0
         self.cost = self.hold_until = self.heat = 0.0
 
     @property

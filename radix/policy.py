@@ -68,8 +68,6 @@ class Policy(ABC):
     `tick` is logical time, one a use.
     """
 
-    name: str
-
     def __init__(self) -> None:
         self.order = Order()
 
@@ -103,8 +101,6 @@ class Policy(ABC):
 class LRU(Policy):
     """Least recently used."""
 
-    name = "lru"
-
     def key(self, node: Node) -> float:
         """Time of the last use."""
         return node.last_use
@@ -116,8 +112,6 @@ class LFU(Policy):
     Decay needs no sweep: `heat` is log2 of the decayed count, grown by the time that has passed, so that values of
     different ages compare as they stand.
     """
-
-    name = "lfu"
 
     def __init__(self, half_life: float = 2000.0):
         super().__init__()
@@ -142,8 +136,6 @@ class LFU(Policy):
 
 class SLRU(Policy):
     """Segmented LRU: what was used once goes before what was used again, which holds at most a share of the pages."""
-
-    name = "slru"
 
     def __init__(self, capacity: int, protected: float = 0.8):
         super().__init__()
@@ -185,8 +177,6 @@ class SLRU(Policy):
 
 class S3FIFO(Policy):
     """S3-FIFO (Yang et al., SOSP 2023): a small queue for newcomers, a main one, and a memory of who just left."""
-
-    name = "s3fifo"
 
     def __init__(self, capacity: int, small: float = 0.1):
         super().__init__()
@@ -263,8 +253,6 @@ class S3FIFO(Policy):
 class GDSF(Policy):
     """Greedy-Dual-Size-Frequency: cost x frequency / size, over a clock that rises with every victim."""
 
-    name = "gdsf"
-
     def __init__(self) -> None:
         super().__init__()
         self._clock = 0.0
@@ -287,18 +275,18 @@ class GDSF(Policy):
         self._clock = max(self._clock, node.heat)
 
 
-POLICIES = ("lru", "lfu", "slru", "s3fifo", "gdsf")
+_MAKERS: dict[str, Callable[[int], Policy]] = {
+    "lru": lambda _: LRU(),
+    "lfu": lambda _: LFU(),
+    "slru": SLRU,
+    "s3fifo": S3FIFO,
+    "gdsf": lambda _: GDSF(),
+}
+POLICIES = tuple(_MAKERS)
 
 
 def make_policy(name: str, capacity: int) -> Policy:
     """A policy by its name, for a pool of `capacity` pages. Raises ValueError for an unknown name."""
-    made: dict[str, Callable[[], Policy]] = {
-        "lru": LRU,
-        "lfu": LFU,
-        "slru": lambda: SLRU(capacity),
-        "s3fifo": lambda: S3FIFO(capacity),
-        "gdsf": GDSF,
-    }
-    if name not in made:
-        raise ValueError(f"no eviction policy {name!r}; there are {', '.join(made)}")
-    return made[name]()
+    if name not in _MAKERS:
+        raise ValueError(f"no eviction policy {name!r}; there are {', '.join(POLICIES)}")
+    return _MAKERS[name](capacity)

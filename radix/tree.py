@@ -243,7 +243,7 @@ class RadixTree:
     def _grow(self, parent: Node, key: bytes, pages: array[int], cost: float) -> Node:
         leaf = Node(key, pages, parent, parent.namespace)
         parent.attach(key[: self._page_bytes], leaf)
-        leaf.cost, leaf.created = cost, self._tick
+        leaf.cost = cost
         if self.hold:
             leaf.hold_until = self._clock() + self.hold
         self._use(leaf)
@@ -259,7 +259,7 @@ class RadixTree:
         cut = whole * self._page_bytes
         upper = Node(node.key[:cut], node.pages[:whole], node.parent, node.namespace)
         upper.refs, upper.pins = int(node.refs > 0), int(node.pins > 0)
-        for name in ("last_use", "hits", "created", "hold_until", "heat", "frequency"):
+        for name in ("last_use", "hits", "hold_until", "heat", "frequency"):
             setattr(upper, name, getattr(node, name))
         upper.cost = node.cost * whole / len(node.pages)
         node.cost -= upper.cost
@@ -330,7 +330,7 @@ class RadixTree:
         if parent.parent is not None:
             self.policy.absorb(parent, node)
             self._enqueue(parent)
-        if parent.parent is None and not parent.children:
+        elif not parent.children:
             del self._roots[parent.namespace]
 
     # -- looking ---------------------------------------------------------------------------------------------

@@ -18,11 +18,11 @@ import zmq
 import zmq.asyncio
 
 from runtime.config import Config
-from runtime.errors import EngineDead, ModelError, PinRefused, RametError
-from runtime.frontend import Frontend, merge_outputs
+from runtime.errors import EngineDead, InvalidRequest, ModelError, PinRefused, RametError
+from runtime.frontend import Frontend
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
-from runtime.output import Output, Submission
+from runtime.output import Output, Submission, merge_outputs
 from runtime.protocol import (
     AddPin,
     Call,
@@ -203,6 +203,10 @@ class AsyncEngine:
             EngineDead: if the engine is not running.
         """
         frontend = self._running()
+        most, wanted = self.config.scheduler.max_open, sum(s.sampling.n for s in submissions)
+        if wanted > most:
+            message = f"{wanted} completions are asked for at once; this server takes no more than {most}"
+            raise InvalidRequest(message, param="n")
         encoded = [await asyncio.to_thread(frontend.encode, submission) for submission in submissions]
         stream = OutputStream(self._running())
         try:
@@ -230,7 +234,8 @@ class AsyncEngine:
             InvalidRequest: if the prefix can never be served.
             PinRefused: over the budget, or if the cache is too busy to keep what was computed.
         """
-        tokens = self._running().encode(Submission(prompt, SamplingParams(max_new_tokens=1)))
+        wanted = Submission(prompt, SamplingParams(max_new_tokens=1))
+        tokens = await asyncio.to_thread(self._running().encode, wanted)
         key = array("i", tokens).tobytes()
         for _ in range(_PIN_TRIES):
             answer = await self._call(lambda call: AddPin(call, key, namespace, name, ttl_s))

@@ -72,6 +72,11 @@ class SchedulerConfig(Section):
     max_running: int = Field(64, ge=1, description="requests that decode together")
     max_waiting: int = Field(4096, ge=1, description="requests that may wait; more are refused with 503")
 
+    @property
+    def max_open(self) -> int:
+        """Requests that may run or wait."""
+        return self.max_running + self.max_waiting
+
 
 class EngineConfig(Section):
     """The engine process."""

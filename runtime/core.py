@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import zmq
 
 from runtime.config import Config
 from runtime.decoding.sampling import Sampler, report_logprobs
-from runtime.errors import ModelError
 from runtime.executor import Executor
 from runtime.kv.cache import PagedCache
 from runtime.kv.publisher import EventPublisher
@@ -90,12 +88,7 @@ class EngineCore:
         if cache.kv_events is None:
             return None
         medium = "GPU" if self.executor.device.type == "cuda" else "CPU"
-        try:
-            return EventPublisher(
-                cache.kv_events, cache.kv_events_replay, cache.page_size, medium, cache.kv_events_tokens
-            )
-        except zmq.ZMQError as error:
-            raise ModelError(f"--kv-events {cache.kv_events}: {error}") from None
+        return EventPublisher(cache.kv_events, cache.kv_events_replay, cache.page_size, medium, cache.kv_events_tokens)
 
     def publish(self) -> None:
         """Tell the subscribers what has changed in the tree since the last call."""

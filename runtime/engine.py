@@ -14,11 +14,10 @@ from runtime.errors import EngineDead, RametError
 from runtime.frontend import Frontend
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
-from runtime.output import Output, Submission
+from runtime.output import Output, Prompt, Submission, prompts_of
 from runtime.protocol import FlushCache, GetState, Inbound, Reply, Shutdown, StepEvents
 from runtime.sampling_params import SamplingParams
 
-Prompt = str | list[int]
 Sampling = SamplingParams | dict[str, Any] | None
 
 
@@ -211,8 +210,7 @@ def make_submissions(
     prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = None
 ) -> list[Submission]:
     """Submissions from one or several prompts and one or as many sampling parameters."""
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    several: Sequence[Prompt] = [prompts] if single else prompts  # type: ignore[assignment, list-item]
+    several, _ = prompts_of(prompts)
     if isinstance(sampling, SamplingParams | dict) or sampling is None:
         sampling = [sampling] * len(several)
     if len(sampling) != len(several):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from runtime.errors import InvalidRequest, Overloaded, RametError
 from runtime.models.tokenizer import Tokenizer
@@ -75,7 +75,8 @@ class Frontend:
         start = submission.prompt_logprobs_from
         if start is not None and not 0 <= start < len(tokens):
             raise InvalidRequest(
-                f"logprob_start_len {start} is not within the {len(tokens)} prompt tokens", param="logprob_start_len"
+                f"log-probabilities are wanted from position {start} of a prompt of {len(tokens)} tokens",
+                param="prompt_logprobs_from",
             )
         self._check_length(len(tokens), sampling.max_new_tokens)
         return tokens
@@ -115,6 +116,7 @@ class Frontend:
         key = array("i", tokens).tobytes()
         sampling = submission.sampling
         now = time.monotonic()
+        fields = sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
         self._by_submission[submission.rid] = rids = set()
         self._serial += 1
         for choice in range(sampling.n):
@@ -128,7 +130,7 @@ class Frontend:
                 AddRequest(
                     rid=rid,
                     tokens=key,
-                    sampling={**sampling.model_dump(exclude={"stop"}), "seed": seed, "stop": []},
+                    sampling={**fields, "seed": seed},
                     namespace=submission.namespace,
                     logprobs=submission.logprobs,
                     prompt_logprobs_from=submission.prompt_logprobs_from if choice == 0 else None,
@@ -213,14 +215,3 @@ class Frontend:
         rids.discard(rid)
         if not rids:
             del self._by_submission[choice.submission.rid]
-
-
-def merge_outputs(first: Output, later: Output) -> Output:
-    """Two Outputs of one completion as one: for a reader that was slower than the engine."""
-    return replace(
-        later,
-        delta=first.delta + later.delta,
-        new_token_ids=first.new_token_ids + later.new_token_ids,
-        logprobs=None if later.logprobs is None else (first.logprobs or []) + later.logprobs,
-        prompt_logprobs=first.prompt_logprobs or later.prompt_logprobs,
-    )

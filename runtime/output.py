@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from runtime.protocol import Finish, TokenLogprob
 from runtime.sampling_params import SamplingParams
+
+Prompt = str | list[int]
+Logprobs = list[TokenLogprob] | None
 
 
 def new_rid() -> str:
     """A fresh request id."""
     return uuid.uuid4().hex
+
+
+def prompts_of(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
+    """One or several prompts as a list, and whether several were given: a list of integers is one, of token ids."""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        return [given], False  # type: ignore[list-item]
+    return list(given), True  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)
@@ -29,7 +40,7 @@ class Submission:
         add_special_tokens: whether tokenizing a text prompt adds the model's BOS (a chat template has it already).
     """
 
-    prompt: str | list[int]
+    prompt: Prompt
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams())
     rid: str = field(default_factory=new_rid)
     namespace: str = ""
@@ -64,8 +75,8 @@ class Output:
     delta: str
     token_ids: list[int]
     new_token_ids: list[int]
-    logprobs: list[TokenLogprob] | None
-    prompt_logprobs: list[TokenLogprob] | None
+    logprobs: Logprobs
+    prompt_logprobs: Logprobs
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
@@ -73,3 +84,19 @@ class Output:
     queue_s: float
     prefill_s: float
     e2e_s: float
+
+
+def join_logprobs(first: Logprobs, later: Logprobs) -> Logprobs:
+    """Those of two Outputs that follow each other; an Output without new tokens has none."""
+    return later if first is None else first if later is None else [*first, *later]
+
+
+def merge_outputs(first: Output, later: Output) -> Output:
+    """Two Outputs of one completion as one: for a reader that was slower than the engine."""
+    return replace(
+        later,
+        delta=first.delta + later.delta,
+        new_token_ids=first.new_token_ids + later.new_token_ids,
+        logprobs=join_logprobs(first.logprobs, later.logprobs),
+        prompt_logprobs=join_logprobs(first.prompt_logprobs, later.prompt_logprobs),
+    )

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from sortedcontainers import SortedKeyList
 
-from radix.node import common_tokens
 from runtime.config import SchedulerConfig
 from runtime.kv.cache import PagedCache
 from runtime.request import Request
@@ -124,8 +123,8 @@ class Scheduler:
         if request.namespace != other.namespace or request.wants_prompt_logprobs:
             return False
         page_size = self.cache.page_size
-        start = matched_pages * page_size
-        end = min(len(request.tokens) - 1, len(other.tokens)) // page_size * page_size
-        if end <= start or request.tokens[start : start + page_size] != other.tokens[start : start + page_size]:
+        start, stop = matched_pages * page_size, (matched_pages + 1) * page_size
+        if stop > min(len(request.tokens) - 1, len(other.tokens)):
             return False
-        return common_tokens(request.key(end), 0, other.key(end)) >= start + page_size
+        # The one page first: most pairs differ there, and the whole prefix is compared for the others only.
+        return request.tokens[start:stop] == other.tokens[start:stop] and request.key(stop) == other.key(stop)

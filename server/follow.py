@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 
 from runtime.client import OutputStream
 from runtime.errors import InvalidRequest
-from runtime.output import Output, Submission
+from runtime.output import Output, Submission, join_logprobs
 from server.context import Context
 from server.metrics import Metrics
 
@@ -22,11 +22,6 @@ async def open_outputs(context: Context, submissions: list[Submission], names: M
     Raises:
         RametError: as `AsyncEngine.open`.
     """
-    limits = context.config.scheduler
-    most, wanted = limits.max_running + limits.max_waiting, sum(s.sampling.n for s in submissions)
-    if wanted > most:
-        message = f"{wanted} completions are asked for at once; this server takes no more than {most}"
-        raise InvalidRequest(message, param=names.get("n", "n"))
     try:
         return await context.engine.open(submissions)
     except InvalidRequest as error:
@@ -50,11 +45,7 @@ async def collect(outputs: OutputStream, metrics: Metrics) -> list[Output]:
     with outputs:
         async for output in follow(outputs, metrics):
             if earlier := done.get((output.index, output.choice)):
-                output.logprobs = _joined(earlier.logprobs, output.logprobs)
-                output.prompt_logprobs = _joined(earlier.prompt_logprobs, output.prompt_logprobs)
+                output.logprobs = join_logprobs(earlier.logprobs, output.logprobs)
+                output.prompt_logprobs = join_logprobs(earlier.prompt_logprobs, output.prompt_logprobs)
             done[output.index, output.choice] = output
     return [done[key] for key in sorted(done)]
-
-
-def _joined(first: list | None, second: list | None) -> list | None:
-    return second if first is None else first if second is None else [*first, *second]

@@ -10,18 +10,17 @@ from pydantic import ConfigDict, Field
 from runtime.client import OutputStream
 from runtime.errors import InvalidRequest
 from runtime.models.tokenizer import Tokenizer
-from runtime.output import Output, Submission, new_rid
+from runtime.output import Output, Submission, new_rid, prompts_of
 from runtime.protocol import TokenLogprob
 from runtime.sampling_params import SamplingParams
 from server.auth import Asker, CacheScope, Tenant
 from server.context import Context, Ctx
 from server.follow import collect, follow, open_outputs
 from server.sse import Events, EventStream, unless_gone
-from server.wire import Body, CacheSalt, Priority, Rid, Sampling, Text, TokenIds
+from server.wire import MAX_BATCH, Body, CacheSalt, Priority, Rid, Sampling, Text, TokenIds
 
 router = APIRouter(tags=["generate"])
 
-MAX_BATCH = 1024
 MAX_TOP_LOGPROBS = 128
 
 
@@ -56,7 +55,8 @@ class GenerateRequest(Body):
     def names(self) -> dict[str, str]:
         """The request's fields by the engine's names for them."""
         sampling = {name: f"sampling_params.{name}" for name in SamplingParams.model_fields}
-        return {**sampling, "prompt": "input_ids" if self.text is None else "text"}
+        names = {"prompt": "input_ids" if self.text is None else "text", "prompt_logprobs_from": "logprob_start_len"}
+        return {**sampling, **names}
 
     @property
     def prompt_logprobs_from(self) -> int | None:
@@ -68,7 +68,7 @@ def submissions_of(body: GenerateRequest, tenant: Tenant) -> tuple[list[Submissi
     """The submissions of a request, and whether it was a list. Raises InvalidRequest."""
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequest("exactly one of text and input_ids must be given", param="text")
-    prompts, is_list = _prompts(body)
+    prompts, is_list = prompts_of(body.text if body.text is not None else body.input_ids or [])
     if not 0 < len(prompts) <= MAX_BATCH:
         raise InvalidRequest(f"a batch has 1 to {MAX_BATCH} prompts, not {len(prompts)}", param="text")
     sampling = _for_each(body.sampling_params, len(prompts), "sampling_params")
@@ -88,13 +88,6 @@ def submissions_of(body: GenerateRequest, tenant: Tenant) -> tuple[list[Submissi
         for prompt, params, rid in zip(prompts, sampling, rids, strict=True)
     ]
     return submissions, is_list or any(s.sampling.n > 1 for s in submissions)
-
-
-def _prompts(body: GenerateRequest) -> tuple[list[str | list[int]], bool]:
-    given = body.text if body.text is not None else body.input_ids
-    if isinstance(given, list) and (not given or not isinstance(given[0], int)):
-        return given, True  # type: ignore[return-value]
-    return [given], False  # type: ignore[list-item]
 
 
 def _for_each(value: Any, count: int, param: str) -> list[Any]:

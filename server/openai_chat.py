@@ -14,7 +14,6 @@ from runtime.output import Output, Submission, new_rid
 from runtime.protocol import TokenLogprob
 from server.auth import Asker
 from server.context import Context, Ctx
-from server.errors import NotFound
 from server.follow import collect, follow, open_outputs
 from server.openai_common import check_model, envelope, finish_reason, usage
 from server.openai_types import ChatRequest
@@ -34,8 +33,7 @@ async def models(context: Ctx) -> dict[str, Any]:
 @router.get("/models/{name:path}")
 async def model(name: str, context: Ctx) -> dict[str, Any]:
     """The model by its name."""
-    if name != context.engine.info.name:
-        raise NotFound(f"the model {name!r} does not exist", param="model", code="model_not_found")
+    check_model(name, context)
     return _model(context)
 
 
@@ -53,7 +51,7 @@ def _model(context: Context) -> dict[str, Any]:
 @router.post("/chat/completions", response_model=None)
 async def chat_completions(body: ChatRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """Answer a conversation."""
-    check_model(body, context)
+    check_model(body.model, context)
     body.refuse_unsupported()
     messages = [message.plain() for message in body.messages]
     render = context.engine.tokenizer.apply_chat_template

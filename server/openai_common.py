@@ -9,15 +9,14 @@ from typing import Any
 from runtime.output import Output
 from server.context import Context
 from server.errors import NotFound
-from server.openai_types import CommonRequest
 
 
-def check_model(body: CommonRequest, context: Context) -> None:
-    """Raise NotFound unless the served model is asked for."""
+def check_model(name: str, context: Context) -> None:
+    """Raise NotFound unless `name` is the served model."""
     served = context.engine.info.name
-    if body.model != served:
+    if name != served:
         raise NotFound(
-            f"the model {body.model!r} does not exist; this server has {served!r}",
+            f"the model {name!r} does not exist; this server has {served!r}",
             param="model",
             code="model_not_found",
         )

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from runtime.client import OutputStream
 from runtime.errors import InvalidRequest
 from runtime.models.tokenizer import Tokenizer
-from runtime.output import Output, Submission, new_rid
+from runtime.output import Output, Submission, new_rid, prompts_of
 from runtime.protocol import TokenLogprob
 from server.auth import Asker, Tenant
 from server.context import Context, Ctx
@@ -17,10 +17,9 @@ from server.follow import collect, follow, open_outputs
 from server.openai_common import check_model, envelope, finish_reason, usage
 from server.openai_types import CompletionRequest
 from server.sse import Events, EventStream, unless_gone
+from server.wire import MAX_BATCH
 
 router = APIRouter(prefix="/v1", tags=["openai"])
-
-MAX_BATCH = 1024
 
 
 def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:
@@ -31,7 +30,7 @@ def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:
         raise InvalidRequest("best_of is not supported; use n", param="best_of")
     if body.echo and body.logprobs is not None and body.n > 1:
         raise InvalidRequest("echo with logprobs needs n = 1", param="echo")
-    prompts = _prompts(body)
+    prompts, _ = prompts_of(body.prompt)
     if not 0 < len(prompts) <= MAX_BATCH:
         raise InvalidRequest(f"prompt must hold 1 to {MAX_BATCH} prompts, not {len(prompts)}", param="prompt")
     sampling = body.sampling(body.max_tokens)
@@ -48,16 +47,10 @@ def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:
     ]
 
 
-def _prompts(body: CompletionRequest) -> list[Any]:
-    prompt = body.prompt
-    several = isinstance(prompt, list) and (not prompt or not isinstance(prompt[0], int))
-    return prompt if several else [prompt]  # type: ignore[return-value]
-
-
 @router.post("/completions", response_model=None)
 async def completions(body: CompletionRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """Complete one prompt or several."""
-    check_model(body, context)
+    check_model(body.model, context)
     submissions = submissions_of(body, tenant)
     outputs = await open_outputs(context, submissions, body.NAMES)
     rid = f"cmpl-{new_rid()}"

@@ -13,6 +13,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from runtime.sampling_params import SamplingParams
 
+# Prompts in one request.
+MAX_BATCH = 1024
+
 
 class Body(BaseModel):
     """Base of request bodies.

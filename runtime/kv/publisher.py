@@ -16,6 +16,7 @@ import msgspec
 import zmq
 
 from radix.events import Event, Stored
+from runtime.errors import ModelError
 
 KEPT_BATCHES = 10_000
 _END = (-1).to_bytes(8, "big", signed=True)
@@ -60,6 +61,9 @@ class EventPublisher:
         block_size: tokens in a block.
         medium: where the blocks lie, `CPU` or `GPU`.
         with_tokens: whether events tell the token ids; without, `token_ids` is empty.
+
+    Raises:
+        ModelError: if an endpoint cannot be bound.
     """
 
     def __init__(self, endpoint: str, replay_endpoint: str | None, block_size: int, medium: str, with_tokens: bool):
@@ -67,15 +71,21 @@ class EventPublisher:
         self._medium = medium
         self._with_tokens = with_tokens
         self._context = zmq.Context()
-        self._publish = self._context.socket(zmq.PUB)
-        self._publish.bind(endpoint)
-        self._replay = self._context.socket(zmq.ROUTER) if replay_endpoint else None
-        if self._replay is not None and replay_endpoint is not None:
-            self._replay.bind(replay_endpoint)
+        self._publish = self._bind(zmq.PUB, "--kv-events", endpoint)
+        self._replay = self._bind(zmq.ROUTER, "--kv-events-replay", replay_endpoint) if replay_endpoint else None
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT_BATCHES)
         self._next = 0
         self._encode = msgspec.msgpack.Encoder().encode
         self._send([AllBlocksCleared()])
+
+    def _bind(self, kind: int, option: str, endpoint: str) -> zmq.Socket:
+        socket = self._context.socket(kind)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ModelError(f"{option} {endpoint}: {error}") from None
+        return socket
 
     def publish(self, events: Sequence[Event]) -> None:
         """Send a batch, and answer those who ask for earlier ones."""

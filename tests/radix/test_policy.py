@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from typing import get_args
 
 import pytest
 
 from radix import POLICIES, RadixTree, make_policy
+from runtime.config import CacheConfig
 
 
 def key(*tokens: int) -> bytes:
@@ -132,6 +134,11 @@ def test_a_full_round_gives_every_page_back(policy):
     assert len(cache.tree.flush()) + len(cache.free) == 50
     assert cache.tree.num_nodes == 0
     cache.tree.check()
+
+
+def test_the_option_offers_every_policy():
+    option = CacheConfig.model_fields["eviction_policy"].annotation
+    assert get_args(option) == POLICIES
 
 
 def test_unknown_policies_are_refused():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from runtime import Engine, SamplingParams, Submission
 from runtime.errors import EngineDead, InvalidRequest, ModelError
+from runtime.output import merge_outputs
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +99,15 @@ def test_a_request_id_in_use_is_refused(engine):
         next(engine.stream_all([Submission("y", rid="mine")]))
     stream.close()
     assert len(list(engine.stream_all([Submission("y", SamplingParams(max_new_tokens=1), rid="mine")]))) == 1
+
+
+def test_outputs_that_are_joined_lose_no_logprobs(engine):
+    """A slow reader gets several as one; the last of an aborted completion has no tokens, and no log-probabilities."""
+    outputs = list(engine.stream_all([Submission("Once", SamplingParams(**GREEDY), logprobs=0)]))
+    end = replace(outputs[-1], delta="", new_token_ids=[], logprobs=None, prompt_logprobs=None)
+    joined = merge_outputs(merge_outputs(outputs[0], outputs[1]), end)
+    assert joined.delta == outputs[0].delta + outputs[1].delta
+    assert [entry.token for entry in joined.logprobs] == joined.new_token_ids == outputs[-1].token_ids[:2]
 
 
 def test_as_many_tokens_as_fit(tiny_dir):
