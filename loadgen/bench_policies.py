@@ -19,18 +19,19 @@ from rich.table import Table
 
 from radix import POLICIES, RadixTree, make_policy
 
-Trace = list[array]  # of int32 block ids, one array a request
+Trace = list[tuple[float, array]]  # seconds since the start and int32 block ids, for every request
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The benchmark's options."""
-    parser.add_argument("trace", help="a JSONL file whose lines have hash_ids, as Mooncake's traces do")
+    parser.add_argument("trace", help="JSONL whose lines have timestamp (ms) and hash_ids, as Mooncake's have")
     parser.add_argument(
         "--capacities", type=int, nargs="+", default=[1000, 3000, 5000, 10000, 30000], help="blocks in the cache"
     )
     parser.add_argument(
         "--parts", type=int, default=1, help="also cut the trace into that many parts, each replayed alone"
     )
+    parser.add_argument("--ttl", type=float, default=600.0, help="policy ttl: seconds")
     parser.add_argument("--plot", metavar="FILE", help="write the plot as PNG or SVG")
     parser.add_argument("--json", metavar="FILE", help="write the figures")
 
@@ -44,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         pieces |= {f"part {i + 1}": trace[i * size : (i + 1) * size] for i in range(arguments.parts)}
     figures: dict[str, dict[str, list[float]]] = {}
     for name, piece in pieces.items():
-        figures[name] = _measure(piece, arguments.capacities, name)
+        figures[name] = _measure(piece, arguments.capacities, name, arguments.ttl)
         _print(name, piece, figures[name], arguments.capacities)
     if arguments.plot:
         _plot(figures["whole"], arguments.capacities, arguments.plot)
@@ -55,31 +56,34 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def read_trace(path: Path) -> Trace:
-    """The block ids of every request, in the order of arrival. Ids are made small and dense."""
+    """Time and block ids of every request, in the order of arrival. Ids are made small and dense."""
     numbers: dict[int, int] = {}
     trace = []
     for line in path.read_text().splitlines():
-        ids = json.loads(line)["hash_ids"]
-        trace.append(array("i", [numbers.setdefault(block, len(numbers)) for block in ids]))
+        record = json.loads(line)
+        blocks = array("i", [numbers.setdefault(block, len(numbers)) for block in record["hash_ids"]])
+        trace.append((record["timestamp"] / 1000, blocks))
     return trace
 
 
-def _measure(trace: Trace, capacities: Sequence[int], name: str) -> dict[str, list[float]]:
+def _measure(trace: Trace, capacities: Sequence[int], name: str, ttl_s: float) -> dict[str, list[float]]:
     work = [(policy, capacity) for policy in POLICIES for capacity in capacities]
     found: dict[str, list[float]] = {policy: [] for policy in POLICIES}
     for policy, capacity in track(work, description=f"replaying {name}"):
-        found[policy].append(replay(trace, policy, capacity))
+        found[policy].append(replay(trace, policy, capacity, ttl_s))
     found["offline bound"] = [offline_bound(trace, capacity) for capacity in capacities]
-    unlimited = replay(trace, "lru", sum(map(len, trace)))
+    unlimited = replay(trace, "lru", sum(len(blocks) for _, blocks in trace))
     found["infinite"] = [unlimited] * len(capacities)
     return found
 
 
-def replay(trace: Trace, policy: str, capacity: int) -> float:
+def replay(trace: Trace, policy: str, capacity: int, ttl_s: float = math.inf) -> float:
     """Share of blocks that a cache of `capacity` blocks had when they were asked for."""
-    tree = RadixTree(1, make_policy(policy, capacity))
+    now = 0.0
+    tree = RadixTree(1, make_policy(policy, capacity, ttl_s), lambda: now)
     free, hits, total, next_page = capacity, 0, 0, 0
-    for blocks in trace:
+    for now, blocks in trace:  # noqa: B007 - the tree's clock reads it
+        free += len(tree.expire())
         key = blocks.tobytes()
         match = tree.match(key)
         node = tree.acquire(match)
@@ -99,7 +103,7 @@ def replay(trace: Trace, policy: str, capacity: int) -> float:
 
 def offline_bound(trace: Trace, capacity: int) -> float:
     """Belady with bypass: evict what is needed last, or do not admit the newcomer. No online policy is better."""
-    accesses = [block for blocks in trace for block in blocks]
+    accesses = [block for _, blocks in trace for block in blocks]
     cached: dict[int, int] = {}
     farthest: list[tuple[int, int]] = []
     hits = 0
@@ -123,7 +127,7 @@ def _next_uses(accesses: Sequence[int]) -> Iterator[int]:
 
 
 def _print(name: str, trace: Trace, figures: dict[str, list[float]], capacities: Sequence[int]) -> None:
-    blocks = sum(map(len, trace))
+    blocks = sum(len(blocks) for _, blocks in trace)
     table = Table(title=f"hit ratio in %, {name} trace: {len(trace)} requests, {blocks} blocks")
     table.add_column("blocks in the cache")
     for capacity in capacities:

@@ -1,19 +1,32 @@
 """The radix tree over token sequences: what is cached. Pure Python; can be lifted out and used alone."""
 
 from radix.events import Event, EventLog, Removed, Stored
+from radix.hold import Hold
 from radix.node import Node
 from radix.policy import POLICIES, Policy, make_policy
-from radix.tree import Match, RadixTree
+from radix.quotas import Quotas, tenant_of
+from radix.shallow import ShallowMeta
+from radix.stats import Stats
+from radix.tree import Match, RadixTree, path
+from radix.view import NodeView, view
 
 __all__ = [
     "POLICIES",
     "Event",
     "EventLog",
+    "Hold",
     "Match",
     "Node",
+    "NodeView",
     "Policy",
+    "Quotas",
     "RadixTree",
     "Removed",
+    "ShallowMeta",
+    "Stats",
     "Stored",
     "make_policy",
+    "path",
+    "tenant_of",
+    "view",
 ]

@@ -6,6 +6,8 @@ from array import array
 
 from sortedcontainers import SortedList
 
+from radix.shallow import ShallowMeta
+
 TOKEN_BYTES = 4
 
 # Below this many children a scan for the best partial page is cheaper than keeping them sorted.
@@ -19,21 +21,24 @@ class Node:
         key: the run's tokens, int32 little-endian, as one bytes object: comparison and hashing run at C speed.
         pages: int32 page ids, one for each page of the run.
         children: by the bytes of their first page.
+        only: the child, where there is just one: a chain is walked without a slice and a hash per node.
         refs: live requests that hold this very node, plus the children whose own `refs` is not zero. So a node
             with a referenced descendant is referenced, and a lock stops climbing at the first shared ancestor.
         pins: as `refs`, for pins alone.
         last_use, hits: logical time of the last use, and uses after the first. Only the deepest node of a use is
             stamped; a parent takes over from its children when they leave, which is the same order at no cost per
             ancestor.
+        created_s, used_s: the tree's clock at the node's coming and at its last use.
         cost: what computing the run took, in any unit that is the same for all nodes (seconds, say).
         hold_until: the tree's clock, until when the node is kept from eviction while anything else can go.
         heat, frequency: what the eviction policy keeps here.
-        queued: the serial of the node's entry in a victim order.
+        queued, tenant_queued: serials of the node's entries in the victim orders of the tree and of its tenant.
+        shallow: for diffusion models, what the run's KV was computed for.
     """
 
     __slots__ = (
-        *("children", "cost", "frequency", "heat", "hits", "hold_until", "key", "last_use", "namespace"),
-        *("order", "pages", "parent", "pins", "queued", "refs"),
+        *("children", "cost", "created_s", "frequency", "heat", "hits", "hold_until", "key", "last_use", "namespace"),
+        *("only", "order", "pages", "parent", "pins", "queued", "refs", "shallow", "tenant_queued", "used_s"),
     )
 
     def __init__(self, key: bytes, pages: array[int], parent: Node | None, namespace: str):
@@ -42,10 +47,12 @@ class Node:
         self.parent = parent
         self.namespace = namespace
         self.children: dict[bytes, Node] = {}
+        self.only: Node | None = None
         self.order: SortedList | None = None
         self.refs = self.pins = self.hits = self.frequency = 0
-        self.last_use = self.queued = 0
-        self.cost = self.hold_until = self.heat = 0.0
+        self.last_use = self.queued = self.tenant_queued = 0
+        self.cost = self.hold_until = self.heat = self.created_s = self.used_s = 0.0
+        self.shallow: ShallowMeta | None = None
 
     @property
     def is_free_leaf(self) -> bool:
@@ -57,10 +64,12 @@ class Node:
         if self.order is not None and first_page not in self.children:
             self.order.add(first_page)
         self.children[first_page] = child
+        self.only = child if len(self.children) == 1 else None
 
     def detach(self, first_page: bytes) -> None:
         """Remove a child."""
         del self.children[first_page]
+        self.only = next(iter(self.children.values())) if len(self.children) == 1 else None
         if self.order is not None:
             self.order.remove(first_page)
 
@@ -89,6 +98,8 @@ def common_tokens(key: bytes, offset: int, run: bytes) -> int:
     low, high = 0, min(len(run), len(key) - offset) // TOKEN_BYTES
     if key.startswith(run[: high * TOKEN_BYTES], offset):
         return high
+    if key[offset : offset + TOKEN_BYTES] != run[:TOKEN_BYTES]:
+        return 0
     while high - low > 1:
         middle = (low + high) // 2
         if (

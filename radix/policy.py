@@ -6,52 +6,9 @@ import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush
-from itertools import count
 
 from radix.node import Node
-
-_serials = count(1)
-
-
-class Order:
-    """A victim order with lazy deletion: every entry is pushed once and popped once, so O(log n) each, amortised.
-
-    An entry holds while its node is an unreferenced leaf and has not been entered anew since.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Node]] = []
-        self._compact_at = 64
-
-    def push(self, key: float, node: Node) -> None:
-        """Enter a node; the smallest key is popped first, ties in the order of entry."""
-        node.queued = next(_serials)
-        heappush(self._heap, (key, node.queued, node))
-        if len(self._heap) >= self._compact_at:
-            self._heap = [entry for entry in self._heap if _holds(entry)]
-            heapify(self._heap)
-            self._compact_at = 4 * len(self._heap) + 64
-
-    def first(self) -> tuple[float, Node] | None:
-        """The smallest entry that holds, left in place."""
-        while self._heap:
-            if _holds(self._heap[0]):
-                return self._heap[0][0], self._heap[0][2]
-            heappop(self._heap)
-        return None
-
-    def pop(self) -> Node | None:
-        """Take the node of the smallest entry that holds."""
-        found = self.first()
-        if found is None:
-            return None
-        heappop(self._heap)
-        return found[1]
-
-
-def _holds(entry: tuple[float, int, Node]) -> bool:
-    return entry[2].queued == entry[1] and entry[2].is_free_leaf
+from radix.order import Order
 
 
 def _divide(pages_of: dict[Node, int], upper: Node, lower: Node) -> None:
@@ -68,8 +25,8 @@ class Policy(ABC):
     `tick` is logical time, one a use.
     """
 
-    def __init__(self) -> None:
-        self.order = Order()
+    def __init__(self, order: Order | None = None) -> None:
+        self.order = order or Order()
 
     @abstractmethod
     def key(self, node: Node) -> float:
@@ -86,12 +43,17 @@ class Policy(ABC):
         """The next victim, out of the order; None if there is none."""
         return self.order.pop()
 
+    def due(self, now: float) -> bool:
+        """Whether the next victim should go at `now` (the tree's clock), even if nobody needs the room."""
+        return False
+
     def split(self, upper: Node, lower: Node) -> None:  # noqa: B027
         """A run was cut; `upper` has the record of `lower` already."""
 
     def absorb(self, parent: Node, child: Node) -> None:
         """A child leaves; uses of it were uses of its parent as well."""
         parent.last_use = max(parent.last_use, child.last_use)
+        parent.used_s = max(parent.used_s, child.used_s)
         parent.hits += child.hits
 
     def evicted(self, node: Node) -> None:  # noqa: B027
@@ -275,18 +237,36 @@ class GDSF(Policy):
         self._clock = max(self._clock, node.heat)
 
 
-_MAKERS: dict[str, Callable[[int], Policy]] = {
-    "lru": lambda _: LRU(),
-    "lfu": lambda _: LFU(),
-    "slru": SLRU,
-    "s3fifo": S3FIFO,
-    "gdsf": lambda _: GDSF(),
+class TTL(Policy):
+    """Least recently used, and whatever was not used for `ttl_s` seconds goes by itself."""
+
+    def __init__(self, ttl_s: float):
+        super().__init__()
+        self._ttl_s = ttl_s
+
+    def key(self, node: Node) -> float:
+        """Second of the last use."""
+        return node.used_s
+
+    def due(self, now: float) -> bool:
+        """Whether the time of the next victim is over."""
+        first = self.order.first()
+        return first is not None and first[0] + self._ttl_s <= now
+
+
+_MAKERS: dict[str, Callable[[int, float], Policy]] = {
+    "lru": lambda *_: LRU(),
+    "lfu": lambda *_: LFU(),
+    "slru": lambda capacity, _: SLRU(capacity),
+    "s3fifo": lambda capacity, _: S3FIFO(capacity),
+    "gdsf": lambda *_: GDSF(),
+    "ttl": lambda _, ttl_s: TTL(ttl_s),
 }
 POLICIES = tuple(_MAKERS)
 
 
-def make_policy(name: str, capacity: int) -> Policy:
+def make_policy(name: str, capacity: int, ttl_s: float = 600.0) -> Policy:
     """A policy by its name, for a pool of `capacity` pages. Raises ValueError for an unknown name."""
     if name not in _MAKERS:
         raise ValueError(f"no eviction policy {name!r}; there are {', '.join(POLICIES)}")
-    return _MAKERS[name](capacity)
+    return _MAKERS[name](capacity, ttl_s)

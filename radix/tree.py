@@ -7,8 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from radix.events import EventLog
+from radix.hold import Hold
 from radix.node import TOKEN_BYTES, Node, common_tokens
-from radix.policy import LRU, Order, Policy
+from radix.policy import LRU, Policy
+from radix.quotas import Quotas
+from radix.shallow import ShallowMeta
+from radix.stats import Cause, Stats
+from radix.victims import Victims
+
+# What both parts of a run keep when it is cut; the cost is divided.
+_RECORD = ("last_use", "hits", "hold_until", "heat", "frequency", "created_s", "used_s", "shallow")
 
 
 @dataclass(slots=True)
@@ -46,12 +54,13 @@ class RadixTree:
         page_size: tokens in a page.
         policy: the order of victims; default: least recently used.
         clock: seconds, never going back. The tree has none of its own.
-        hold: seconds for which a new node is held.
+        hold: for how long a new node is held; default: not at all.
         log: is told of every page that comes or goes.
+        quotas: pages that tenants may keep; default: no limits.
 
     Attributes:
         num_locked_pages: pages on the paths that are locked or pinned; num_pinned_pages: on those that are pinned.
-        num_evicted_pages, num_broken_holds: counters.
+        stats: what happened so far.
     """
 
     def __init__(
@@ -59,54 +68,60 @@ class RadixTree:
         page_size: int,
         policy: Policy | None = None,
         clock: Callable[[], float] = lambda: 0.0,
-        hold: float = 0.0,
+        hold: Hold | None = None,
         log: EventLog | None = None,
+        quotas: Quotas | None = None,
     ):
         self._log = log
         self.page_size = page_size
         self.policy = policy or LRU()
-        self.hold = hold
+        self.hold = hold or Hold()
+        self.quotas = quotas
+        self.stats = Stats()
+        self._victims = Victims(self.policy)
         self._clock = clock
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[str, Node] = {}
-        self._held = Order()
         self._tick = 0
         self.num_nodes = 0
         self.num_pages = 0
         self.num_locked_pages = 0
         self.num_pinned_pages = 0
-        self.num_evicted_pages = 0
-        self.num_broken_holds = 0
 
     @property
     def num_evictable_pages(self) -> int:
         """Pages that `evict` could hand back now."""
         return self.num_pages - self.num_locked_pages
 
+    @property
+    def num_broken_holds(self) -> int:
+        """Nodes that were evicted before their hold was over, because nothing else could go."""
+        return self._victims.num_broken_holds
+
     # -- reading ---------------------------------------------------------------------------------------------
 
     def match(self, key: bytes, namespace: str = "") -> Match:
         """The longest cached prefix of `key`, exact to the token. Reads only; `acquire` makes use of it."""
-        found = Match()
-        node = self._roots.get(namespace)
+        root = node = self._roots.get(namespace)
         if node is None:
-            return found
-        offset, page_bytes, pages, last = 0, self._page_bytes, found.pages, None
-        while (child := node.children.get(key[offset : offset + page_bytes])) is not None:
-            run = child.key
-            if not key.startswith(run, offset):
+            return Match()
+        offset, end, page_bytes, pages = 0, len(key), self._page_bytes, array("i")
+        child = None
+        while offset < end:
+            child = node.only or node.children.get(key[offset : offset + page_bytes])
+            if child is None or not key.startswith(run := child.key, offset):
                 break
             pages.extend(child.pages)
             offset += len(run)
-            node = last = child
-        if last is not None:
-            found.node, found.node_pages = last, len(last.pages)
-        if child is not None:
-            self._match_inside(found, key, offset, child)
-        elif offset < len(key) and node.children:
-            child, rows = node.closest_child(key[offset : offset + page_bytes])
+            node = child
+        found = Match(pages) if node is root else Match(pages, node, len(node.pages))
+        if offset < end:
             if child is not None:
-                found.partial_page, found.partial_rows, found.partial_node = child.pages[0], rows, child
+                self._match_inside(found, key, offset, child)
+            elif self.page_size > 1 and node.children:
+                child, rows = node.closest_child(key[offset : offset + page_bytes])
+                if child is not None:
+                    found.partial_page, found.partial_rows, found.partial_node = child.pages[0], rows, child
         return found
 
     def _match_inside(self, found: Match, key: bytes, offset: int, child: Node) -> None:
@@ -131,65 +146,73 @@ class RadixTree:
         if match.node_pages < len(node.pages):
             node = self._split(node, match.node_pages)
         node.hits += 1
-        self._use(node)
+        now = self._clock()
+        self.stats.reuse_gap_s.add(now - node.used_s)
+        self._use(node, now)
         self.lock(node)
         return node
 
-    def _use(self, node: Node) -> None:
+    def _use(self, node: Node, now: float) -> None:
         self._tick += 1
         node.last_use = self._tick
+        node.used_s = now
         self.policy.used(node, self._tick)
-        self._enqueue(node)
+        self._enqueue(node, now)
 
     def touch(self, node: Node | None) -> None:
         """Renew the recency of the path that ends in `node`, without counting a use."""
         if node is not None:
             self._tick += 1
             node.last_use = self._tick
-            self._enqueue(node)
+            node.used_s = now = self._clock()
+            self._enqueue(node, now)
 
     def lock(self, node: Node | None) -> None:
         """Keep the path that ends in `node` from eviction; climbs up to the first referenced ancestor."""
-        while node is not None and (parent := node.parent) is not None:
+        pages = 0
+        while node is not None and not node.refs:
+            node.refs = 1
+            pages += len(node.pages)
+            node = node.parent
+        if node is not None:
             node.refs += 1
-            if node.refs > 1:
-                return
-            self.num_locked_pages += len(node.pages)
-            node = parent
+        self.num_locked_pages += pages
 
     def unlock(self, node: Node | None) -> None:
         """Undo one `lock` of the same node."""
-        while node is not None and (parent := node.parent) is not None:
+        last, pages = node, 0
+        while node is not None and node.refs == 1:
+            node.refs = 0
+            pages += len(node.pages)
+            node = node.parent
+        if node is not None:
             assert node.refs > 0, "unlock without lock"
             node.refs -= 1
-            if node.refs:
-                return
-            self.num_locked_pages -= len(node.pages)
-            if not node.children:
-                self._enqueue(node)
-            node = parent
+        self.num_locked_pages -= pages
+        if last is not None and not last.children:
+            self._enqueue(last, self._clock())
 
     def pin(self, node: Node) -> None:
         """Lock a path for as long as an operator wants; counted apart from the locks of live requests."""
         self.lock(node)
         above: Node | None = node
-        while above is not None and above.parent is not None:
-            above.pins += 1
-            if above.pins > 1:
-                return
+        while above is not None and not above.pins:
+            above.pins = 1
             self.num_pinned_pages += len(above.pages)
             above = above.parent
+        if above is not None:
+            above.pins += 1
 
     def unpin(self, node: Node) -> None:
         """Undo one `pin` of the same node."""
         above: Node | None = node
-        while above is not None and above.parent is not None:
-            assert above.pins > 0, "unpin without pin"
-            above.pins -= 1
-            if above.pins:
-                break
+        while above is not None and above.pins == 1:
+            above.pins = 0
             self.num_pinned_pages -= len(above.pages)
             above = above.parent
+        if above is not None:
+            assert above.pins > 0, "unpin without pin"
+            above.pins -= 1
         self.unlock(node)
 
     def num_new_pinned_pages(self, match: Match) -> int:
@@ -204,7 +227,12 @@ class RadixTree:
     # -- writing ---------------------------------------------------------------------------------------------
 
     def insert(
-        self, key: bytes, pages: array[int], namespace: str = "", cost: float = 0.0
+        self,
+        key: bytes,
+        pages: array[int],
+        namespace: str = "",
+        cost: float = 0.0,
+        shallow: ShallowMeta | None = None,
     ) -> tuple[Node | None, array[int]]:
         """Add the whole pages of `key`.
 
@@ -213,6 +241,7 @@ class RadixTree:
             pages: page ids for the leading pages of `key`.
             namespace: the key's namespace.
             cost: what computing those pages took that the tree does not have yet, for policies that weigh it.
+            shallow: what those pages' KV was computed for, if it depends on more than what stands before.
 
         Returns:
             The node in which the last page lies (None without pages) and the page ids that the tree holds for the
@@ -229,7 +258,7 @@ class RadixTree:
         while offset < end:
             child = node.children.get(key[offset : offset + self._page_bytes])
             if child is None:
-                node = self._grow(node, key[offset:], pages[offset // self._page_bytes :], cost)
+                node = self._grow(node, key[offset:], pages[offset // self._page_bytes :], cost, shallow)
                 held.extend(node.pages)
                 break
             whole = common_tokens(key, offset, child.key) // self.page_size
@@ -240,13 +269,15 @@ class RadixTree:
             self.touch(node)
         return node, held
 
-    def _grow(self, parent: Node, key: bytes, pages: array[int], cost: float) -> Node:
+    def _grow(self, parent: Node, key: bytes, pages: array[int], cost: float, shallow: ShallowMeta | None) -> Node:
         leaf = Node(key, pages, parent, parent.namespace)
         parent.attach(key[: self._page_bytes], leaf)
-        leaf.cost = cost
-        if self.hold:
-            leaf.hold_until = self._clock() + self.hold
-        self._use(leaf)
+        leaf.cost, leaf.shallow = cost, shallow
+        leaf.created_s = now = self._clock()
+        leaf.hold_until = self.hold.until(now, cost)
+        if self.quotas is not None:
+            self.quotas.add(leaf.namespace, len(pages))
+        self._use(leaf, now)
         self.num_nodes += 1
         self.num_pages += len(pages)
         if self._log is not None:
@@ -259,7 +290,7 @@ class RadixTree:
         cut = whole * self._page_bytes
         upper = Node(node.key[:cut], node.pages[:whole], node.parent, node.namespace)
         upper.refs, upper.pins = int(node.refs > 0), int(node.pins > 0)
-        for name in ("last_use", "hits", "hold_until", "heat", "frequency"):
+        for name in _RECORD:
             setattr(upper, name, getattr(node, name))
         upper.cost = node.cost * whole / len(node.pages)
         node.cost -= upper.cost
@@ -276,51 +307,65 @@ class RadixTree:
 
     def evict(self, num_pages: int) -> array[int]:
         """Give back up to `num_pages` unreferenced pages, each victim's from its end."""
-        freed = array("i")
-        while len(freed) < num_pages and (node := self._victim()) is not None:
-            self._trim(node, num_pages - len(freed), freed)
-        return freed
+        return self._evict(num_pages, "room")
 
     def flush(self) -> array[int]:
         """Give back every unreferenced page."""
-        return self.evict(self.num_pages)
+        return self._evict(self.num_pages, "flush")
 
-    def _trim(self, node: Node, want: int, freed: array[int]) -> None:
+    def _evict(self, num_pages: int, cause: Cause) -> array[int]:
+        freed, now = array("i"), self._clock()
+        while len(freed) < num_pages and (node := self._victims.pop(now)) is not None:
+            self._trim(node, num_pages - len(freed), freed, now, cause)
+        return freed
+
+    def expire(self) -> array[int]:
+        """Give back what the policy lets go by itself."""
+        freed, now = array("i"), self._clock()
+        while (node := self._victims.pop_due(now)) is not None:
+            self._trim(node, len(node.pages), freed, now, "expired")
+        return freed
+
+    def make_room(self, namespace: str, num_pages: int) -> array[int]:
+        """Give back what the tenant of a namespace must give up, as far as it can, to add `num_pages` pages."""
+        freed = array("i")
+        if self.quotas is not None and (over := self.quotas.over(namespace, num_pages)):
+            now = self._clock()
+            while len(freed) < over and (node := self.quotas.pop(namespace, now)) is not None:
+                self._trim(node, over - len(freed), freed, now, "quota")
+        return freed
+
+    def _trim(self, node: Node, want: int, freed: array[int], now: float, cause: Cause) -> None:
         want = min(want, len(node.pages))
         kept = len(node.pages) - want
         freed.extend(node.pages[kept:])
+        self._book_eviction(node, want, now, cause)
         if self._log is not None:
             self._log.removed(node, kept)
         if kept:
             node.cost *= kept / len(node.pages)
             node.pages = node.pages[:kept]
             node.key = node.key[: kept * self._page_bytes]
-            self._enqueue(node)
+            self._enqueue(node, now)
         else:
-            self._remove(node)
-        self.num_pages -= want
-        self.num_evicted_pages += want
+            self._remove(node, now)
 
-    def _enqueue(self, node: Node) -> None:
-        """Put a node into the victim order, or among the held ones, if it is an unreferenced leaf."""
+    def _book_eviction(self, node: Node, pages: int, now: float, cause: Cause) -> None:
+        self.num_pages -= pages
+        self.stats.evicted[cause] += pages
+        self.stats.idle_s.add(now - node.used_s, pages)
+        self.stats.lifetime_s.add(now - node.created_s, pages)
+        if self.quotas is not None:
+            self.quotas.add(node.namespace, -pages)
+
+    def _enqueue(self, node: Node, now: float) -> None:
+        """Put a node among the victims, if it is an unreferenced leaf."""
         if node.is_free_leaf:
-            if node.hold_until > self._clock():
-                self._held.push(node.hold_until, node)
-            else:
-                self.policy.enter(node)
+            self._victims.enter(node, now)
+            if self.quotas is not None:
+                self.quotas.enter(node, now)
 
-    def _victim(self) -> Node | None:
-        now = self._clock()
-        while (first := self._held.first()) is not None and first[0] <= now:
-            self._held.pop()
-            self.policy.enter(first[1])
-        if (node := self.policy.pop()) is not None:
-            return node
-        if (node := self._held.pop()) is not None:
-            self.num_broken_holds += 1
-        return node
-
-    def _remove(self, node: Node) -> None:
+    def _remove(self, node: Node, now: float) -> None:
         parent = node.parent
         assert parent is not None
         parent.detach(node.key[: self._page_bytes])
@@ -329,11 +374,19 @@ class RadixTree:
         self.policy.evicted(node)
         if parent.parent is not None:
             self.policy.absorb(parent, node)
-            self._enqueue(parent)
+            self._enqueue(parent, now)
         elif not parent.children:
             del self._roots[parent.namespace]
 
     # -- looking ---------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """The tree's clock, in seconds."""
+        return self._clock()
+
+    def roots(self) -> Iterator[tuple[str, Node]]:
+        """Every namespace that holds something, with its root."""
+        yield from self._roots.items()
 
     def nodes(self) -> Iterator[Node]:
         """Every node, parents first."""
@@ -342,6 +395,14 @@ class RadixTree:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
+
+    def shallow(self, match: Match) -> ShallowMeta | None:
+        """What can be promised of a match's pages together; None if that is nothing."""
+        metas = [node.shallow for node in path(match.node)]
+        found = metas[0] if metas else None
+        for meta in metas[1:]:
+            found = None if found is None or meta is None else found.meet(meta)
+        return found
 
     def check(self) -> None:
         """Raise AssertionError if an invariant of the tree does not hold. Walks the whole tree."""
@@ -361,3 +422,10 @@ class RadixTree:
             assert n.refs >= sum(1 for c in n.children.values() if c.refs)
             assert n.pins >= sum(1 for c in n.children.values() if c.pins)
             assert n.refs >= n.pins
+
+
+def path(node: Node | None) -> Iterator[Node]:
+    """A node and its ancestors, without the root."""
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent

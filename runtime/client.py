@@ -9,7 +9,7 @@ import sys
 import tempfile
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from runtime.protocol import (
     FlushCache,
     GetPins,
     GetState,
+    GetTree,
     Inbound,
     ModelInfo,
     Ready,
@@ -61,8 +62,10 @@ class AsyncEngine:
     info: ModelInfo
     tokenizer: Tokenizer
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, quotas: Mapping[str, int] | None = None):
+        """`quotas`: cached pages by tenant, for those whose number differs from the configured one."""
         self.config = config
+        self._quotas = dict(quotas or {})
         self._frontend: Frontend | None = None
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._num_calls = 0
@@ -91,7 +94,7 @@ class AsyncEngine:
         self._generation += 1
         self._inbox = zmq.Socket(self._context, zmq.PUSH)
         self._outbox = self._context.socket(zmq.PULL)
-        boot = {"config": self.config.model_dump_json()}
+        boot: dict[str, Any] = {"config": self.config.model_dump_json(), "quotas": self._quotas}
         for name, socket in (("inbox", self._inbox), ("outbox", self._outbox)):
             address = f"ipc://{Path(self._directory.name) / name}-{self._generation}"
             socket.set_hwm(0)
@@ -258,8 +261,12 @@ class AsyncEngine:
         return await self._call(GetPins)
 
     async def state(self) -> dict[str, Any]:
-        """Counters (they only grow) and gauges of the engine, flat names to numbers; see `EngineCore.state`."""
+        """Counters and histograms (they only grow) and gauges of the engine; see `EngineCore.state`."""
         return await self._call(GetState)
+
+    async def tree(self, **asked: Any) -> list[dict[str, Any]]:
+        """A page of the tree's nodes as dicts of `radix.NodeView`; `asked` are the fields of `GetTree`."""
+        return (await self._call(lambda call: GetTree(call, **asked)))["nodes"]
 
     def _running(self) -> Frontend:
         if self._frontend is None:

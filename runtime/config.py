@@ -48,16 +48,22 @@ class CacheConfig(Section):
     """The KV pool and the prefix cache that lives in it."""
 
     prefix_cache: bool = Field(True, description="reuse the KV of earlier requests' prefixes")
-    eviction_policy: Literal["lru", "lfu", "slru", "s3fifo", "gdsf"] = Field(
+    eviction_policy: Literal["lru", "lfu", "slru", "s3fifo", "gdsf", "ttl"] = Field(
         "lru", description="which unreferenced pages go first when room is needed"
     )
+    ttl: float = Field(600.0, gt=0, description="policy ttl: seconds without a use after which pages go by themselves")
     hold_time: float = Field(0.0, ge=0, description="seconds for which new pages are kept while anything else can go")
+    hold_by_cost: bool = Field(False, description="hold in proportion to what the pages cost, --hold-time at the mean")
+    tenant_quota: int | None = Field(
+        None, ge=1, description="pages that a tenant may keep cached, unless its key says another number"
+    )
     kv_events: str | None = Field(
         None, description="publish what the cache holds on this ZeroMQ endpoint, e.g. tcp://127.0.0.1:5557"
     )
     kv_events_replay: str | None = Field(None, description="endpoint at which missed events can be asked for")
     kv_events_tokens: bool = Field(True, description="events carry token ids; without, only block hashes")
     pin_budget: float = Field(0.5, ge=0, le=1, description="share of the pool that pins may hold together")
+    auto_pins: int = Field(0, ge=0, description="keep that many of the prefixes that are hit most, within --pin-budget")
     page_size: int = Field(16, ge=1, le=1024, description="tokens in a page of the pool")
     pool_tokens: int | None = Field(None, ge=1, description="size of the pool in tokens; overrides --pool-memory")
     pool_memory: float = Field(1.0, gt=0, description="size of the pool in GiB (CPU)")
@@ -95,7 +101,7 @@ class ServerConfig(Section):
     port: int = Field(30000, ge=0, le=65535, description="port to bind; 0 takes a free one")
     api_keys: Path | None = Field(
         None,
-        description="file of API keys, a line each: NAME KEY [admin] [public]; also $RAMET_API_KEYS",
+        description="file of API keys, a line each: NAME KEY [admin] [public] [quota=PAGES]; also $RAMET_API_KEYS",
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="larger request bodies are refused with 413")
     incremental_output: bool = Field(

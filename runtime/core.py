@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from array import array
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from radix import tenant_of, view
+from radix.stats import Histogram
 from runtime.config import Config
 from runtime.decoding.sampling import Sampler, report_logprobs
 from runtime.executor import Executor
@@ -24,6 +28,7 @@ from runtime.protocol import (
     FlushCache,
     GetPins,
     GetState,
+    GetTree,
     Inbound,
     ModelInfo,
     Outbound,
@@ -44,11 +49,11 @@ log = logging.getLogger("ramet.engine")
 class EngineCore:
     """The engine without its surroundings."""
 
-    def __init__(self, config: Config, path: Path):
-        """Load the model directory `path`. Raises ModelError."""
+    def __init__(self, config: Config, path: Path, quotas: Mapping[str, int] | None = None):
+        """Load the model directory `path`; `quotas`: cached pages by tenant. Raises ModelError."""
         self.config = config
         self.executor = Executor(config, path)
-        self.cache = PagedCache(self.executor.pool, config.cache)
+        self.cache = PagedCache(self.executor.pool, config.cache, quotas)
         self.scheduler = Scheduler(config.scheduler, self.cache)
         spec = self.executor.spec
         self.sampler = Sampler(spec.vocab_size, self.executor.device)
@@ -73,6 +78,8 @@ class EngineCore:
                 "aborted_requests",
                 "failed_requests",
                 "prompt_tokens",
+                "queries",
+                "hits",
                 "queried_tokens",
                 "cached_tokens",
                 "generation_tokens",
@@ -117,6 +124,8 @@ class EngineCore:
             return Reply(message.call, {"found": self.cache.pins.unpin(message.pin)})
         elif isinstance(message, GetPins):
             return Reply(message.call, self.pins())
+        elif isinstance(message, GetTree):
+            return Reply(message.call, self.tree(message))
         elif isinstance(message, GetState):
             return Reply(message.call, self.state())
         return None
@@ -159,7 +168,7 @@ class EngineCore:
     def flush(self, pins: bool = False) -> dict[str, Any]:
         """Drop every cached page that no live request uses; pinned ones only if asked."""
         page_size = self.info.page_size
-        self.cache.pins.expire()
+        self.cache.expire()
         if pins:
             self.cache.pins.unpin_all()
         return {
@@ -169,7 +178,7 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """Run one step and tell what came of it."""
-        self.cache.pins.expire()
+        self.cache.expire()
         work = self.scheduler.schedule()
         if not work:
             return []
@@ -177,6 +186,8 @@ class EngineCore:
         for item in work:
             if not item.request.admitted_s:
                 item.request.admitted_s = now
+                self.counters["queries"] += 1
+                self.counters["hits"] += item.request.cached_tokens > 0
                 self.counters["queried_tokens"] += item.request.prompt_len
                 self.counters["cached_tokens"] += item.request.cached_tokens
         try:
@@ -268,13 +279,29 @@ class EngineCore:
             "budget_tokens": board.budget_pages * self.info.page_size,
         }
 
+    def tree(self, asked: GetTree) -> dict[str, Any]:
+        """A page of the tree's nodes, parents first."""
+        self.cache.expire()
+        nodes = view(
+            self.cache.tree,
+            lambda namespace: asked.tenant is None or tenant_of(namespace) == asked.tenant,
+            asked.max_depth,
+            asked.skip,
+            asked.limit,
+            asked.preview_tokens,
+        )
+        return {"nodes": [asdict(node) for node in nodes]}
+
     def state(self) -> dict[str, Any]:
-        """Counters (they only grow) and gauges."""
-        cache = self.cache
+        """Counters and histograms (they only grow) and gauges."""
+        cache, stats = self.cache, self.cache.tree.stats
+        cache.expire()
+        page_size = self.info.page_size
         tree_pages = cache.tree.num_pages
         return {
             **self.counters,
-            "evicted_tokens": cache.tree.num_evicted_pages * self.info.page_size,
+            "evicted_tokens": sum(stats.evicted.values()) * page_size,
+            "evicted_tokens_by_cause": {cause: pages * page_size for cause, pages in stats.evicted.items()},
             "retracted_requests": self.scheduler.num_retracted,
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
@@ -289,4 +316,11 @@ class EngineCore:
             "pins_broken": cache.pins.num_broken,
             "holds_broken": cache.tree.num_broken_holds,
             "tree_nodes": cache.tree.num_nodes,
+            "idle_before_evict_s": _plain(stats.idle_s),
+            "lifetime_s": _plain(stats.lifetime_s),
+            "reuse_gap_s": _plain(stats.reuse_gap_s),
         }
+
+
+def _plain(histogram: Histogram) -> dict[str, Any]:
+    return {"bounds": histogram.bounds, "counts": histogram.counts, "total": histogram.total}

@@ -33,6 +33,7 @@ class Boot(msgspec.Struct):
     """What the parent tells the engine process."""
 
     config: str
+    quotas: dict[str, int]
     inbox: str
     outbox: str
 
@@ -50,7 +51,7 @@ def main() -> int:
         socket.set_hwm(0)
         socket.connect(address)
     try:
-        core = _start(config)
+        core = _start(config, boot.quotas)
     except RametError as error:
         outbox.send(encode(Failed(error.message)))
         context.destroy(linger=2000)
@@ -61,10 +62,10 @@ def main() -> int:
     return 0
 
 
-def _start(config: Config) -> EngineCore:
+def _start(config: Config, quotas: dict[str, int]) -> EngineCore:
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
-    return EngineCore(config, resolve_model(config.model))
+    return EngineCore(config, resolve_model(config.model), quotas)
 
 
 def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:

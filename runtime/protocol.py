@@ -73,11 +73,25 @@ class GetPins(msgspec.Struct, tag="pins"):
     call: int
 
 
+class GetTree(msgspec.Struct, tag="tree"):
+    """Ask for a page of the tree's nodes; see `radix.view`. Answered by `Reply`.
+
+    `tenant`: whose nodes; None: everybody's. `preview_tokens`: how many of each run's first tokens are told.
+    """
+
+    call: int
+    tenant: str | None = None
+    max_depth: int | None = None
+    skip: int = 0
+    limit: int = 256
+    preview_tokens: int = 0
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort what runs and end the engine process."""
 
 
-Call = FlushCache | GetState | AddPin | RemovePin | GetPins
+Call = FlushCache | GetState | AddPin | RemovePin | GetPins | GetTree
 Inbound = AddRequest | Abort | Call | Shutdown
 
 

@@ -1,7 +1,7 @@
 """Who asks: API keys, what each may do, and the cache namespace that follows from it.
 
-A key is a line `NAME KEY [admin] [public]` of the file `--api-keys`, or of the environment variable RAMET_API_KEYS
-(lines separated by `;`). Without any key the server is open, and everyone is the same tenant.
+A key is a line `NAME KEY [admin] [public] [quota=PAGES]` of the file `--api-keys`, or of the environment variable
+RAMET_API_KEYS (lines separated by `;`). Without any key the server is open, and everyone is the same tenant.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from server.errors import error_response
 
 ENVIRONMENT = "RAMET_API_KEYS"
 OPEN_PATHS = frozenset({"/health"})
-ADMIN_PATHS = ("/cache/", "/flush_cache", "/abort_request", "/server_info", "/get_server_info")
+ADMIN_PATHS = ("/cache/", "/flush_cache", "/abort_request", "/server_info", "/get_server_info", "/metrics")
+# Below an admin's path, but everybody sees what is its own there.
+OWN_PATHS = frozenset({"/cache/tree"})
 
 CacheScope = Annotated[
     Literal["private", "public"],
     Field(description="public: share cached pages with all keys that may; only for keys marked public"),
 ]
-_LINE = re.compile(r"(?P<name>[\w.-]{1,64})\s+(?P<key>\S{8,512})(?P<flags>(\s+(admin|public))*)")
+_LINE = re.compile(r"(?P<name>[\w.-]{1,64})\s+(?P<key>\S{8,512})(?P<flags>(\s+(admin|public|quota=[1-9]\d{0,8}))*)")
 
 
 class Unauthorized(RametError):
@@ -59,12 +61,19 @@ class Tenant:
         digest: SHA-256 of the key, which itself is not kept.
         admin: whether the routes about cache and server are allowed.
         public: whether public prefixes are.
+        quota: pages that it may keep cached; None: the configured number.
     """
 
     name: str
     digest: bytes
     admin: bool = False
     public: bool = False
+    quota: int | None = None
+
+    @property
+    def account(self) -> str:
+        """What the engine calls the tenant: the part of all its namespaces before the slash."""
+        return self.digest.hex()[:32]
 
     def namespace(self, salt: str | None, scope: str) -> str:
         """The cache namespace of a request. Raises Forbidden for a public scope that the key may not use."""
@@ -72,7 +81,7 @@ class Tenant:
             if not self.public:
                 raise Forbidden("this key may not use public prefixes", param="cache_scope")
             return f"public/{salt or ''}"
-        return f"{self.digest.hex()[:32]}/{salt or ''}"
+        return f"{self.account}/{salt or ''}"
 
 
 _EVERYONE = Tenant("", b"", admin=True, public=True)
@@ -96,13 +105,15 @@ def read_keys(path: Path | None) -> list[Tenant]:
         found = _LINE.fullmatch(line)
         if found is None:
             raise BadKeys(
-                f"API key line {number} is not `NAME KEY [admin] [public]`, the key with 8 characters or more"
+                f"API key line {number} is not `NAME KEY [admin] [public] [quota=PAGES]`, "
+                "the key with 8 characters or more"
             )
         flags = found["flags"].split()
         digest = hashlib.sha256(found["key"].encode()).digest()
         if any(tenant.digest == digest or tenant.name == found["name"] for tenant in tenants):
             raise BadKeys(f"API key line {number} repeats a name or a key")
-        tenants.append(Tenant(found["name"], digest, "admin" in flags, "public" in flags))
+        quota = next((int(flag.removeprefix("quota=")) for flag in flags if flag.startswith("quota=")), None)
+        tenants.append(Tenant(found["name"], digest, "admin" in flags, "public" in flags, quota))
     if path is not None and not tenants:
         raise BadKeys(f"--api-keys {path} has no key")  # an open server is never what was meant
     return tenants
@@ -132,7 +143,8 @@ class Guard:
         if not self.tenants or scope["path"] in OPEN_PATHS:
             return _EVERYONE
         tenant = self._find(dict(scope["headers"]))
-        if scope["path"].startswith(ADMIN_PATHS) and not tenant.admin:
+        path = scope["path"]
+        if path.startswith(ADMIN_PATHS) and path not in OWN_PATHS and not tenant.admin:
             raise Forbidden("this route is for admin keys")
         return tenant
 

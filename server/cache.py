@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from array import array
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from pydantic import ConfigDict, Field
 
 from runtime.errors import InvalidRequest
-from server.auth import Asker, CacheScope, Tenant
+from server.auth import Asker, CacheScope, Forbidden, Tenant
 from server.context import Context, Ctx
 from server.errors import NotFound
 from server.openai_types import Message
@@ -80,5 +81,45 @@ async def unpin(context: Ctx, pin_id: str) -> dict[str, Any]:
 
 @router.get("/stats")
 async def stats(context: Ctx) -> dict[str, Any]:
-    """The engine's counters and gauges."""
+    """The engine's counters, histograms and gauges."""
     return await context.engine.state()
+
+
+@router.get("/tree")
+async def tree(
+    context: Ctx,
+    asker: Asker,
+    tenant: Annotated[str | None, Query(description="admin keys: name of the API key whose nodes to show")] = None,
+    depth: Annotated[int | None, Query(ge=1, le=10_000, description="deepest level; default: all")] = None,
+    cursor: Annotated[int, Query(ge=0, le=10_000_000, description="`next_cursor` of the page before")] = 0,
+    limit: Annotated[int, Query(ge=1, le=4096, description="most nodes in the answer")] = 256,
+    preview: Annotated[int, Query(ge=0, le=256, description="admin keys: tokens of each run to show as text")] = 0,
+) -> dict[str, Any]:
+    """The radix tree's nodes, level by level, parents first; other keys than admins' see their own nodes only."""
+    if not asker.admin and (preview or tenant not in (None, asker.name)):
+        raise Forbidden("this key may only look at its own nodes, without their text")
+    whose = _named(tenant, context) if tenant is not None else asker
+    everybody = asker.admin and tenant is None
+    nodes = await context.engine.tree(
+        tenant=None if everybody else whose.account,
+        max_depth=depth,
+        skip=cursor,
+        limit=limit,
+        preview_tokens=preview,
+    )
+    names = {known.account: known.name for known in context.tenants}
+    shown = [_show(node, names, context) for node in nodes]
+    return {"nodes": shown, "next_cursor": cursor + limit if len(nodes) == limit else None}
+
+
+def _show(node: dict[str, Any], names: dict[str, str], context: Context) -> dict[str, Any]:
+    """A node with its tenant's name instead of the namespace, which holds a digest and a salt."""
+    account = node.pop("namespace").partition("/")[0]
+    tokens = array("i")
+    tokens.frombytes(node.pop("preview"))
+    shown = {**node, "tenant": "public" if account == "public" else names.get(account, "")}
+    return (
+        {**shown, "preview": context.engine.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)}
+        if tokens
+        else shown
+    )

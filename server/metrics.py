@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from runtime.output import Output
 from server.rate import Rate
@@ -18,6 +19,8 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prompt_tokens": ("Prompt tokens of accepted requests", ("sglang:prompt_tokens", "vllm:prompt_tokens")),
     "generation_tokens": ("Generated tokens", ("sglang:generation_tokens", "vllm:generation_tokens")),
     "cached_tokens": ("Prompt tokens read from the cache", ("sglang:cached_tokens", "vllm:prefix_cache_hits")),
+    "queries": ("Requests looked up in the cache", ("ramet:prefix_cache_requests",)),
+    "hits": ("Requests that found something in the cache", ("ramet:prefix_cache_request_hits",)),
     "queried_tokens": ("Prompt tokens looked up in the cache", ("vllm:prefix_cache_queries",)),
     "evicted_tokens": ("Tokens evicted from the cache", ("sglang:evicted_tokens",)),
     "requests": ("Accepted requests", ("sglang:num_requests",)),
@@ -45,6 +48,17 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pages_pinned": ("Pages of the tree that are pinned", ("ramet:pages_pinned",)),
     "pins": ("Pins", ("ramet:pins",)),
     "tree_nodes": ("Nodes of the tree", ("ramet:tree_nodes",)),
+}
+
+
+# Seconds, a count for every page.
+_HISTOGRAMS: dict[str, tuple[str, str]] = {
+    "idle_before_evict_s": (
+        "Seconds from a page's last use to its eviction",
+        "vllm:kv_block_idle_before_evict_seconds",
+    ),
+    "lifetime_s": ("Seconds from a page's coming to its eviction", "vllm:kv_block_lifetime_seconds"),
+    "reuse_gap_s": ("Seconds between two uses of a prefix", "vllm:kv_block_reuse_gap_seconds"),
 }
 
 
@@ -119,6 +133,26 @@ class Metrics:
                     metric = family(name, text, labels=list(self._labels))
                     metric.add_metric(list(self._labels.values()), self._state.get(key, 0))
                     yield metric
+        if self._state:
+            yield self._evictions()
+            yield from self._engine_histograms()
+
+    def _evictions(self) -> Metric:
+        family = CounterMetricFamily(
+            "ramet:evicted_tokens", "Tokens evicted from the cache, by cause", labels=[*self._labels, "cause"]
+        )
+        for cause, tokens in self._state["evicted_tokens_by_cause"].items():
+            family.add_metric([*self._labels.values(), cause], tokens)
+        return family
+
+    def _engine_histograms(self) -> Iterator[Metric]:
+        for key, (text, name) in _HISTOGRAMS.items():
+            plain = self._state[key]
+            bounds = [*(str(bound) for bound in plain["bounds"]), "+Inf"]
+            family = HistogramMetricFamily(name, text, labels=list(self._labels))
+            buckets = list(zip(bounds, accumulate(plain["counts"]), strict=True))
+            family.add_metric(list(self._labels.values()), buckets, plain["total"])
+            yield family
 
 
 def _both(name: str) -> tuple[str, str]:

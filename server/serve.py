@@ -79,7 +79,7 @@ class _Server(uvicorn.Server):
 
 async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant]) -> int:
     log.info("loading %s", config.model.model)
-    engine = AsyncEngine(config)
+    engine = AsyncEngine(config, {tenant.account: tenant.quota for tenant in tenants if tenant.quota is not None})
     await engine.start()
     try:
         info = engine.info

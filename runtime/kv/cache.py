@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
-from radix import EventLog, Match, RadixTree, make_policy
+from radix import EventLog, Hold, Match, Quotas, RadixTree, make_policy
 from radix.node import TOKEN_BYTES
 from runtime.config import CacheConfig
 from runtime.kv.allocator import PageAllocator
+from runtime.kv.auto_pins import AutoPins
 from runtime.kv.pins import PinBoard
 from runtime.kv.pool import KVPool
 from runtime.request import Request
@@ -22,15 +23,25 @@ class PagedCache:
     pages, `commit` hands the full ones to the tree, eviction frees them.
     """
 
-    def __init__(self, pool: KVPool, config: CacheConfig, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        pool: KVPool,
+        config: CacheConfig,
+        quotas: Mapping[str, int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """`quotas`: pages by tenant, for those whose number differs from the configured one."""
         self.pool = pool
         self.page_size = pool.page_size
         self.enabled = config.prefix_cache
         self.allocator = PageAllocator(pool.num_pages)
-        policy = make_policy(config.eviction_policy, pool.num_pages)
+        policy = make_policy(config.eviction_policy, pool.num_pages, config.ttl)
         self.events = EventLog(pool.page_size * TOKEN_BYTES) if config.kv_events else None
-        self.tree = RadixTree(pool.page_size, policy, clock, config.hold_time, self.events)
+        hold = Hold(config.hold_time, config.hold_by_cost)
+        limits = Quotas(quotas or {}, config.tenant_quota) if quotas or config.tenant_quota else None
+        self.tree = RadixTree(pool.page_size, policy, clock, hold, self.events, limits)
         self.pins = PinBoard(self.tree, int(config.pin_budget * pool.num_pages), clock)
+        self.auto_pins = AutoPins(self.pins, config.auto_pins, clock) if config.auto_pins else None
 
     @property
     def num_available(self) -> int:
@@ -62,17 +73,19 @@ class PagedCache:
             False, with nothing changed but the use of the match stamped, if memory does not suffice.
         """
         node = self.tree.acquire(match)
+        if self.auto_pins is not None and node is not None:
+            self.auto_pins.note(node)
         need = self.pages_for(len(request.tokens)) - len(match.pages)
         fresh = None
         if need + headroom <= self.num_available:
             # The page to copy from must outlive the eviction that makes room for its copy; where nothing else can
             # be evicted it goes too, and its rows are computed again.
             self.tree.lock(match.partial_node)
-            fresh = self._allocate(need, match.pages)
+            fresh = self._allocate(need, match.pages, request.namespace)
             self.tree.unlock(match.partial_node)
             rows = match.partial_rows if fresh is not None else 0
             if fresh is None:
-                fresh = self._allocate(need, match.pages)
+                fresh = self._allocate(need, match.pages, request.namespace)
         if fresh is None:
             self.tree.unlock(node)
             return False
@@ -87,7 +100,7 @@ class PagedCache:
         """Make sure that the next token's KV has a place; False if memory does not suffice."""
         if len(request.pages) * self.page_size > request.num_computed:
             return True
-        fresh = self._allocate(1, request.pages)
+        fresh = self._allocate(1, request.pages, request.namespace)
         if fresh is None:
             return False
         request.pages.extend(fresh)
@@ -117,6 +130,7 @@ class PagedCache:
         self.tree.touch(request.node)
         self.tree.unlock(request.node)
         self.allocator.release(request.pages[request.num_tree_pages :])
+        self.allocator.release(self.tree.make_room(request.namespace, 0))
         request.pages, request.num_tree_pages, request.node = array("i"), 0, None
         request.num_computed = 0
 
@@ -126,9 +140,15 @@ class PagedCache:
         self.allocator.release(pages)
         return len(pages)
 
-    def _allocate(self, count: int, behind: array[int]) -> array[int] | None:
+    def expire(self) -> None:
+        """Let go what has had its time: pins, and what the policy does not want to keep."""
+        self.pins.expire()
+        self.allocator.release(self.tree.expire())
+
+    def _allocate(self, count: int, behind: array[int], namespace: str) -> array[int] | None:
         if count > self.num_available:
             return None
+        self.allocator.release(self.tree.make_room(namespace, count))
         if (short := count - self.allocator.num_free) > 0:
             self.allocator.release(self.tree.evict(short))
         return self.allocator.allocate(count, behind[-1] if behind else -1)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from radix import Node, RadixTree
+from radix import Match, Node, RadixTree, path
 
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """A pinned prefix; `expires_s` is on the board's clock, None: never."""
+    """A pinned prefix; `expires_s` is on the board's clock, None: never. `auto`: nobody asked for it."""
 
     id: str
     name: str | None
@@ -21,6 +21,7 @@ class Pin:
     tokens: int
     node: Node
     expires_s: float | None
+    auto: bool = False
 
 
 class PinBoard:
@@ -56,7 +57,9 @@ class PinBoard:
         wanted = len(tokens) // page_size
         match = self.tree.match(tokens[: wanted * page_size].tobytes(), namespace)
         missing = wanted - len(match.pages)
-        pages = self.tree.num_pinned_pages + self.tree.num_new_pinned_pages(match) + missing
+        pages = self._pages_with(match) + missing
+        while pages > self.budget_pages and self._drop_auto():
+            pages = self._pages_with(match) + missing
         if not wanted or pages > self.budget_pages:
             self.num_refused += 1
             return {"refused": self._reason(wanted, pages)}
@@ -70,6 +73,23 @@ class PinBoard:
         pin = Pin(f"pin-{next(self._ids)}", name, namespace, wanted * page_size, node, expires)
         self.pins[pin.id] = pin
         return {"pin": self.describe(pin)}
+
+    def pin_auto(self, node: Node) -> None:
+        """Pin the prefix that ends in a node, if the budget allows it."""
+        if self._pages_with(Match(node=node, node_pages=len(node.pages))) <= self.budget_pages:
+            self.tree.pin(node)
+            tokens = sum(len(above.pages) for above in path(node)) * self.tree.page_size
+            pin = Pin(f"pin-{next(self._ids)}", None, node.namespace, tokens, node, None, auto=True)
+            self.pins[pin.id] = pin
+
+    def _pages_with(self, match: Match) -> int:
+        """Pages that all pins would hold if a match were pinned too."""
+        return self.tree.num_pinned_pages + self.tree.num_new_pinned_pages(match)
+
+    def _drop_auto(self) -> bool:
+        """Let the automatic pin go that was used longest ago; False if there is none."""
+        autos = [pin for pin in self.pins.values() if pin.auto]
+        return bool(autos) and self.unpin(min(autos, key=lambda pin: pin.node.last_use).id)
 
     def _reason(self, wanted: int, pages: int) -> str:
         if not wanted:
@@ -99,14 +119,24 @@ class PinBoard:
                 self.unpin(pin.id)
 
     def yield_one(self) -> bool:
-        """Let the pin go that was used longest ago, because a live request needs the room; False if there is none."""
+        """Let a pin go because a live request needs the room: automatic ones first, then the one used longest ago.
+
+        False if there is none.
+        """
         if not self.pins:
             return False
-        oldest = min(self.pins.values(), key=lambda pin: pin.node.last_use)
+        oldest = min(self.pins.values(), key=lambda pin: (not pin.auto, pin.node.last_use))
         self.num_broken += 1
         return self.unpin(oldest.id)
 
     def describe(self, pin: Pin) -> dict[str, Any]:
         """A pin as clients see it."""
         left = None if pin.expires_s is None else max(pin.expires_s - self._clock(), 0.0)
-        return {"id": pin.id, "name": pin.name, "tokens": pin.tokens, "hits": pin.node.hits, "expires_in_s": left}
+        return {
+            "id": pin.id,
+            "name": pin.name,
+            "tokens": pin.tokens,
+            "hits": pin.node.hits,
+            "expires_in_s": left,
+            "auto": pin.auto,
+        }

@@ -27,7 +27,7 @@ def trace():
             chat = []
             open_chats.append(chat)
         chat.extend(next(fresh) for _ in range(draw.randrange(1, 5)))
-        trace.append(array("i", chat))
+        trace.append((float(len(trace)), array("i", chat)))
     return trace
 
 
@@ -35,7 +35,7 @@ def brute_force_lru(trace, capacity):
     """Blocks by recency; a prompt's later blocks are older than its earlier ones, so that prefixes stay whole."""
     cache: OrderedDict[int, None] = OrderedDict()
     hits = total = 0
-    for blocks in trace:
+    for _, blocks in trace:
         hit = 0
         while hit < len(blocks) and blocks[hit] in cache:
             hit += 1
@@ -63,5 +63,10 @@ def test_every_policy_stays_below_the_offline_bound(trace, policy):
 
 def test_hashes_of_any_size_are_read(tmp_path):
     path = tmp_path / "trace.jsonl"
-    path.write_text("\n".join(json.dumps({"timestamp": i, "hash_ids": [1 << 60, 5 + i]}) for i in range(3)))
-    assert [list(blocks) for blocks in read_trace(path)] == [[0, 1], [0, 2], [0, 3]]
+    path.write_text("\n".join(json.dumps({"timestamp": 500 * i, "hash_ids": [1 << 60, 5 + i]}) for i in range(3)))
+    assert [(s, list(blocks)) for s, blocks in read_trace(path)] == [(0.0, [0, 1]), (0.5, [0, 2]), (1.0, [0, 3])]
+
+
+def test_a_short_time_to_live_costs_hits(trace):
+    assert replay(trace, "ttl", 400) == replay(trace, "lru", 400)
+    assert 0 < replay(trace, "ttl", 400, ttl_s=20) < replay(trace, "lru", 400)

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from radix import POLICIES, RadixTree, make_policy
+from radix import POLICIES, Hold, RadixTree, make_policy
 from runtime.config import CacheConfig
 
 
@@ -18,10 +18,10 @@ def key(*tokens: int) -> bytes:
 class Cache:
     """A cache of a fixed number of pages of one token, over a tree."""
 
-    def __init__(self, pages: int, policy: str = "lru", hold: float = 0.0):
+    def __init__(self, pages: int, policy: str = "lru", hold: float = 0.0, by_cost: bool = False, ttl: float = 1e9):
         self.now = 0.0
         self.free = list(range(pages))
-        self.tree = RadixTree(1, make_policy(policy, pages), lambda: self.now, hold)
+        self.tree = RadixTree(1, make_policy(policy, pages, ttl), lambda: self.now, Hold(hold, by_cost))
 
     def ask(self, *tokens: int, cost: float = 0.0) -> int:
         """Serve a prompt; how many of its tokens were cached."""
@@ -65,7 +65,7 @@ def test_a_hot_prompt_that_is_idle_for_a_while_survives_because_it_is_pinned():
 def test_an_expensive_rare_prompt_survives_a_flood_because_it_is_held():
     cache = Cache(12, hold=1.0)
     cache.ask(*RARE, cost=9.0)
-    cache.tree.hold = 0.0
+    cache.tree.hold = Hold()
     flood(cache, 9)
     assert cache.cached(*RARE) == 4, "its hold is not over"
     flood(cache, 9)
@@ -90,6 +90,60 @@ def test_a_live_request_wins_over_the_oldest_hold():
     assert cache.ask(9, 9) == 0
     assert (cache.cached(*HOT), cache.cached(*RARE)) == (2, 4), "the older one yields, from its end"
     assert cache.tree.num_broken_holds == 1
+
+
+def test_a_hold_by_cost_is_longer_for_what_is_dearer():
+    cache = Cache(8, hold=1.0, by_cost=True)
+    cache.ask(1, 2, cost=1.0)
+    cache.ask(3, 4, cost=3.0)  # the mean is 2 now: held for 1.5 s
+    cache.tree.hold = Hold()
+    cache.now = 1.2
+    cache.ask(5, 6, 7, 8)
+    cache.ask(9, 10)
+    assert (cache.cached(1, 2), cache.cached(3, 4)) == (0, 2)
+    cache.ask(11, 12)
+    assert (cache.cached(3, 4), cache.cached(5, 6, 7, 8)) == (2, 2), "the dear one is older, but held"
+    assert cache.tree.num_broken_holds == 0
+    cache.now = 1.6
+    cache.ask(13, 14)
+    assert cache.cached(3, 4) == 0
+
+
+def test_ttl_lets_go_by_itself_and_counts_from_the_last_use():
+    cache = Cache(100, "ttl", ttl=10.0)
+    cache.ask(*HOT)
+    cache.ask(*RARE)
+    cache.now = 6.0
+    cache.ask(*HOT)
+    cache.now = 9.9
+    assert list(cache.tree.expire()) == []
+    cache.now = 10.0
+    assert len(cache.tree.expire()) == 4
+    assert (cache.cached(*HOT), cache.cached(*RARE)) == (4, 0)
+    node = cache.tree.acquire(cache.tree.match(key(*HOT)))
+    cache.now = 100.0
+    assert list(cache.tree.expire()) == [], "a live request uses it"
+    cache.tree.unlock(node)
+    assert len(cache.tree.expire()) == 4
+    assert cache.tree.stats.evicted == {"room": 0, "quota": 0, "expired": 8, "flush": 0}
+
+
+def test_what_is_seen_of_evictions():
+    cache = Cache(8)
+    cache.ask(*HOT)
+    cache.now = 5.0
+    cache.ask(*HOT)
+    cache.now = 45.0
+    cache.ask(*RARE)
+    cache.ask(9)
+    cache.tree.flush()
+    stats = cache.tree.stats
+    assert stats.evicted == {"room": 1, "quota": 0, "expired": 0, "flush": 8}
+    assert stats.reuse_gap_s.total == 5.0
+    assert stats.idle_s.total == 4 * 40.0
+    assert stats.lifetime_s.total == 4 * 45.0
+    assert sum(stats.idle_s.counts) == 9
+    assert stats.idle_s.counts[stats.idle_s.bounds.index(60.0)] == 4
 
 
 @pytest.mark.parametrize("policy", ["lfu", "slru", "s3fifo", "gdsf"])

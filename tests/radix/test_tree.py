@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
-from radix import POLICIES, RadixTree, make_policy
+from radix import POLICIES, Hold, Quotas, RadixTree, make_policy
 
 
 def key(*tokens: int) -> bytes:
@@ -109,11 +109,19 @@ class TreeMachine(RuleBasedStateMachine):
     locks = Bundle("locks")
     pins = Bundle("pins")
 
-    @initialize(page_size=st.sampled_from([1, 2, 4]), policy=st.sampled_from(POLICIES), hold=st.sampled_from([0, 3]))
-    def start(self, page_size, policy, hold):
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4]),
+        policy=st.sampled_from(POLICIES),
+        hold=st.sampled_from([(0.0, False), (3.0, False), (3.0, True)]),
+        quota=st.sampled_from([None, 1, 5]),
+    )
+    def start(self, page_size, policy, hold, quota):
         self.page_size = page_size
         self.now = 0.0
-        self.tree = RadixTree(page_size, make_policy(policy, 16), lambda: self.now, hold)
+        self.quota = quota
+        quotas = None if quota is None else Quotas({"t": quota})
+        policy = make_policy(policy, 16, ttl_s=5.0)
+        self.tree = RadixTree(page_size, policy, lambda: self.now, Hold(*hold), quotas=quotas)
         self.pinned: list = []
         self.next_page = 0
         self.held: dict[tuple, int] = {}
@@ -224,6 +232,25 @@ class TreeMachine(RuleBasedStateMachine):
         self.forget(freed)
 
     @rule()
+    def expire(self):
+        before = set(self.held)
+        freed = self.tree.expire()
+        self.forget(freed)
+        assert not freed or self.now >= 5.0, "nothing is that old"
+        assert set().union(*self.locked, *self.pinned) <= set(self.held) <= before
+
+    @rule(coming=st.integers(0, 3))
+    def make_room(self, coming):
+        freed = self.tree.make_room("t", coming)
+        assert all(prefix[0] == "t" for prefix, page in self.held.items() if page in freed)
+        self.forget(freed)
+        if self.quota is None:
+            assert not freed
+        else:
+            kept = sum(prefix[0] == "t" for prefix in set().union(*self.locked, *self.pinned))
+            assert sum(prefix[0] == "t" for prefix in self.held) <= max(self.quota - coming, kept)
+
+    @rule()
     def flush(self):
         self.forget(self.tree.flush())
         assert set(self.held) == set().union(*self.locked, *self.pinned)
@@ -241,6 +268,8 @@ class TreeMachine(RuleBasedStateMachine):
             return
         self.tree.check()
         assert self.tree.num_pages == len(self.held)
+        if self.quota is not None:
+            assert self.tree.quotas.pages("t") == sum(prefix[0] == "t" for prefix in self.held)
         assert set().union(*self.locked, *self.pinned) <= set(self.held)
         assert self.tree.num_locked_pages == len(set().union(*self.locked, *self.pinned))
         assert self.tree.num_pinned_pages == len(set().union(*self.pinned))

@@ -87,11 +87,60 @@ def test_a_request_that_needs_the_whole_pool_wins_over_a_pin(driver):
     assert driver.core.state()["pins_broken"] == 1
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "s3fifo", "gdsf"])
+def test_the_prefixes_that_are_hit_most_are_pinned_by_themselves(tiny_dir):
+    driver = Driver(make_core(tiny_dir, pool_tokens=960, pin_budget=0.3, auto_pins=2))
+    roots = [[1000 * i + j for j in range(32)] for i in range(1, 5)]
+    draw = random.Random(3)
+    for i in range(140):
+        root = roots[0 if i % 3 == 0 else 1 if i % 3 == 1 else draw.randrange(4)]
+        driver.together([[*root, *(draw.randrange(49152) for _ in range(20))]], max_new_tokens=1)
+    pins = pinned(driver.core)["pins"]
+    assert [(pin["auto"], pin["tokens"]) for pin in pins] == [(True, 32), (True, 32)]
+    driver.flush()
+    for root, expected in zip(roots, (32, 32, 0, 0), strict=True):
+        rid = f"probe {root[0]}"
+        driver.add(rid, [*root, 7, 8], max_new_tokens=1)
+        driver.run()
+        assert driver.events[rid][0].cached_tokens == expected
+    big = list(range(20000, 20288))  # the whole budget of 18 pages
+    driver.together([big], max_new_tokens=1)
+    assert "pin" in pin(driver.core, big), "an operator's pin goes before automatic ones"
+    assert [p["auto"] for p in pinned(driver.core)["pins"]] == [False]
+
+
+def test_other_prefixes_take_the_place_of_those_that_cool_down(tiny_dir, monkeypatch):
+    core = make_core(tiny_dir, pool_tokens=960, auto_pins=1)
+    now = [0.0]
+    for part in (core.cache.auto_pins, core.cache.pins):
+        monkeypatch.setattr(part, "_clock", lambda: now[0])
+    driver = Driver(core)
+    for root in ([11] * 32, [22] * 48):
+        for i in range(40):
+            driver.together([[*root, i, 5]], max_new_tokens=1)
+        assert [p["tokens"] for p in pinned(core)["pins"]] == [len(root)]
+        now[0] += 6000.0
+
+
+def test_ttl_empties_an_idle_cache(tiny_dir):
+    core = make_core(tiny_dir, eviction_policy="ttl", ttl=30.0)
+    now = [0.0]
+    core.cache.tree._clock = lambda: now[0]
+    driver = Driver(core)
+    driver.together([PREFIX], max_new_tokens=1)
+    now[0] = 29.0
+    assert core.state()["pages_tree"] == 6
+    now[0] = 31.0
+    state = core.state()
+    assert (state["pages_tree"], state["evicted_tokens_by_cause"]["expired"]) == (0, 96)
+    driver.check_idle()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "s3fifo", "gdsf", "ttl"])
 def test_full_load_with_pins_and_holds_at_their_limits(tiny_dir, policy):
     core = make_core(
-        tiny_dir, pool_tokens=320, page_size=4, pin_budget=0.6, hold_time=1000.0, eviction_policy=policy, max_running=8
-    )
+        tiny_dir, pool_tokens=320, page_size=4, pin_budget=0.6, hold_time=1000.0, eviction_policy=policy, max_running=8,
+        hold_by_cost=True, tenant_quota=60, auto_pins=2,
+    )  # fmt: skip
     driver, draw = Driver(core), random.Random(5)
     plain = Driver(make_core(tiny_dir, prefix_cache=False))
     roots = [[draw.randrange(49152) for _ in range(30)] for _ in range(4)]
@@ -102,9 +151,11 @@ def test_full_load_with_pins_and_holds_at_their_limits(tiny_dir, policy):
             pin(core, draw.choice(roots))
 
     for rid, prompt in prompts.items():
-        driver.add(rid, prompt, max_new_tokens=draw.choice([4, 60]))
+        driver.add(rid, prompt, max_new_tokens=draw.choice([4, 60]), namespace=draw.choice(["", "t/1", "t/2"]))
     driver.run(between)
     state = core.state()
+    assert state["evicted_tokens_by_cause"]["quota"] > 0
+    assert core.cache.tree.quotas.pages("t/1") <= 60
     assert state["pages_pinned"] > 0
     assert state["holds_broken"] > 0
     for rid in list(prompts)[:8]:

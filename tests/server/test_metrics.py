@@ -19,6 +19,8 @@ NAMES = [
     *("vllm:request_time_per_output_token_seconds_count", "vllm:inter_token_latency_seconds_count"),
     *("vllm:e2e_request_latency_seconds_count", "vllm:request_queue_time_seconds_count"),
     *("vllm:request_prefill_time_seconds_count", "vllm:request_decode_time_seconds_count"),
+    *("vllm:kv_block_idle_before_evict_seconds_count", "vllm:kv_block_lifetime_seconds_count"),
+    *("vllm:kv_block_reuse_gap_seconds_sum", "ramet:prefix_cache_request_hits_total"),
 ]
 
 
@@ -45,6 +47,22 @@ def test_requests_are_counted_under_both_names(client):
         assert grown(f"{house}:generation_tokens_total") == 10
     assert grown("vllm:request_success_total", '{finished_reason="length",model_name="smollm2"}') == 2
     assert float(after["sglang:num_running_reqs" + LABELS]) == 0
+
+
+def test_evictions_by_cause_and_how_long_pages_were_idle(client):
+    before = read(client)
+    body = {"input_ids": list(range(300, 340)), "sampling_params": {"max_new_tokens": 1}}
+    for _ in range(2):
+        assert client.post("/generate", json=body).status_code == 200
+    flushed = client.post("/flush_cache").json()["flushed_tokens"]
+    after = read(client)
+    cause = 'ramet:evicted_tokens_total{cause="flush",model_name="smollm2"}'
+    assert float(after[cause]) - float(before[cause]) == flushed >= 32
+    name = "vllm:kv_block_idle_before_evict_seconds"
+    assert float(after[f"{name}_count{LABELS}"]) - float(before[f"{name}_count{LABELS}"]) == flushed / 16
+    assert after[f'{name}_bucket{{le="+Inf",model_name="smollm2"}}'] == after[f"{name}_count{LABELS}"]
+    gap = f"vllm:kv_block_reuse_gap_seconds_count{LABELS}"
+    assert float(after[gap]) - float(before[gap]) >= 1
 
 
 def test_a_rate_forgets():

@@ -1,0 +1,49 @@
+"""What a tree has done so far: numbers that only grow."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import Literal
+
+Cause = Literal["room", "quota", "expired", "flush"]
+
+_SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0, 3600.0, 10800.0)
+
+
+class Histogram:
+    """Counts by upper bound, as Prometheus wants them (there the counts are cumulative).
+
+    Attributes:
+        bounds: upper bounds in seconds; one more bucket takes what is above the last.
+        counts: by bucket.
+        total: sum of all values, in seconds.
+    """
+
+    def __init__(self, bounds: tuple[float, ...] = _SECONDS):
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Book a value."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+
+@dataclass(slots=True)
+class Stats:
+    """All counters are in pages.
+
+    Attributes:
+        evicted: by cause: `room` was needed, the tenant was over its `quota`, the policy let it go (`expired`), or
+            a `flush`.
+        idle_s: seconds from a page's last use to its eviction.
+        lifetime_s: seconds from its coming to its eviction.
+        reuse_gap_s: seconds between two uses of a node, counted once a use.
+    """
+
+    evicted: dict[Cause, int] = field(default_factory=lambda: dict.fromkeys(("room", "quota", "expired", "flush"), 0))
+    idle_s: Histogram = field(default_factory=Histogram)
+    lifetime_s: Histogram = field(default_factory=Histogram)
+    reuse_gap_s: Histogram = field(default_factory=Histogram)
