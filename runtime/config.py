@@ -8,6 +8,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+SchedulePolicy = Literal["balanced", "fcfs", "priority", "lpm", "dfs"]
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
@@ -75,6 +77,12 @@ class SchedulerConfig(Section):
 
     step_tokens: int = Field(1024, ge=1, description="token rows in one step: decode rows first, then prefill")
     chunk_tokens: int = Field(1024, ge=1, description="most rows that one prompt may take of a step")
+    schedule_policy: SchedulePolicy = Field(
+        "balanced", description="who is admitted next; lpm: longest match first, dfs: in the order of the tree"
+    )
+    max_overtake: float = Field(
+        10.0, ge=0, description="policy balanced: nobody is overtaken by a request that came that many seconds later"
+    )
     max_running: int = Field(64, ge=1, description="requests that decode together")
     max_waiting: int = Field(4096, ge=1, description="requests that may wait; more are refused with 503")
 

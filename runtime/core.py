@@ -226,6 +226,7 @@ class EngineCore:
         request.num_computed += item.count
         if prefilled:
             self.cache.commit(request, row_s * item.count)
+            self.scheduler.computed(request)
         if token is None and prompt_logprobs is None:
             return None
         event = TokenEvent(

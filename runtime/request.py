@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ class Request:
         prompt_logprobs_from: the first prompt position whose log-probability is still owed; None: none are wanted.
         generator: this request's own random stream, so that its tokens do not depend on its neighbours.
         counts: int32 [vocab], how often each token was generated; kept only where a penalty needs it.
+        matched_tokens, rank: of a waiting request: what the tree had of it when last looked up, and its place.
         cached_tokens: prompt tokens found in the cache when first admitted; -1 before.
         arrival_s, admitted_s, first_token_s: engine clock, seconds.
     """
@@ -45,6 +47,8 @@ class Request:
     generator: torch.Generator | None = None
     counts: torch.Tensor | None = None
     prompt_ids: torch.Tensor | None = None
+    matched_tokens: int = 0
+    rank: Any = None
     cached_tokens: int = -1
     arrival_s: float = 0.0
     admitted_s: float = 0.0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sortedcontainers import SortedKeyList
-
+from radix import Match
 from runtime.config import SchedulerConfig
 from runtime.kv.cache import PagedCache
 from runtime.request import Request
+from runtime.waiting import Waiting
 
 
 @dataclass(slots=True)
@@ -32,15 +32,18 @@ class Work:
 class Scheduler:
     """Continuous batching: decode rows first, then chunked prefill of what runs, then admission of what waits.
 
-    Waiting requests are served by priority, then arrival. When memory runs out, the request admitted last is
-    retracted: it gives up its pages (the tree keeps what it can), keeps its tokens and waits again. So the oldest
-    one always goes on, and as every accepted request fits into the pool alone, all of them end.
+    Waiting requests are served in the order of the policy (see `Waiting`). When memory runs out, the request that is
+    cheapest to compute again is retracted: it gives up its pages (the tree keeps what it can), keeps its tokens and
+    waits again. The one admitted first is spared, so it always goes on, and as every accepted request fits into the
+    pool alone, all of them end.
     """
 
     def __init__(self, config: SchedulerConfig, cache: PagedCache):
         self.config = config
         self.cache = cache
-        self.waiting: SortedKeyList = SortedKeyList(key=lambda r: (-r.priority, r.sequence))
+        self.waiting = Waiting(
+            config.schedule_policy, config.max_overtake, cache.page_size, lambda request: self._match(request)[1]
+        )
         self.running: list[Request] = []
         self.num_retracted = 0
 
@@ -55,6 +58,10 @@ class Scheduler:
             self.cache.release(request, keep)
         else:
             self.waiting.remove(request)
+
+    def computed(self, request: Request) -> None:
+        """More of a running request has come into the tree."""
+        self.waiting.computed(request)
 
     def schedule(self) -> list[Work]:
         """The work of the next step; empty only if nothing can run."""
@@ -74,13 +81,18 @@ class Scheduler:
             if request.num_remaining != 1 or request not in self.running:
                 continue
             while not self.cache.grow(request):
-                victim = self.running[-1]
+                victim = self._cheapest()
                 self._retract(victim)
                 if victim is request:
                     break
             else:
                 work.append(Work(request, 1))
         return work
+
+    def _cheapest(self) -> Request:
+        """Who should give way: of low priority, with few tokens that only it uses. The first only if it is alone."""
+        candidates = self.running[:0:-1] or self.running
+        return min(candidates, key=lambda request: (request.priority, self.cache.num_own_tokens(request)))
 
     def _retract(self, request: Request) -> None:
         self.running.remove(request)
@@ -103,10 +115,13 @@ class Scheduler:
         # Prompts that will be in the tree soon: whoever shares more with one of them than the tree has now waits
         # for it instead of computing the same pages twice.
         computing = [r for r in self.running if r.num_remaining > 1]
-        for request in list(self.waiting.islice(0, 2 * self.config.max_running)):
+        self.waiting.refresh()
+        for request in self.waiting.first(2 * self.config.max_running):
             if budget <= 0 or len(self.running) >= self.config.max_running:
                 return
-            match = self.cache.match(request)
+            match, matched_tokens = self._match(request)
+            if self.waiting.rank_again(request, matched_tokens):
+                continue
             if self.cache.enabled and any(self._shares_more(request, other, len(match.pages)) for other in computing):
                 continue
             if not self.cache.admit(request, match, headroom=len(self.running)):
@@ -118,6 +133,11 @@ class Scheduler:
             if request.num_remaining > 1:
                 computing.append(request)
             budget -= self._take(work, request, budget)
+
+    def _match(self, request: Request) -> tuple[Match, int]:
+        """What the tree has of a request, and how many tokens that is."""
+        match = self.cache.match(request)
+        return match, len(match.pages) * self.cache.page_size + match.partial_rows
 
     def _shares_more(self, request: Request, other: Request, matched_pages: int) -> bool:
         if request.namespace != other.namespace or request.wants_prompt_logprobs:

@@ -6,7 +6,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 
-from radix import EventLog, Hold, Match, Quotas, RadixTree, make_policy
+from radix import EventLog, Hold, Match, Quotas, RadixTree, make_policy, path
 from radix.node import TOKEN_BYTES
 from runtime.config import CacheConfig
 from runtime.kv.allocator import PageAllocator
@@ -133,6 +133,14 @@ class PagedCache:
         self.allocator.release(self.tree.make_room(request.namespace, 0))
         request.pages, request.num_tree_pages, request.node = array("i"), 0, None
         request.num_computed = 0
+
+    def num_own_tokens(self, request: Request) -> int:
+        """Computed tokens of a request that no other request and no pin keeps."""
+        shared = request.node
+        while shared is not None and shared.refs == 1 and not shared.pins:
+            shared = shared.parent
+        kept = sum(len(node.pages) for node in path(shared)) * self.page_size
+        return request.num_computed - min(kept, request.num_computed)
 
     def flush(self) -> int:
         """Drop all cached pages that no live request uses; returns how many."""

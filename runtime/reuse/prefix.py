@@ -8,13 +8,15 @@ import numpy as np
 import torch
 
 from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span
+from runtime.reuse.sharing import stretches
 from runtime.scheduler import Work
 
 
 def plan_prefix(work: Sequence[Work], num_layers: int, page_size: int, device: torch.device) -> ForwardBatch:
     """One step over causal requests: each computes its next `count` tokens against all pages before them.
 
-    Sets `logits` of each piece of work.
+    Pages that several requests read are one span with the rows of all of them (tree attention); the rows come in the
+    order of the page tables, so that those are neighbours. Sets `logits` of each piece of work.
 
     Args:
         work: requests whose page tables cover the rows to be computed.
@@ -29,24 +31,44 @@ def plan_prefix(work: Sequence[Work], num_layers: int, page_size: int, device: t
     attention = AttentionPlan(total)
     logits_rows: list[int] = []
     row = 0
-    for item in work:
-        request, start = item.request, item.request.num_computed
-        end, rows = start + item.count, slice(row, row + item.count)
+    ends = [item.request.num_computed + item.count for item in work]
+    tables = [item.request.pages[: -(-end // page_size)].tobytes() for item, end in zip(work, ends, strict=True)]
+    order = sorted(range(len(work)), key=tables.__getitem__)
+    starts = []
+    for i in order:
+        item, end = work[i], ends[i]
+        request, start = item.request, end - item.count
+        rows = slice(row, row + item.count)
+        starts.append(row)
         tokens[rows] = request.tokens[start:end]
         positions[rows] = np.arange(start, end)
-        pages = np.array(request.pages[: -(-end // page_size)], dtype=np.int32)
+        pages = np.frombuffer(tables[i], dtype=np.int32)
         slots[rows] = pages[positions[rows] // page_size].astype(np.int64) * page_size + positions[rows] % page_size
-        attention.add(rows, Span(pages, end), "causal")
         row = rows.stop
         wanted = _wanted_rows(item, rows)
         item.logits = slice(len(logits_rows), len(logits_rows) + len(wanted))
         logits_rows.extend(wanted)
+    starts.append(row)
+    _attend(attention, [tables[i] for i in order], [ends[i] for i in order], starts, page_size)
     return ForwardBatch(
         tokens=torch.from_numpy(tokens).to(device),
         positions=torch.from_numpy(positions).to(device),
         groups=[LayerGroup(range(num_layers), None, torch.from_numpy(slots).to(device), attention)],
         logits_rows=torch.tensor(logits_rows, dtype=torch.int64, device=device),
     )
+
+
+def _attend(
+    attention: AttentionPlan, tables: Sequence[bytes], ends: Sequence[int], starts: Sequence[int], page_size: int
+) -> None:
+    """Add the edges of sorted requests: `ends` are their tokens after the step, `starts` their first rows."""
+    for stretch in stretches(tables, page_size):
+        pages = np.frombuffer(tables[stretch.first], dtype=np.int32)[stretch.start : stretch.stop]
+        rows = slice(starts[stretch.first], starts[stretch.last])
+        if stretch.last - stretch.first > 1:
+            attention.add(rows, Span(pages, len(pages) * page_size), "full")
+        else:
+            attention.add(rows, Span(pages, ends[stretch.first] - stretch.start * page_size), "causal")
 
 
 def _wanted_rows(item: Work, rows: slice) -> range:
