@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from loadgen.record import Record
@@ -111,6 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; 0, or 2 if a file is not a result."""
     from loadgen.files import read_run
+    from loadgen.tables import wide_console
 
     try:
         runs = [read_run(path) for path in arguments.results]
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"ramet bench: {error}", file=sys.stderr)
         return 2
     names = [f"{data['server']['name']} ({path.name})" for path, (data, _) in zip(arguments.results, runs, strict=True)]
-    console = Console()
+    console = wide_console()
     console.print(compare_table(names, [records for _, records in runs], arguments.draws, arguments.seed))
     for name in ("workload", "arrivals"):
         if len({str(data[name]) for data, _ in runs}) > 1:

@@ -6,8 +6,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from loadgen import options
 
 
@@ -30,10 +28,10 @@ def run(arguments: argparse.Namespace) -> int:
     from loadgen.files import write_csv, write_json
     from loadgen.progress import live
     from loadgen.run import Plan, execute, prepare
-    from loadgen.tables import run_tables
+    from loadgen.tables import run_tables, wide_console
     from loadgen.target import Target, TargetError
 
-    console = Console()
+    console = wide_console()
     target = Target(
         arguments.name or arguments.url, arguments.url, arguments.api, arguments.model, arguments.api_key or None
     )

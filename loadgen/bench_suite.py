@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from loadgen import options
@@ -117,12 +116,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the suite; 0 if every run has a complete answer, 1 if one has none, 130 if the user ended it."""
     from loadgen.files import write_json
     from loadgen.run import Plan, Prepared, Result, execute
+    from loadgen.tables import wide_console
     from loadgen.target import TargetError
 
     if unknown := set(arguments.cases) - CASES.keys():
         print(f"ramet bench: --cases: no case {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
-    console = Console()
+    console = wide_console()
     seed = options.seed(arguments)
     rows: list[dict[str, Any]] = []
 

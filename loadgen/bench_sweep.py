@@ -48,12 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the sweep; 0, or 130 if the user ended it."""
     from loadgen.files import write_json
+    from loadgen.tables import wide_console
     from loadgen.target import TargetError
 
     if not arguments.goodput or arguments.factor <= 1:
         print("ramet bench: a sweep needs --goodput, the service level, and a factor above 1", file=sys.stderr)
         return 2
-    console = Console()
+    console = wide_console()
     try:
         levels, interrupted = _sweep(arguments, console)
     except (TargetError, ValueError, OSError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +19,12 @@ _NAMES = {
     "prefill": "prefill, as the server tells",
     "sent_late": "sent after it was due",
 }
+
+
+def wide_console() -> Console:
+    """The terminal; into a file or a pipe, wide enough for every table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=170)
 
 
 def run_tables(result: Result) -> RenderableType:
