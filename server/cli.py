@@ -80,21 +80,15 @@ def _fetch(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    from loadgen import bench_policies, bench_prefix, bench_tree
+    from loadgen.commands import add_benches
 
-    benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
-    prefix = benches.add_parser("prefix", help="time to first token of a long shared prefix, cold and warm")
-    bench_prefix.add_arguments(prefix)
-    policies = benches.add_parser("policies", help="hit ratio of every eviction policy on a recorded trace")
-    bench_policies.add_arguments(policies)
-    bench_tree.add_arguments(benches.add_parser("tree", help="what the radix tree's operations cost, alone"))
+    add_benches(parser)
 
 
 def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from loadgen import bench_policies, bench_prefix, bench_tree
+    from loadgen.commands import run_bench
 
-    runs = {"prefix": bench_prefix.run, "policies": bench_policies.run, "tree": bench_tree.run}
-    return runs[arguments.bench](arguments)
+    return run_bench(arguments)
 
 
 Command = tuple[
@@ -106,7 +100,7 @@ _COMMANDS: dict[str, Command] = {
     "serve": ("serve a model over HTTP", add_options, _serve),
     "generate": ("generate from a prompt on the terminal, without a server", _add_generate, _generate),
     "fetch-model": ("fetch and convert a model, and print its directory", _add_fetch, _fetch),
-    "bench": ("measure this machine", _add_bench, _bench),
+    "bench": ("measure a server or this machine", _add_bench, _bench),
 }
 
 if __name__ == "__main__":

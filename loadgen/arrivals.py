@@ -1,0 +1,101 @@
+"""When sessions begin."""
+
+from __future__ import annotations
+
+import math
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Closed:
+    """`concurrency` users: each begins its next session when its last one has ended."""
+
+    concurrency: int
+
+    def __str__(self) -> str:
+        return f"closed loop, {self.concurrency} at a time"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The instants of a trace."""
+
+    def __str__(self) -> str:
+        return "as recorded"
+
+
+class Open(ABC):
+    """Sessions begin at instants of their own, however slow the server is."""
+
+    @abstractmethod
+    def times(self, rng: random.Random) -> Iterator[float]:
+        """Seconds since the start, in order, without end."""
+
+
+@dataclass(frozen=True)
+class Constant(Open):
+    """Every 1 / rate seconds."""
+
+    rate: float
+
+    def times(self, rng: random.Random) -> Iterator[float]:
+        """See Open."""
+        number = 0
+        while True:
+            yield number / self.rate
+            number += 1
+
+    def __str__(self) -> str:
+        return f"constant, {self.rate:g}/s"
+
+
+@dataclass(frozen=True)
+class Gamma(Open):
+    """Gaps from a gamma distribution of shape `burstiness`: 1 is Poisson, less is burstier, more is more regular."""
+
+    rate: float
+    burstiness: float = 1.0
+
+    def times(self, rng: random.Random) -> Iterator[float]:
+        """See Open."""
+        at_s = 0.0
+        while True:
+            at_s += rng.gammavariate(self.burstiness, 1 / (self.rate * self.burstiness))
+            yield at_s
+
+    def __str__(self) -> str:
+        return f"{'Poisson' if self.burstiness == 1 else f'gamma of {self.burstiness:g}'}, {self.rate:g}/s"
+
+
+@dataclass(frozen=True)
+class Ramp(Open):
+    """Poisson arrivals whose rate goes in a line from one to another over some seconds, and stays there."""
+
+    rate: float
+    end_rate: float
+    seconds: float
+
+    def times(self, rng: random.Random) -> Iterator[float]:
+        """See Open."""
+        expected = 0.0
+        while True:
+            expected += rng.expovariate(1.0)
+            yield self._instant(expected)
+
+    def _instant(self, expected: float) -> float:
+        """When `expected` arrivals are due: the inverse of the rate's integral."""
+        slope = (self.end_rate - self.rate) / self.seconds
+        at_end = (self.rate + self.end_rate) / 2 * self.seconds
+        if expected >= at_end:
+            return self.seconds + (expected - at_end) / self.end_rate
+        # The smaller root of slope / 2 t^2 + rate t = expected, in the form that holds for a slope of 0.
+        return 2 * expected / (self.rate + math.sqrt(max(self.rate**2 + 2 * slope * expected, 0.0)))
+
+    def __str__(self) -> str:
+        return f"Poisson, {self.rate:g} to {self.end_rate:g}/s over {self.seconds:g} s"
+
+
+Arrivals = Closed | Open | Recorded

@@ -1,0 +1,44 @@
+"""The benchmarks by name."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import NamedTuple
+
+from loadgen import bench_compare, bench_policies, bench_prefix, bench_serve, bench_suite, bench_sweep, bench_tree
+
+
+class Bench(NamedTuple):
+    """A subcommand: what it measures, its options, and the function that returns its exit code."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+BENCHES = {
+    "serve": Bench("load on a running server", bench_serve.add_arguments, bench_serve.run),
+    "suite": Bench("six workloads on one or several servers, in turn", bench_suite.add_arguments, bench_suite.run),
+    "sweep": Bench("more and more load, until a service level breaks", bench_sweep.add_arguments, bench_sweep.run),
+    "compare": Bench("results of `serve` side by side", bench_compare.add_arguments, bench_compare.run),
+    "prefix": Bench(
+        "time to first token of a long shared prefix, cold and warm", bench_prefix.add_arguments, bench_prefix.run
+    ),
+    "policies": Bench(
+        "hit ratio of every eviction policy on a recorded trace", bench_policies.add_arguments, bench_policies.run
+    ),
+    "tree": Bench("what the radix tree's operations cost, alone", bench_tree.add_arguments, bench_tree.run),
+}
+
+
+def add_benches(parser: argparse.ArgumentParser) -> None:
+    """The benchmarks as subcommands; `run_bench` runs the one that was chosen."""
+    benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
+    for name, bench in BENCHES.items():
+        bench.add_arguments(benches.add_parser(name, help=bench.help, description=bench.help.capitalize() + "."))
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    """Run it; returns the exit code."""
+    return BENCHES[arguments.bench].run(arguments)

@@ -1,0 +1,48 @@
+"""Is the client itself the bottleneck?"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import numpy as np
+
+_EVERY_S = 0.02
+_TOO_LATE_S = 0.02
+_TOO_BUSY = 0.8
+
+
+class LagMeter:
+    """Measures, while entered, how late the event loop wakes up and how much processor time the process takes.
+
+    All that is measured waits behind the same loop, so its lateness bounds the error of every time in the report.
+    """
+
+    async def __aenter__(self) -> LagMeter:
+        self._late_s: list[float] = []
+        self._begin = (time.perf_counter(), time.process_time())
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        wall, cpu = self._begin
+        self._busy = (time.process_time() - cpu) / max(time.perf_counter() - wall, 1e-9)
+
+    async def _watch(self) -> None:
+        while True:
+            begin = time.perf_counter()
+            await asyncio.sleep(_EVERY_S)
+            self._late_s.append(max(time.perf_counter() - begin - _EVERY_S, 0.0))
+
+    def result(self) -> dict[str, Any]:
+        """Lateness in seconds, the share of one core that the client took, and a warning or None."""
+        p50, p99, most = np.percentile(self._late_s or [0.0], (50, 99, 100)).tolist()
+        warning = None
+        if p99 > _TOO_LATE_S or self._busy > _TOO_BUSY:
+            warning = (
+                f"the client is a bottleneck: its event loop was {1000 * p99:.0f} ms late at p99, "
+                f"and it took {self._busy:.0%} of a core; times are that uncertain"
+            )
+        return {"lag_p50_s": p50, "lag_p99_s": p99, "lag_max_s": most, "cpu_share": self._busy, "warning": warning}

@@ -1,0 +1,216 @@
+"""One measured run: ask the server what it is, warm up, flush, scrape, load, scrape, sum up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import platform
+import random
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+
+from loadgen.apis import APIS, Ask
+from loadgen.arrivals import Arrivals, Closed
+from loadgen.client import Client, Patience
+from loadgen.lag import LagMeter
+from loadgen.load import Bounds, Load
+from loadgen.prose import Cost, Prose
+from loadgen.record import Record
+from loadgen.scrape import difference, scrape
+from loadgen.session import Session
+from loadgen.slo import Slo
+from loadgen.summary import summarise
+from loadgen.target import Target, find_model, takes_ignore_eos, word_cost
+from loadgen.workloads import Source, Workload
+from loadgen.workloads.prompts import Unique
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run does, apart from the server it does it to.
+
+    Attributes:
+        seed: of texts, lengths and arrivals.
+        warmup: requests of other text that are sent first and not counted.
+        prime: requests of the workload itself that are sent after that and not counted, to fill the cache.
+        flush: whether the server's cache is emptied after the warm-up.
+        cut_s: what was scheduled in the first seconds of the run is not counted.
+        scripted: turns go on from written answers, not from the server's own.
+    """
+
+    workload: Workload
+    arrivals: Arrivals
+    bounds: Bounds
+    seed: int
+    warmup: int = 0
+    prime: int = 0
+    flush: bool = False
+    cut_s: float = 0.0
+    scripted: bool = False
+    slo: Slo | None = None
+    patience: Patience = field(default_factory=Patience)
+
+    def sessions(self, cost: Cost) -> Iterator[Session]:
+        """The sessions. Raises ValueError now, and not amid the run, for a file that cannot be read."""
+        rng = random.Random(self.seed)
+        sessions = self.workload.sessions(Source(rng, Prose(rng, cost)))
+        first = next(sessions, None)
+        return iter(()) if first is None else itertools.chain([first], sessions)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A server that has answered the questions before a run.
+
+    Attributes:
+        counted: how the lengths of words in tokens were found.
+        exactness: of that way; 0 is exact.
+    """
+
+    target: Target
+    ask: Ask
+    cost: Cost
+    counted: str
+    exactness: int
+
+
+@dataclass
+class Result:
+    """A run that has ended, however it did.
+
+    Attributes:
+        records: of every request but the warm-up's.
+        facts: what JSON and report say about how it was made.
+        summary: see `loadgen.summary`.
+        interrupted: whether the user ended it.
+    """
+
+    records: list[Record]
+    facts: dict[str, Any]
+    summary: dict[str, Any]
+    interrupted: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"format": "ramet-bench-1", **self.facts, "summary": self.summary} | {
+            "requests": [record.as_dict() for record in self.records]
+        }
+
+
+def prepare(target: Target, fixed_output: str, temperature: float, extra: dict[str, Any]) -> Prepared:
+    """Ask the server what it is. Raises TargetError."""
+    model = find_model(target)
+    if fixed_output == "ignore_eos" and not takes_ignore_eos(target, model):
+        fixed_output = ""
+    cost, counted, exactness = word_cost(target, model, Prose(random.Random(0)))
+    return Prepared(target, Ask(model, fixed_output, temperature, extra), cost, counted, exactness)
+
+
+Watch = Callable[[Load], AbstractContextManager[Any]]
+
+
+def execute(prepared: Prepared, plan: Plan, watch: Watch | None = None) -> Result:
+    """Run a plan against a server. SIGINT ends it early with what there is; a second one ends the program.
+
+    Args:
+        watch: entered while the load runs, for a display.
+    """
+    return asyncio.run(_execute(prepared, plan, watch or (lambda load: nullcontext())))
+
+
+async def _execute(prepared: Prepared, plan: Plan, watch: Watch) -> Result:
+    target = prepared.target
+    started = datetime.now(UTC)
+    sessions = plan.sessions(prepared.cost)
+    async with Client(target.url, APIS[target.api](), prepared.ask, plan.patience, target.key) as client:
+        await _warm_up(client, prepared, plan)
+        flushed = await asyncio.to_thread(_flush, target) if plan.flush else None
+        await _prime(client, sessions, plan)
+        before = await scrape(target.url, target.key)
+        load = Load(client, sessions, plan.arrivals, plan.bounds, random.Random(plan.seed), plan.scripted)
+        with watch(load):
+            async with LagMeter() as lag:
+                interrupted = await _until_interrupted(load.run())
+        after = await scrape(target.url, target.key)
+    counted = [record for record in load.records if record.scheduled_s >= plan.cut_s]
+    facts = {
+        "started_at": started.isoformat(timespec="seconds"),
+        "ended_by": "the user" if interrupted else load.ended_by,
+        "server": {"name": target.name, "url": target.url, "api": target.api, "model": prepared.ask.model},
+        "fixed_output": prepared.ask.fixed_output or "not supported: answers end where the model ends them",
+        "prompt_lengths_from": prepared.counted,
+        "workload": {"kind": type(plan.workload).__name__} | {k: str(v) for k, v in vars(plan.workload).items()},
+        "arrivals": str(plan.arrivals),
+        "bounds": vars(plan.bounds),
+        "seed": plan.seed,
+        "warmup_requests": plan.warmup,
+        "prime_requests": plan.prime,
+        "flushed": flushed,
+        "cut_s": plan.cut_s,
+        "client": {"machine": f"{platform.machine()}, {platform.system()}", **lag.result()},
+        "server_metrics": difference(before, after),
+    }
+    return Result(load.records, facts, summarise(counted, plan.slo), interrupted)
+
+
+async def _until_interrupted(work: Any) -> bool:
+    """Run to the end or to SIGINT; whether that came."""
+    task = asyncio.ensure_future(work)
+    interrupted = False
+
+    def interrupt() -> None:
+        nonlocal interrupted
+        interrupted = True
+        task.cancel()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    loop = asyncio.get_running_loop()
+    # Elsewhere than in the main thread of a Unix there is no such handler, and Ctrl-C ends without a report.
+    with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+        loop.add_signal_handler(signal.SIGINT, interrupt)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not interrupted:
+            raise
+    finally:
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            loop.remove_signal_handler(signal.SIGINT)
+    return interrupted
+
+
+async def _warm_up(client: Client, prepared: Prepared, plan: Plan) -> None:
+    """Short prompts of text that the run does not use, at no more than the run's own concurrency."""
+    if not plan.warmup:
+        return
+    rng = random.Random(f"warm-up {plan.seed}")
+    sessions = Unique().sessions(Source(rng, Prose(rng, prepared.cost)))
+    await _uncounted(client, sessions, plan, plan.warmup)
+
+
+async def _prime(client: Client, sessions: Iterator[Session], plan: Plan) -> None:
+    """The workload's own first sessions; the run goes on where they end."""
+    if plan.prime:
+        await _uncounted(client, sessions, plan, plan.prime)
+
+
+async def _uncounted(client: Client, sessions: Iterator[Session], plan: Plan, requests: int) -> None:
+    concurrency = plan.arrivals.concurrency if isinstance(plan.arrivals, Closed) else 1
+    bounds = replace(plan.bounds, requests=requests, duration_s=None)
+    rng = random.Random(plan.seed)
+    await Load(client, sessions, Closed(min(concurrency, requests)), bounds, rng, plan.scripted).run()
+
+
+def _flush(target: Target) -> bool:
+    try:
+        with target.client() as client:
+            return client.post("/flush_cache").status_code == 200
+    except httpx.HTTPError:
+        return False

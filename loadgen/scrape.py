@@ -1,0 +1,70 @@
+"""The server's own counters, before and after a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+# Cached and looked-up prompt tokens, by the names of those servers that have them.
+_HITS = (
+    ("vllm:prefix_cache_hits", "vllm:prefix_cache_queries"),
+    ("sglang:cached_tokens", "sglang:prompt_tokens"),
+)
+_MOST_BYTES = 8 << 20
+
+
+class Scrape:
+    """The samples of one exposition, summed over labels: counters (with histograms' sums and counts) and gauges."""
+
+    def __init__(self, text: str):
+        self.counters: dict[str, float] = {}
+        self.gauges: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                name = sample.name
+                if family.type == "counter" and not name.endswith("_created"):
+                    _add(self.counters, name.removesuffix("_total"), sample.value)
+                elif family.type in ("histogram", "summary") and name.endswith(("_sum", "_count")):
+                    _add(self.counters, name, sample.value)
+                elif family.type == "gauge":
+                    _add(self.gauges, name, sample.value)
+
+
+def _add(samples: dict[str, float], name: str, value: float) -> None:
+    samples[name] = samples.get(name, 0.0) + value
+
+
+async def scrape(url: str, key: str | None) -> Scrape | None:
+    """The server's `/metrics`, None where it has none that can be read."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10), headers=headers) as session,
+            session.get(url.rstrip("/") + "/metrics") as response,
+        ):
+            if response.status != 200:
+                return None
+            return Scrape((await _read(response.content)).decode())
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+        return None
+
+
+async def _read(content: aiohttp.StreamReader) -> bytes:
+    text = b""
+    async for chunk in content.iter_any():
+        text += chunk
+        if len(text) > _MOST_BYTES:
+            raise ValueError(f"more than {_MOST_BYTES} bytes of metrics")
+    return text
+
+
+def difference(before: Scrape | None, after: Scrape | None) -> dict[str, Any] | None:
+    """What the counters gained, the gauges afterwards, and the hit ratio in tokens of this run; None without both."""
+    if before is None or after is None:
+        return None
+    gained = {name: value - before.counters.get(name, 0.0) for name, value in after.counters.items()}
+    ratio = next((gained[hit] / gained[asked] for hit, asked in _HITS if gained.get(asked) and hit in gained), None)
+    changed = {name: value for name, value in gained.items() if value}
+    return {"hit_ratio": ratio, "counters": changed, "gauges": after.gauges}

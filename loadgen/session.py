@@ -1,0 +1,89 @@
+"""What is asked: sessions of turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+_LABELS = {"user": "\n\nUser: ", "assistant": "\n\nAssistant:", "tool": "\n\nTool: ", "system": ""}
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message; its content is the concatenation of `parts`, which several requests may share."""
+
+    role: Role
+    parts: tuple[str, ...]
+
+    @classmethod
+    def of(cls, role: Role, *parts: str) -> Message:
+        """A message of some parts."""
+        return cls(role, parts)
+
+    @property
+    def content(self) -> str:
+        """The whole text."""
+        return "".join(self.parts)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request.
+
+    Attributes:
+        messages: what comes on top of the session so far; the answer follows.
+        output_tokens: wanted length of the answer; None leaves it to the server.
+        think_s: seconds between the last answer and this turn.
+        scripted_answer: stands for the server's answer in the turns that follow, where answers are scripted.
+    """
+
+    messages: tuple[Message, ...]
+    output_tokens: int | None = None
+    think_s: float = 0.0
+    scripted_answer: str | None = None
+
+
+@dataclass(frozen=True)
+class Session:
+    """Turns, one after the other.
+
+    Attributes:
+        turns: at least one.
+        group: what sessions of the same group have in common is a prefix.
+        dialogue: whether a plain-text prompt shows who speaks; what has several turns needs that.
+        at_s: seconds after the start at which a trace has it.
+    """
+
+    turns: tuple[Turn, ...]
+    group: str = ""
+    dialogue: bool = False
+    at_s: float | None = None
+
+
+@dataclass
+class Conversation:
+    """A session's messages so far."""
+
+    dialogue: bool
+    messages: list[Message] = field(default_factory=list)
+
+    def add(self, messages: Iterable[Message]) -> None:
+        """Append messages."""
+        self.messages.extend(messages)
+
+    def as_chat(self) -> list[dict[str, str]]:
+        """What the chat API takes."""
+        # Servers refuse a tool's message without the call that it answers; to a cache it is a message like others.
+        return [
+            {"role": "user" if message.role == "tool" else message.role, "content": message.content}
+            for message in self.messages
+        ]
+
+    def as_text(self) -> str:
+        """A plain prompt. Earlier turns are a prefix of later ones."""
+        if not self.dialogue:
+            return "\n\n".join(message.content for message in self.messages)
+        return "".join(_LABELS[message.role] + message.content for message in self.messages) + "\n\nAssistant:"

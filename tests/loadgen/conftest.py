@@ -1,0 +1,83 @@
+"""A live Ramet server on a small random model, and servers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+
+from tests.server.conftest import LiveServer, start, stop
+
+
+@pytest.fixture(scope="session")
+def ramet(tiny_dir, tmp_path_factory) -> Iterator[LiveServer]:
+    """Ramet itself; at the end nothing may be left running in it."""
+    log = tmp_path_factory.mktemp("loadgen") / "log"
+    server = start(log, "--model", str(tiny_dir), "--served-model-name", "tiny", "--pool-tokens", "8192",
+                   "--debug-invariants")  # fmt: skip
+    yield server
+    server.check_idle()
+    assert stop(server) == 0
+
+
+Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable[None]]
+
+
+class BadServer:
+    """Speaks just enough HTTP on 127.0.0.1 to do it wrong; `script` has the connection after each request's bytes."""
+
+    def __init__(self, script: Script):
+        self._script = script
+        self._loop = asyncio.new_event_loop()
+        self.requests = 0
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        self._started.wait(10)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        server = self._loop.run_until_complete(asyncio.start_server(self._connection, "127.0.0.1", 0))
+        self.url = "http://127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+        self._started.set()
+        self._loop.run_forever()
+        server.close()
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.run_until_complete(asyncio.sleep(0.05))
+        self._loop.close()
+
+    async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                lengths = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line[:15] == b"content-length:"]
+                await reader.readexactly(int(lengths[0]) if lengths else 0)
+                if head.startswith(b"POST /v1/"):
+                    self.requests += 1
+                await self._script(reader, writer, head)
+                await writer.drain()
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+
+@pytest.fixture
+def bad_server() -> Iterator[Callable[[Script], BadServer]]:
+    """Makes such servers, and closes them."""
+    made: list[BadServer] = []
+
+    def make(script: Script) -> BadServer:
+        made.append(BadServer(script))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.close()
