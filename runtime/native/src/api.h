@@ -50,8 +50,8 @@ RAMET_API void ramet_pack(ramet::Team* team, const ramet::Matrix* w, const void*
 
 RAMET_API void ramet_multiply(ramet::Team* team, const ramet::Product* product) {
     team->run([&](int) {
-        ramet::Buffer<uint32_t> pairs;
-        ramet::multiply(*team, *product, pairs);
+        ramet::Buffer<uint32_t> room;
+        ramet::multiply(*team, *product, room);
     });
 }
 

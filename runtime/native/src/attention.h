@@ -318,12 +318,12 @@ class Attention {
         float* scores = s.scores.data();
         for (int64_t first = 0; first < count; first += kPanel) {
             Tile<R> tile;
-            for (auto& pair : tile) pair[0] = pair[1] = zero();
+            clear<R>(tile);
             const uint32_t* keys = reinterpret_cast<const uint32_t*>(s.keys.data()) + first * lanes;
             if constexpr (sizeof(T) == 2) {
-                dot_bf16<R>(tile, q, wide, keys, lanes);
+                dot_bf16<R, false>(tile, q, wide, keys, lanes);
             } else {
-                dot_f32<R>(tile, q, wide, keys, lanes);
+                dot_f32<R, false>(tile, q, wide, keys, lanes);
             }
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
@@ -364,7 +364,7 @@ class Attention {
                 tile[r][1] = mul(load(out + r * wide + d + kLanes), set1(decay[r]));
             }
             const float* values = s.values.data() + d * kKeys;
-            dot_f32<R>(tile, scores, kScoreStride, reinterpret_cast<const uint32_t*>(values), count);
+            dot_f32<R, false>(tile, scores, kScoreStride, reinterpret_cast<const uint32_t*>(values), count);
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
                 store(out + r * wide + d, tile[r][0]);

@@ -101,7 +101,7 @@ class Decoder {
   private:
     struct Scratch {
         Attention::Scratch attention;
-        Buffer<uint32_t> pairs;
+        Buffer<uint32_t> product;
     };
 
     void copy_rows(const float* from, const int64_t* from_rows, float* to, const int64_t* to_rows, int64_t count) {
@@ -122,7 +122,7 @@ class Decoder {
     }
 
     void multiply(const Product& product, Scratch& scratch) {
-        ramet::multiply(team_, product, scratch.pairs);
+        ramet::multiply(team_, product, scratch.product);
         team_.barrier();
     }
 
