@@ -44,6 +44,7 @@ class ModelConfig(Section):
     attention_backend: Literal["auto", "cpu", "flashinfer"] = Field(
         "auto", description="cpu is the torch reference and runs on any device; flashinfer needs CUDA"
     )
+    native_kernels: bool = Field(True, description="on a CPU with AVX2 or AVX-512, compute in C++; false: in torch")
 
 
 class CacheConfig(Section):

@@ -66,7 +66,7 @@ class EngineCore:
             eos_token_ids=list(spec.eos_token_ids),
             dtype=str(self.executor.dtype).removeprefix("torch."),
             device=str(self.executor.device),
-            attention_backend=self.executor.backend.name,
+            attention_backend=self.executor.backend_name,
             page_size=config.cache.page_size,
             pool_tokens=self.executor.pool.num_pages * config.cache.page_size,
         )

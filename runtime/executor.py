@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,10 +19,18 @@ from runtime.models.llama import LlamaModel
 from runtime.models.ops import FlashInferOps, Ops
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_weights
+from runtime.native.decoder import NativeDecoder
+from runtime.native.library import Library, load_best
+
+log = logging.getLogger("ramet.engine")
 
 
 class Executor:
-    """Runs `ForwardBatch`es."""
+    """Runs `ForwardBatch`es.
+
+    Attributes:
+        backend_name: what computes attention: `native-` and an instruction set, `cpu` (torch) or `flashinfer`.
+    """
 
     def __init__(self, config: Config, path: Path):
         """Load the model in `path`. Raises ModelError if it cannot be served as configured."""
@@ -30,9 +40,16 @@ class Executor:
         backend = choose_attention(config.model, self.device)
         self.context_length = _context_length(config, self.spec)
         ops = FlashInferOps() if backend == "flashinfer" and self.dtype == torch.bfloat16 else Ops()
-        self.model = LlamaModel(self.spec, load_weights(path, self.spec, self.dtype), self.device, ops)
+        model = LlamaModel(self.spec, load_weights(path, self.spec, self.dtype), self.device, ops)
         self.pool = self._make_pool(config)
-        self.backend = self._make_backend(backend)
+        library = self._choose_kernels(config)
+        if library is not None:
+            native = NativeDecoder(library, model, self.pool, threads=torch.get_num_threads())
+            self.backend_name, self._forward = native.name, native.forward
+        else:
+            attention = self._make_backend(backend, model)
+            self.backend_name = attention.name
+            self._forward = partial(model.forward, pool=self.pool, backend=attention)
 
     def _make_pool(self, config: Config) -> KVPool:
         spec, cache = self.spec, config.cache
@@ -54,16 +71,27 @@ class Executor:
             spec.num_layers, num_pages, cache.page_size, spec.num_kv_heads, spec.head_dim, self.dtype, self.device
         )
 
-    def _make_backend(self, name: str) -> AttentionBackend:
+    def _choose_kernels(self, config: Config) -> Library | None:
+        if self.device.type != "cpu" or not config.model.native_kernels:
+            return None
+        library = load_best()
+        if library is None:
+            log.warning(
+                "the native CPU kernels were not built (is there a C++20 compiler?) or this processor has no AVX2; "
+                "torch computes instead, several times slower"
+            )
+        return library
+
+    def _make_backend(self, name: str, model: LlamaModel) -> AttentionBackend:
         if name == "cpu":
-            return CPUAttention(self.pool, self.model.rope)
+            return CPUAttention(self.pool, model.rope)
         from runtime.attention.flashinfer import FlashInferAttention
 
-        return FlashInferAttention(self.pool, self.model.rope, self.spec.num_heads)
+        return FlashInferAttention(self.pool, model.rope, self.spec.num_heads)
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """One step; returns float32 logits [S, vocab] of the batch's `logits_rows`."""
-        return self.model.forward(batch, self.pool, self.backend)
+        return self._forward(batch)
 
 
 def _context_length(config: Config, spec: ModelSpec) -> int:

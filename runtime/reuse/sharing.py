@@ -36,7 +36,7 @@ def stretches(tables: Sequence[bytes], page_size: int) -> list[Stretch]:
         Stretches that cover every table exactly once; the last of each table is its own and may be empty.
     """
     found: list[Stretch] = []
-    pending = [(0, len(tables), 0, 0)]
+    pending = [(0, len(tables), 0, 0)] if tables else []
     while pending:
         first, last, start, at = pending.pop()
         if last - first == 1:

@@ -1,0 +1,160 @@
+"""Finds the compiled kernels, and their entry points as ctypes sees them (`src/api.h`)."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+# Best first. Each is a library of its own, made from the same sources under other compiler flags.
+ISAS = ("avx512bf16", "avx512", "avx2")
+
+
+def _fields(integers: str = "", pointers: str = "") -> list[tuple[str, type]]:
+    return [(name, c_int64) for name in integers.split()] + [(name, c_void_p) for name in pointers.split()]
+
+
+class Matrix(Structure):
+    """Packed weights [n, k]; see `src/matrix.h`."""
+
+    _fields_ = (("data", c_void_p), ("bias", c_void_p), *_fields("n k is_bf16 is_paired"))
+
+
+class Product(Structure):
+    """One matrix product; see `src/gemm.h`."""
+
+    _fields_ = (
+        *(("a", c_void_p), ("lda", c_int64), ("m", c_int64), ("w", POINTER(Matrix)), ("c", c_void_p)),
+        *_fields("ldc columns into"),
+    )
+
+
+class Span(Structure):
+    """A run of rows in the pool; see `src/attention.h`."""
+
+    _fields_ = (("pages", c_void_p), ("length", c_int64), ("keep", c_void_p), ("turn", c_void_p))
+
+
+class Edge(Structure):
+    """Rows that attend to a span; see `src/attention.h`."""
+
+    _fields_ = (("rows", c_void_p), ("num_rows", c_int64), ("span", c_int64), ("mode", c_int64), ("mask", c_void_p))
+
+
+class Shape(Structure):
+    """What attention knows of model and pool."""
+
+    _fields_ = _fields("heads kv_heads dim page_size is_bf16")
+
+
+class LayerKV(Structure):
+    """One layer's keys and values in the pool."""
+
+    _fields_ = _fields(pointers="k v")
+
+
+class Layer(Structure):
+    """One decoder layer; see `src/decoder.h`."""
+
+    _fields_ = (
+        *_fields(pointers="input_norm post_norm q_norm k_norm"),
+        *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
+        ("kv", LayerKV),
+    )
+
+
+class Model(Structure):
+    """The whole model; see `src/decoder.h`."""
+
+    _fields_ = (
+        *_fields("hidden inner vocab num_layers"),
+        *(("eps", c_float), ("shape", Shape), ("layers", POINTER(Layer)), ("norm", c_void_p)),
+        *(("head", Matrix), ("embedding", c_void_p)),
+    )
+
+
+class Group(Structure):
+    """A layer group of a step; see `src/decoder.h`."""
+
+    _fields_ = (
+        *_fields("first_layer last_layer"),
+        *(("rows", c_void_p), ("num_rows", c_int64), ("kv_write", c_void_p)),
+        *_fields(pointers="cosine sine"),
+        *(("spans", POINTER(Span)), ("edges", POINTER(Edge)), ("num_edges", c_int64)),
+    )
+
+
+class Step(Structure):
+    """One step; see `src/decoder.h`."""
+
+    _fields_ = (
+        *(("tokens", c_void_p), ("num_rows", c_int64), ("groups", POINTER(Group)), ("num_groups", c_int64)),
+        *(("logits_rows", c_void_p), ("num_logits", c_int64), ("logits", c_void_p)),
+    )
+
+
+_INTO_LIBRARY: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "supported": (c_int64, ()),
+    "team_create": (c_void_p, (c_int64,)),
+    "team_destroy": (None, (c_void_p,)),
+    "allocate": (c_void_p, (c_int64,)),
+    "free": (None, (c_void_p, c_int64)),
+    "matrix_bytes": (c_int64, (POINTER(Matrix),)),
+    "matrix_columns": (c_int64, (POINTER(Matrix),)),
+    "matrix_source_row": (c_int64, (POINTER(Matrix), c_int64)),
+    "pack": (None, (c_void_p, POINTER(Matrix), c_void_p)),
+    "multiply": (None, (c_void_p, POINTER(Product))),
+    "attend": (
+        None,
+        (
+            *(c_void_p, POINTER(Shape), POINTER(LayerKV), POINTER(Span), POINTER(Edge), c_int64, c_int64),
+            *(c_void_p, c_void_p),
+        ),
+    ),
+    "decoder_create": (c_void_p, (POINTER(Model), c_void_p)),
+    "decoder_destroy": (None, (c_void_p,)),
+    "decoder_forward": (None, (c_void_p, POINTER(Step))),
+}
+
+
+class Library:
+    """The kernels for one instruction set. Calls release the interpreter's lock.
+
+    Attributes:
+        isa: one of `ISAS`.
+    """
+
+    def __init__(self, isa: str, path: Path):
+        """Open a library. Raises OSError if it cannot be."""
+        self.isa = isa
+        self._library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _INTO_LIBRARY.items():
+            function = getattr(self._library, f"ramet_{name}")
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:
+        raise AttributeError(name)
+
+
+@cache
+def load(isa: str) -> Library | None:
+    """The library for an instruction set of `ISAS`; None if it was not built or this processor lacks something."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(f"_{isa}{suffix}")
+        if path.exists():
+            break
+    else:
+        return None
+    try:
+        library = Library(isa, path)
+    except OSError:
+        return None
+    return library if library.supported() else None
+
+
+def load_best() -> Library | None:
+    """The library for the best instruction set that this processor has; None without any."""
+    return next((library for isa in ISAS if (library := load(isa)) is not None), None)

@@ -1,0 +1,77 @@
+// The entry points, called through ctypes (runtime/native/library.py): plain C, raw pointers, no Python.
+//
+// Every instruction set is a library of its own: the same sources under other compiler flags.
+#pragma once
+
+#include <sys/mman.h>
+
+#include "decoder.h"
+
+#define RAMET_API extern "C" __attribute__((visibility("default")))
+
+// Whether this processor has what the library was compiled for.
+RAMET_API int64_t ramet_supported() {
+    __builtin_cpu_init();
+#if defined(__AVX512BF16__)
+    if (!__builtin_cpu_supports("avx512bf16")) return 0;
+#endif
+#if defined(__AVX512F__)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+}
+
+RAMET_API ramet::Team* ramet_team_create(int64_t threads) { return new ramet::Team(int(threads)); }
+RAMET_API void ramet_team_destroy(ramet::Team* team) { delete team; }
+
+// Zeroed memory in huge pages where the system has them, as the weights are one long stream. Null: none left.
+RAMET_API void* ramet_allocate(int64_t bytes) {
+    void* data = mmap(nullptr, size_t(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) return nullptr;
+#if defined(MADV_HUGEPAGE)
+    madvise(data, size_t(bytes), MADV_HUGEPAGE);
+#endif
+    return data;
+}
+RAMET_API void ramet_free(void* data, int64_t bytes) { munmap(data, size_t(bytes)); }
+
+RAMET_API int64_t ramet_matrix_bytes(const ramet::Matrix* w) { return w->bytes(); }
+// Columns of a panel; a matrix's bias has panels x this many entries.
+RAMET_API int64_t ramet_matrix_columns(const ramet::Matrix* w) { return w->panels() * ramet::kPanel; }
+// The source row of column `i` of the panels, -1 for padding.
+RAMET_API int64_t ramet_matrix_source_row(const ramet::Matrix* w, int64_t i) {
+    return w->source_row(i / ramet::kPanel, i % ramet::kPanel);
+}
+RAMET_API void ramet_pack(ramet::Team* team, const ramet::Matrix* w, const void* source) {
+    ramet::pack(*team, *w, source);
+}
+
+RAMET_API void ramet_multiply(ramet::Team* team, const ramet::Product* product) {
+    team->run([&](int) {
+        ramet::Buffer<uint32_t> room;
+        ramet::multiply(*team, *product, room);
+    });
+}
+
+// One layer's attention on its own: q and out [num_rows, heads, dim], q rotated for its own positions.
+RAMET_API void ramet_attend(ramet::Team* team, const ramet::Shape* shape, const ramet::LayerKV* kv,
+                            const ramet::Span* spans, const ramet::Edge* edges, int64_t num_edges, int64_t num_rows,
+                            const float* q, float* out) {
+    ramet::Attention attention(*shape);
+    attention.plan(spans, edges, num_edges, num_rows, team->size());
+    const int64_t width = shape->heads * shape->dim;
+    team->run([&](int) {
+        ramet::Attention::Scratch scratch;
+        attention.run(*team, *kv, q, width, out, width, scratch);
+        team->barrier();
+        if (attention.merges()) attention.merge(*team, out, width);
+    });
+}
+
+RAMET_API ramet::Decoder* ramet_decoder_create(const ramet::Model* model, ramet::Team* team) {
+    return new ramet::Decoder(*model, *team);
+}
+RAMET_API void ramet_decoder_destroy(ramet::Decoder* decoder) { delete decoder; }
+RAMET_API void ramet_decoder_forward(ramet::Decoder* decoder, const ramet::Step* step) { decoder->forward(*step); }

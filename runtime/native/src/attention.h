@@ -1,0 +1,400 @@
+// Attention over a plan of query groups x spans: partial results with log-sum-exp, merged per row.
+#pragma once
+
+#include <cmath>
+
+#include "gemm.h"
+
+namespace ramet {
+
+enum class Mode : int64_t { kFull, kCausal, kMasked };
+
+// A run of rows in the pool; see Span in runtime/batch.py.
+struct Span {
+    const int32_t* pages;
+    int64_t length;
+    const uint8_t* keep;  // [length], null: all count
+    const float* turn;    // cos and sin [2, dim / 2] of minus the span's shift, for its queries; null: no shift
+};
+
+// Query rows that attend to a span; see Edge in runtime/batch.py.
+struct Edge {
+    const int32_t* rows;
+    int64_t num_rows;
+    int64_t span;
+    Mode mode;
+    const uint8_t* mask;  // [num_rows, length], for kMasked
+};
+
+struct Shape {
+    int64_t heads;
+    int64_t kv_heads;
+    int64_t dim;
+    int64_t page_size;
+    int64_t is_bf16;  // of the pool
+};
+
+// One layer's keys and values: [slots, kv_heads, dim] each.
+struct LayerKV {
+    void* k;
+    void* v;
+};
+
+// A plan, cut into pieces that threads take: some rows of an edge, one kv head, some of the span's keys.
+//
+// Query heads that share a kv head are folded into the rows, so that a key is read once for all of them: folded row
+// f is row f / group, head kv_head * group + f % group. A piece is a flash attention (Dao et al., 2022) over blocks of
+// keys. Each block is brought into the micro-kernel's form once, for all rows of the piece. Few rows over many keys
+// (decoding) are cut along the keys, many rows (prefill) along the rows.
+class Attention {
+  public:
+    explicit Attention(const Shape& shape)
+        : shape_(shape), group_(shape.heads / shape.kv_heads), wide_(round_up(shape.dim, kPanel)) {}
+
+    // Cut the plan; called by one thread before the others `run` it.
+    void plan(const Span* spans, const Edge* edges, int64_t num_edges, int64_t num_rows, int threads) {
+        spans_ = spans, edges_ = edges, num_rows_ = num_rows;
+        pieces_.clear();
+        slot_.clear();
+        const int64_t most_rows = std::max<int64_t>(kFoldedRows / group_, 1);
+        // In keys x tiles of rows, which is what a piece costs.
+        int64_t work = 0;
+        for_each_rows(num_edges, most_rows, [&](const Edge&, int64_t, int64_t rows, int64_t keys) {
+            work += keys * tiles(rows) * shape_.kv_heads;
+        });
+        const int64_t share = work / (threads * kPiecesPerThread) + 1;
+        row_parts_.assign(num_rows + 1, 0);
+        int64_t first_slot = 0;
+        for_each_rows(num_edges, most_rows, [&](const Edge& edge, int64_t from, int64_t rows, int64_t keys) {
+            int64_t step = round_up(std::max(share / tiles(rows), kLeastKeys), kKeys);
+            int64_t parts = std::max<int64_t>((keys + step / 2) / step, 1);
+            step = round_up((keys + parts - 1) / parts, kKeys);
+            parts = std::max<int64_t>((keys + step - 1) / step, 1);
+            for (int64_t part = 0; part < parts; ++part) {
+                for (int64_t head = 0; head < shape_.kv_heads; ++head) {
+                    pieces_.push_back({&edge, from, rows, head, part * step, std::min((part + 1) * step, keys),
+                                       first_slot, part});
+                }
+            }
+            for (int64_t i = 0; i < rows; ++i) {
+                slot_.push_back(row_parts_[edge.rows[from + i] + 1]);
+                row_parts_[edge.rows[from + i] + 1] += parts;
+            }
+            first_slot += rows;
+        });
+        merges_ = false;
+        for (int64_t row = 0; row < num_rows; ++row) {
+            merges_ |= row_parts_[row + 1] != 1;
+            row_parts_[row + 1] += row_parts_[row];
+        }
+        if (merges_) {
+            partial_out_.reserve(row_parts_[num_rows] * shape_.heads * shape_.dim);
+            partial_lse_.reserve(row_parts_[num_rows] * shape_.heads);
+        }
+    }
+
+    // A thread's room for one piece.
+    struct Scratch {
+        Buffer<float> q, out, keys, values, scores, bias, top, sum;
+    };
+
+    // This thread's share, one phase of a team: queries [num_rows, heads, dim] of row stride `ldq`, rotated for their
+    // own positions, give out [num_rows, heads, dim] of row stride `ldo`. `merge` must follow if `merges`.
+    void run(Team& team, const LayerKV& kv, const float* q, int64_t ldq, float* out, int64_t ldo, Scratch& scratch) {
+        // The last pieces of a causal edge are its largest: they go first.
+        int64_t count = int64_t(pieces_.size());
+        for (int64_t i; (i = team.take()) < count;) {
+            if (shape_.is_bf16) {
+                attend<bf16>(pieces_[count - 1 - i], kv, q, ldq, out, ldo, scratch);
+            } else {
+                attend<float>(pieces_[count - 1 - i], kv, q, ldq, out, ldo, scratch);
+            }
+        }
+    }
+
+    // Whether some rows have not exactly one partial result.
+    bool merges() const { return merges_; }
+
+    // This thread's share of merging partial results, one phase of a team. A row that sees nothing gets zeros.
+    void merge(Team& team, float* out, int64_t ldo) {
+        constexpr int64_t kRun = 4;
+        const int64_t heads = shape_.heads, dim = shape_.dim;
+        for (int64_t from; (from = team.take() * kRun) < num_rows_;) {
+            for (int64_t row = from; row < std::min(from + kRun, num_rows_); ++row) {
+                int64_t first = row_parts_[row], last = row_parts_[row + 1];
+                if (last - first == 1) continue;
+                for (int64_t head = 0; head < heads; ++head) {
+                    float* to = out + row * ldo + head * dim;
+                    for (int64_t d = 0; d < dim; ++d) to[d] = 0;
+                    float top = kMinusInfinity, sum = 0;
+                    for (int64_t p = first; p < last; ++p) top = std::max(top, partial_lse_.data()[p * heads + head]);
+                    if (top == kMinusInfinity) continue;
+                    for (int64_t p = first; p < last; ++p) {
+                        sum += std::exp2(partial_lse_.data()[p * heads + head] - top);
+                    }
+                    for (int64_t p = first; p < last; ++p) {
+                        float weight = std::exp2(partial_lse_.data()[p * heads + head] - top) / sum;
+                        const float* part = partial_out_.data() + (p * heads + head) * dim;
+                        for (int64_t d = 0; d < dim; ++d) to[d] += weight * part[d];
+                    }
+                }
+            }
+        }
+    }
+
+  private:
+    static constexpr int64_t kKeys = 64;         // in a block: the scores of a tile stay in the first-level cache
+    static constexpr int64_t kFoldedRows = 192;  // in a piece: they pay for a block's preparation
+    static constexpr int64_t kLeastKeys = 256;   // in a piece: a partial result costs something, too
+    static constexpr int64_t kPiecesPerThread = 6;
+    static constexpr int64_t kScoreStride = kKeys + 16;
+
+    struct Piece {
+        const Edge* edge;
+        int64_t from, rows;  // within the edge
+        int64_t head;        // kv head
+        int64_t begin, end;  // keys
+        int64_t first_slot;  // index into slot_ of row `from`
+        int64_t part;        // number among the pieces of these rows
+    };
+
+    int64_t tiles(int64_t rows) const { return (rows * group_ + kMaxRows - 1) / kMaxRows; }
+
+    // Call visit(edge, first row, rows, keys that the last of them sees) for runs of rows.
+    template <class Visit>
+    void for_each_rows(int64_t num_edges, int64_t most_rows, const Visit& visit) const {
+        for (int64_t e = 0; e < num_edges; ++e) {
+            const Edge& edge = edges_[e];
+            int64_t length = spans_[edge.span].length;
+            for (int64_t from = 0; from < edge.num_rows; from += most_rows) {
+                int64_t rows = std::min(most_rows, edge.num_rows - from);
+                visit(edge, from, rows, edge.mode == Mode::kCausal ? length - edge.num_rows + from + rows : length);
+            }
+        }
+    }
+
+    template <class T>
+    void attend(const Piece& piece, const LayerKV& kv, const float* q, int64_t ldq, float* out, int64_t ldo,
+                Scratch& s) {
+        const Edge& edge = *piece.edge;
+        const Span& span = spans_[edge.span];
+        const int64_t dim = shape_.dim, folded = piece.rows * group_;
+        float* queries = s.q.reserve(folded * wide_);
+        float* sums = s.out.reserve(folded * wide_);
+        s.top.reserve(folded), s.sum.reserve(folded);
+        s.keys.reserve(kKeys * wide_), s.values.reserve(kKeys * wide_);
+        s.scores.reserve(kMaxRows * kScoreStride), s.bias.reserve(kMaxRows * kKeys);
+        // Scores are in powers of two, so that exp2 needs no factor.
+        const float factor = kLog2E / std::sqrt(float(dim));
+        for (int64_t f = 0; f < folded; ++f) {
+            int64_t row = edge.rows[piece.from + f / group_], head = piece.head * group_ + f % group_;
+            load_query(q + row * ldq + head * dim, span.turn, factor, queries + f * wide_);
+            std::fill_n(sums + f * wide_, wide_, 0.0f);
+            s.top.data()[f] = kMinusInfinity, s.sum.data()[f] = 0;
+        }
+        for (int64_t begin = piece.begin; begin < piece.end; begin += kKeys) {
+            int64_t count = std::min(kKeys, piece.end - begin);
+            prepare_block<T>(span, kv, piece.head, begin, count, piece.end, s);
+            int64_t num_tiles = tiles(piece.rows);
+            for (int64_t t = 0; t < num_tiles; ++t) {
+                int64_t from = t * folded / num_tiles, to = (t + 1) * folded / num_tiles;
+                const float* bias = nullptr;
+                if (!visible(piece, span, from, to, begin, count, s, &bias)) continue;
+                attend_table<T>[to - from - 1](*this, from, count, bias, s);
+            }
+        }
+        for (int64_t f = 0; f < folded; ++f) {
+            int64_t row = edge.rows[piece.from + f / group_], head = piece.head * group_ + f % group_;
+            float sum = s.sum.data()[f], scale = sum > 0 ? 1 / sum : 0;
+            float* to = out + row * ldo + head * dim;
+            if (row_parts_[row + 1] - row_parts_[row] != 1) {
+                int64_t slot = row_parts_[row] + slot_[piece.first_slot + f / group_] + piece.part;
+                to = partial_out_.data() + (slot * shape_.heads + head) * dim;
+                partial_lse_.data()[slot * shape_.heads + head] =
+                    sum > 0 ? s.top.data()[f] + std::log2(sum) : kMinusInfinity;
+            }
+            for (int64_t d = 0; d < dim; ++d) to[d] = sums[f * wide_ + d] * scale;
+        }
+    }
+
+    void load_query(const float* from, const float* turn, float factor, float* to) const {
+        int64_t half = shape_.dim / 2;
+        if (turn == nullptr) {
+            for (int64_t d = 0; d < shape_.dim; ++d) to[d] = from[d] * factor;
+            return;
+        }
+        const float *cosine = turn, *sine = turn + half;
+        for (int64_t d = 0; d < half; ++d) {
+            to[d] = (from[d] * cosine[d] - from[half + d] * sine[d]) * factor;
+            to[half + d] = (from[half + d] * cosine[d] + from[d] * sine[d]) * factor;
+        }
+    }
+
+    // Keys [begin, begin + count) of a head, transposed into panels as `dot_f32` or `dot_bf16` read them, and values as
+    // float32 panels. The next block's rows are fetched on the way.
+    template <class T>
+    void prepare_block(const Span& span, const LayerKV& kv, int64_t head, int64_t begin, int64_t count, int64_t end,
+                       Scratch& s) {
+        const int64_t dim = shape_.dim, lanes = dim * int64_t(sizeof(T)) / 4;
+        const int64_t bytes = dim * int64_t(sizeof(T)), stride = shape_.kv_heads * bytes;
+        const char* k = static_cast<const char*>(kv.k) + head * bytes;
+        const char* v = static_cast<const char*>(kv.v) + head * bytes;
+        const char *keys[kKeys], *values[kKeys];
+        for (int64_t i = 0; i < kKeys; ++i) {
+            // Behind the last key comes itself again: its scores are never used.
+            int64_t offset = slot(span, begin + std::min(i, count - 1)) * stride;
+            keys[i] = k + offset, values[i] = v + offset;
+        }
+        for (int64_t i = begin + kKeys; i < std::min(begin + 2 * kKeys, end); ++i) {
+            int64_t offset = slot(span, i) * stride;
+            for (int64_t b = 0; b < bytes; b += 64) {
+                _mm_prefetch(k + offset + b, _MM_HINT_T0);
+                _mm_prefetch(v + offset + b, _MM_HINT_T0);
+            }
+        }
+        for (int64_t first = 0; first < count; first += kLanes) {
+            float* panel = s.keys.data() + first / kPanel * lanes * kPanel + first % kPanel;
+            for (int64_t lane = 0; lane < lanes; lane += kLanes) {
+                Vec m[kLanes];
+                int64_t left = std::min<int64_t>(lanes - lane, kLanes);
+                for (int i = 0; i < kLanes; ++i) {
+                    const float* p = reinterpret_cast<const float*>(keys[first + i]) + lane;
+                    m[i] = left == kLanes ? load(p) : load(p, int(left));
+                }
+                transpose(m);
+                for (int64_t i = 0; i < left; ++i) store(panel + (lane + i) * kPanel, m[i]);
+            }
+        }
+        for (int64_t d = 0; d < dim; d += kLanes) {
+            float* panel = s.values.data() + d / kPanel * kKeys * kPanel + d % kPanel;
+            int64_t left = std::min<int64_t>(dim - d, kLanes);
+            for (int64_t i = 0; i < count; ++i) {
+                const T* p = reinterpret_cast<const T*>(values[i]) + d;
+                if (left == kLanes) {
+                    store(panel + i * kPanel, load(p));
+                } else {
+                    for (int64_t j = 0; j < left; ++j) panel[i * kPanel + j] = to_float(p[j]);
+                }
+            }
+        }
+    }
+
+    int64_t slot(const Span& span, int64_t i) const {
+        return int64_t(span.pages[i / shape_.page_size]) * shape_.page_size + i % shape_.page_size;
+    }
+
+    // Whether a tile sees anything of a block; if not all, `bias` becomes [rows, kKeys] of 0 and minus infinity.
+    bool visible(const Piece& piece, const Span& span, int64_t from, int64_t to, int64_t begin, int64_t count,
+                 Scratch& s, const float** bias) const {
+        const Edge& edge = *piece.edge;
+        bool causal = edge.mode == Mode::kCausal, masked = edge.mode == Mode::kMasked;
+        auto limit = [&](int64_t f) {  // keys of the block that a row sees at most
+            int64_t keys = causal ? span.length - edge.num_rows + piece.from + f / group_ + 1 : span.length;
+            return std::clamp<int64_t>(keys - begin, 0, count);
+        };
+        if (limit(to - 1) == 0) return false;
+        if (limit(from) == kKeys && !masked && span.keep == nullptr) return true;
+        float* out = s.bias.data();
+        *bias = out;
+        for (int64_t f = from; f < to; ++f, out += kKeys) {
+            int64_t seen = limit(f);
+            const uint8_t* mask = masked ? edge.mask + (piece.from + f / group_) * span.length + begin : nullptr;
+            for (int64_t i = 0; i < kKeys; ++i) out[i] = i < seen ? 0 : kMinusInfinity;
+            if (mask != nullptr) {
+                for (int64_t i = 0; i < seen; ++i) out[i] = mask[i] ? out[i] : kMinusInfinity;
+            }
+            if (span.keep != nullptr) {
+                for (int64_t i = 0; i < seen; ++i) out[i] = span.keep[begin + i] ? out[i] : kMinusInfinity;
+            }
+        }
+        return true;
+    }
+
+    // R folded rows from `from` on, against the block in the scratch.
+    template <int R, class T>
+    static void attend_tile(Attention& self, int64_t from, int64_t count, const float* bias, Scratch& s) {
+        const int64_t wide = self.wide_, lanes = self.shape_.dim * int64_t(sizeof(T)) / 4;
+        const float* q = s.q.data() + from * wide;
+        float* scores = s.scores.data();
+        for (int64_t first = 0; first < count; first += kPanel) {
+            Tile<R> tile;
+            clear<R>(tile);
+            const uint32_t* keys = reinterpret_cast<const uint32_t*>(s.keys.data()) + first * lanes;
+            if constexpr (sizeof(T) == 2) {
+                dot_bf16<R, false>(tile, q, wide, keys, lanes);
+            } else {
+                dot_f32<R, false>(tile, q, wide, keys, lanes);
+            }
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                if (bias != nullptr) {
+                    tile[r][0] = add(tile[r][0], load(bias + r * kKeys + first));
+                    tile[r][1] = add(tile[r][1], load(bias + r * kKeys + first + kLanes));
+                }
+                store(scores + r * kScoreStride + first, tile[r][0]);
+                store(scores + r * kScoreStride + first + kLanes, tile[r][1]);
+            }
+        }
+        float decay[R];
+        int64_t padded = round_up(count, kPanel);
+        for (int r = 0; r < R; ++r) {
+            float* row = scores + r * kScoreStride;
+            float& top = s.top.data()[from + r];
+            Vec highest = set1(top);
+            for (int64_t i = 0; i < padded; i += kLanes) highest = max(highest, load(row + i));
+            float new_top = reduce_max(highest);
+            // A row that has seen nothing yet: any finite base makes all its weights 0.
+            float base = new_top == kMinusInfinity ? 0 : new_top;
+            Vec total = zero();
+            for (int64_t i = 0; i < padded; i += kLanes) {
+                Vec weight = exp2(sub(load(row + i), set1(base)));
+                store(row + i, weight);
+                total = add(total, weight);
+            }
+            decay[r] = std::exp2(top - base);
+            top = new_top;
+            s.sum.data()[from + r] = s.sum.data()[from + r] * decay[r] + reduce_add(total);
+        }
+        float* out = s.out.data() + from * wide;
+        for (int64_t d = 0; d < wide; d += kPanel) {
+            Tile<R> tile;
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                tile[r][0] = mul(load(out + r * wide + d), set1(decay[r]));
+                tile[r][1] = mul(load(out + r * wide + d + kLanes), set1(decay[r]));
+            }
+            const float* values = s.values.data() + d * kKeys;
+            dot_f32<R, false>(tile, scores, kScoreStride, reinterpret_cast<const uint32_t*>(values), count);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; ++r) {
+                store(out + r * wide + d, tile[r][0]);
+                store(out + r * wide + d + kLanes, tile[r][1]);
+            }
+        }
+    }
+
+    using AttendTile = void (*)(Attention&, int64_t, int64_t, const float*, Scratch&);
+
+    template <class T, int... R>
+    static constexpr std::array<AttendTile, sizeof...(R)> table(std::integer_sequence<int, R...>) {
+        return {attend_tile<R + 1, T>...};
+    }
+    template <class T>
+    static constexpr std::array<AttendTile, kMaxRows> attend_table =
+        table<T>(std::make_integer_sequence<int, kMaxRows>());
+
+    const Shape shape_;
+    const int64_t group_;
+    const int64_t wide_;  // dim, rounded up to whole panels
+    const Span* spans_ = nullptr;
+    const Edge* edges_ = nullptr;
+    int64_t num_rows_ = 0;
+    bool merges_ = false;
+    std::vector<Piece> pieces_;
+    std::vector<int64_t> slot_;       // of each row of each edge: its first partial result among the row's
+    std::vector<int64_t> row_parts_;  // [num_rows + 1], where each row's partial results begin
+    Buffer<float> partial_out_;       // [parts, heads, dim]
+    Buffer<float> partial_lse_;       // [parts, heads], base 2
+};
+
+}  // namespace ramet

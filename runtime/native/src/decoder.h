@@ -1,0 +1,221 @@
+// The decoder stack: every layer of a group in one call, every phase by all threads.
+#pragma once
+
+#include "attention.h"
+
+namespace ramet {
+
+struct Layer {
+    const float* input_norm;  // [hidden]
+    const float* post_norm;   // [hidden]
+    const float* q_norm;      // [dim], null: none
+    const float* k_norm;      // [dim]
+    Matrix qkv;
+    Matrix o;
+    Matrix gate_up;  // paired
+    Matrix down;
+    LayerKV kv;
+};
+
+struct Model {
+    int64_t hidden;
+    int64_t inner;
+    int64_t vocab;
+    int64_t num_layers;
+    float eps;
+    Shape shape;
+    const Layer* layers;
+    const float* norm;  // [hidden]
+    Matrix head;
+    const void* embedding;  // [vocab, hidden] in the head's dtype; null: tied, read out of the head
+};
+
+// See LayerGroup in runtime/batch.py.
+struct Group {
+    int64_t first_layer;
+    int64_t last_layer;  // exclusive
+    const int64_t* rows;  // null: all
+    int64_t num_rows;
+    const int64_t* kv_write;  // [num_rows]
+    const float* cosine;      // [num_rows, dim / 2]
+    const float* sine;
+    const Span* spans;
+    const Edge* edges;
+    int64_t num_edges;
+};
+
+struct Step {
+    const int64_t* tokens;
+    int64_t num_rows;
+    const Group* groups;
+    int64_t num_groups;
+    const int64_t* logits_rows;
+    int64_t num_logits;
+    float* logits;  // [num_logits, vocab]
+};
+
+class Decoder {
+  public:
+    Decoder(const Model& model, Team& team)
+        : model_(model), team_(team), attention_(model.shape), scratch_(new Scratch[team.size()]) {
+        const Shape& shape = model.shape;
+        // An odd number of cache lines, so that the rows of a tile do not fall into one set of the cache.
+        auto stride = [](int64_t n) { return round_up(n, kPanel) + (round_up(n, kPanel) / 16 % 2 ? 0 : 16); };
+        ld_hidden_ = stride(model.hidden);
+        ld_qkv_ = stride((shape.heads + 2 * shape.kv_heads) * shape.dim);
+        ld_attention_ = stride(shape.heads * shape.dim);
+        ld_inner_ = stride(model.inner);
+    }
+
+    void forward(const Step& step) {
+        float* x = hidden_.reserve(step.num_rows * ld_hidden_);
+        int64_t most = std::max(step.num_rows, step.num_logits);
+        normed_.reserve(most * ld_hidden_);
+        qkv_.reserve(step.num_rows * ld_qkv_);
+        attended_.reserve(step.num_rows * ld_attention_);
+        inner_.reserve(step.num_rows * ld_inner_);
+        team_.run([&](int) { embed(step, x); });
+        for (int64_t g = 0; g < step.num_groups; ++g) {
+            const Group& group = step.groups[g];
+            attention_.plan(group.spans, group.edges, group.num_edges, group.num_rows, team_.size());
+            if (group.rows != nullptr) {
+                alive_.reserve(group.num_rows * ld_hidden_);
+                copy_rows(x, group.rows, alive_.data(), nullptr, group.num_rows);
+            }
+            float* rows = group.rows == nullptr ? x : alive_.data();
+            team_.run([&](int thread) {
+                for (int64_t i = group.first_layer; i < group.last_layer; ++i) {
+                    run_layer(model_.layers[i], group, rows, scratch_[thread]);
+                }
+            });
+            if (group.rows != nullptr) copy_rows(alive_.data(), nullptr, x, group.rows, group.num_rows);
+        }
+        team_.run([&](int thread) {
+            normalise(x, step.logits_rows, step.num_logits, model_.norm);
+            multiply({normed_.data(), ld_hidden_, step.num_logits, &model_.head, step.logits, model_.vocab,
+                      model_.vocab, Into::kStore},
+                     scratch_[thread]);
+        });
+    }
+
+  private:
+    struct Scratch {
+        Attention::Scratch attention;
+        Buffer<uint32_t> product;
+    };
+
+    void copy_rows(const float* from, const int64_t* from_rows, float* to, const int64_t* to_rows, int64_t count) {
+        for (int64_t i = 0; i < count; ++i) {
+            std::copy_n(from + (from_rows ? from_rows[i] : i) * ld_hidden_, model_.hidden,
+                        to + (to_rows ? to_rows[i] : i) * ld_hidden_);
+        }
+    }
+
+    // This thread's share of a phase that treats rows one by one; ends the phase.
+    template <class Treat>
+    void each_row(int64_t count, const Treat& treat) {
+        constexpr int64_t kRun = 8;
+        for (int64_t from; (from = team_.take() * kRun) < count;) {
+            for (int64_t row = from; row < std::min(from + kRun, count); ++row) treat(row);
+        }
+        team_.barrier();
+    }
+
+    void multiply(const Product& product, Scratch& scratch) {
+        ramet::multiply(team_, product, scratch.product);
+        team_.barrier();
+    }
+
+    void embed(const Step& step, float* x) {
+        each_row(step.num_rows, [&](int64_t row) {
+            float* to = x + row * ld_hidden_;
+            const int64_t token = step.tokens[row], hidden = model_.hidden;
+            if (model_.embedding == nullptr) {
+                unpack_row(model_.head, token, to);
+            } else if (model_.head.is_bf16) {
+                const bf16* from = static_cast<const bf16*>(model_.embedding) + token * hidden;
+                for (int64_t i = 0; i < hidden; ++i) to[i] = to_float(from[i]);
+            } else {
+                std::copy_n(static_cast<const float*>(model_.embedding) + token * hidden, hidden, to);
+            }
+        });
+    }
+
+    void run_layer(const Layer& layer, const Group& group, float* x, Scratch& scratch) {
+        const int64_t m = group.num_rows;
+        normalise(x, nullptr, m, layer.input_norm);
+        multiply({normed_.data(), ld_hidden_, m, &layer.qkv, qkv_.data(), ld_qkv_, ld_qkv_, Into::kStore}, scratch);
+        each_row(m, [&](int64_t row) { rotate_and_write(layer, group, row); });
+        attention_.run(team_, layer.kv, qkv_.data(), ld_qkv_, attended_.data(), ld_attention_, scratch.attention);
+        team_.barrier();
+        if (attention_.merges()) {
+            attention_.merge(team_, attended_.data(), ld_attention_);
+            team_.barrier();
+        }
+        multiply({attended_.data(), ld_attention_, m, &layer.o, x, ld_hidden_, ld_hidden_, Into::kAdd}, scratch);
+        normalise(x, nullptr, m, layer.post_norm);
+        multiply({normed_.data(), ld_hidden_, m, &layer.gate_up, inner_.data(), ld_inner_, ld_inner_, Into::kSilu},
+                 scratch);
+        multiply({inner_.data(), ld_inner_, m, &layer.down, x, ld_hidden_, ld_hidden_, Into::kAdd}, scratch);
+    }
+
+    // RMSNorm of some rows of x into normed_, in order.
+    void normalise(const float* x, const int64_t* rows, int64_t count, const float* weight) {
+        each_row(count, [&](int64_t i) {
+            normalise_row(x + (rows ? rows[i] : i) * ld_hidden_, weight, model_.hidden, normed_.data() + i * ld_hidden_);
+        });
+    }
+
+    void normalise_row(const float* x, const float* weight, int64_t n, float* out) const {
+        Vec squares = zero();
+        int64_t i = 0;
+        for (; i + kLanes <= n; i += kLanes) squares = fma(load(x + i), load(x + i), squares);
+        float sum = reduce_add(squares);
+        for (; i < n; ++i) sum += x[i] * x[i];
+        float scale = 1 / std::sqrt(sum / float(n) + model_.eps);
+        for (i = 0; i < n; ++i) out[i] = x[i] * scale * weight[i];
+    }
+
+    // Norm and rotation of a row's queries and keys in place, then its keys and values go to the pool.
+    void rotate_and_write(const Layer& layer, const Group& group, int64_t row) {
+        const Shape& shape = model_.shape;
+        const int64_t half = shape.dim / 2;
+        float* q = qkv_.data() + row * ld_qkv_;
+        float* k = q + shape.heads * shape.dim;
+        for (int64_t head = 0; head < shape.heads + shape.kv_heads; ++head) {
+            float* x = q + head * shape.dim;
+            if (layer.q_norm != nullptr) {
+                normalise_row(x, head < shape.heads ? layer.q_norm : layer.k_norm, shape.dim, x);
+            }
+            const float *cosine = group.cosine + row * half, *sine = group.sine + row * half;
+            for (int64_t d = 0; d < half; ++d) {
+                float first = x[d], second = x[half + d];
+                x[d] = first * cosine[d] - second * sine[d];
+                x[half + d] = second * cosine[d] + first * sine[d];
+            }
+        }
+        int64_t slot = group.kv_write[row], width = shape.kv_heads * shape.dim;
+        if (slot < 0) return;
+        if (shape.is_bf16) {
+            write(k, width, static_cast<bf16*>(layer.kv.k) + slot * width);
+            write(k + width, width, static_cast<bf16*>(layer.kv.v) + slot * width);
+        } else {
+            write(k, width, static_cast<float*>(layer.kv.k) + slot * width);
+            write(k + width, width, static_cast<float*>(layer.kv.v) + slot * width);
+        }
+    }
+
+    static void write(const float* from, int64_t n, bf16* to) {
+        for (int64_t i = 0; i < n; ++i) to[i] = to_bf16(from[i]);
+    }
+    static void write(const float* from, int64_t n, float* to) { std::copy_n(from, n, to); }
+
+    const Model model_;
+    Team& team_;
+    Attention attention_;
+    std::unique_ptr<Scratch[]> scratch_;
+    int64_t ld_hidden_, ld_qkv_, ld_attention_, ld_inner_;
+    Buffer<float> hidden_, alive_, normed_, qkv_, attended_, inner_;
+};
+
+}  // namespace ramet

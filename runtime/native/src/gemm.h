@@ -1,0 +1,274 @@
+// Activations times packed weights: one micro-kernel for one row and for a thousand.
+#pragma once
+
+#include <array>
+#include <utility>
+
+#include "buffer.h"
+#include "matrix.h"
+
+namespace ramet {
+
+// A walk along up to kMaxRows rows of 32-bit lanes. There is a base for every third row, so that one base and the
+// stride (times 0, 1, 2) reach all rows, and the general registers suffice.
+template <int R>
+struct Rows {
+    static constexpr int kBases = (R + 2) / 3;
+    const char* base[kBases];
+    int64_t stride;  // bytes
+
+    Rows(const void* data, int64_t stride_lanes) : stride(stride_lanes * 4) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kBases; ++i) base[i] = static_cast<const char*>(data) + 3 * i * stride;
+    }
+    // The lane `i` lanes ahead in row r, in every lane of a vector.
+    [[gnu::always_inline]] Vec at(int r, int i = 0) const {
+        return set1(*(reinterpret_cast<const float*>(base[r / 3] + (r % 3) * stride) + i));
+    }
+    [[gnu::always_inline]] void advance(int lanes) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kBases; ++i) {
+            base[i] += lanes * 4;
+            // Or the compiler would keep a pointer for every row, which is more than there are registers.
+            asm("" : "+r"(base[i]));
+        }
+    }
+};
+
+// The accumulators of a micro-kernel. Loops over them are unrolled by hand, or they would not stay in registers.
+template <int R>
+using Tile = Vec[R][2];
+
+template <int R>
+[[gnu::always_inline]] inline void clear(Tile<R>& tile) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) tile[r][0] = tile[r][1] = zero();
+}
+
+constexpr int64_t kPrefetchLanes = 2048;  // 8 KiB ahead in the stream of weights
+
+// Always inline: GCC takes a function that only prefetches for one without effect, and drops the calls.
+[[gnu::always_inline]] inline void prefetch_ahead(const uint32_t* w) {
+    _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchLanes), _MM_HINT_T1);
+    if constexpr (kLanes == 16) _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchLanes + 16), _MM_HINT_T1);
+}
+
+// tile += a [R, count] * float32 panel [count, kPanel]. `Streams`: the panel comes from memory, not from a cache.
+template <int R, bool Streams>
+[[gnu::always_inline]] inline void dot_f32(Tile<R>& tile, const void* a, int64_t lda, const uint32_t* w,
+                                           int64_t count) {
+    Rows<R> rows(a, lda);
+    const float* weights = reinterpret_cast<const float*>(w);
+    for (int64_t i = 0; i < count; ++i, weights += kPanel) {
+        Vec w0 = load(weights), w1 = load(weights + kLanes);
+        if constexpr (Streams) prefetch_ahead(reinterpret_cast<const uint32_t*>(weights));
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            Vec x = rows.at(r);
+            tile[r][0] = fma(x, w0, tile[r][0]);
+            tile[r][1] = fma(x, w1, tile[r][1]);
+        }
+        rows.advance(1);
+    }
+}
+
+// tile += a [R, 2 * count] * bfloat16 panel of `count` pairs, in float32 and exactly as if the weights were float32.
+template <int R, bool Streams>
+[[gnu::always_inline]] inline void dot_bf16(Tile<R>& tile, const void* a, int64_t lda, const uint32_t* w,
+                                            int64_t count) {
+    Rows<R> rows(a, lda);
+    // Few rows have too few sums to hide the latency of an addition: the odd k get sums of their own.
+    constexpr bool kTwice = R <= kMaxRows / 3;
+    Tile<kTwice ? R : 1> odd;
+    clear<kTwice ? R : 1>(odd);
+    for (int64_t i = 0; i < count; ++i, w += kPanel) {
+        if constexpr (Streams) prefetch_ahead(w);
+        Bits b0 = load_bits(w), b1 = load_bits(w + kLanes);
+        Vec w0 = low_bf16(b0), w1 = low_bf16(b1);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            Vec x = rows.at(r);
+            tile[r][0] = fma(x, w0, tile[r][0]);
+            tile[r][1] = fma(x, w1, tile[r][1]);
+        }
+        w0 = high_bf16(b0), w1 = high_bf16(b1);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            Vec x = rows.at(r, 1);
+            auto& sums = kTwice ? odd[kTwice ? r : 0] : tile[r];
+            sums[0] = fma(x, w0, sums[0]);
+            sums[1] = fma(x, w1, sums[1]);
+        }
+        rows.advance(2);
+    }
+    if constexpr (kTwice) {
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            tile[r][0] = add(tile[r][0], odd[r][0]);
+            tile[r][1] = add(tile[r][1], odd[r][1]);
+        }
+    }
+}
+
+#if defined(__AVX512BF16__)
+// The same with activations rounded to bfloat16 pairs [R, count], products and sums in float32.
+template <int R>
+[[gnu::always_inline]] inline void dot_bf16_pairs(Tile<R>& tile, const void* a, int64_t lda, const uint32_t* w,
+                                                  int64_t count) {
+    Rows<R> rows(a, lda);
+    for (int64_t i = 0; i < count; ++i, w += kPanel) {
+        prefetch_ahead(w);
+        __m512bh w0 = (__m512bh)load_bits(w), w1 = (__m512bh)load_bits(w + kLanes);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            __m512bh x = (__m512bh)rows.at(r);
+            tile[r][0] = _mm512_dpbf16_ps(tile[r][0], x, w0);
+            tile[r][1] = _mm512_dpbf16_ps(tile[r][1], x, w1);
+        }
+        rows.advance(1);
+    }
+}
+constexpr bool kMultipliesPairs = true;
+#else
+constexpr bool kMultipliesPairs = false;
+#endif
+
+// What becomes of a product.
+enum class Into : int64_t {
+    kStore,  // c = product + bias
+    kAdd,    // c += product + bias: the residual
+    kSilu,   // c = silu(gate) * up, of a paired matrix
+};
+
+// One matrix product: c [m, columns] from a [m, k]. Rows of `a` must hold a finite number behind an odd k.
+struct Product {
+    const float* a;
+    int64_t lda;
+    int64_t m;
+    const Matrix* w;
+    float* c;
+    int64_t ldc;
+    int64_t columns;  // of c; may be more than the matrix has, up to its panels' width
+    Into into;
+};
+
+template <int R>
+[[gnu::always_inline]] inline void finish(const Tile<R>& tile, const Product& product, int64_t row, int64_t panel) {
+    const float* bias = product.w->bias;
+    Vec bias0 = bias ? load(bias + panel * kPanel) : zero();
+    Vec bias1 = bias ? load(bias + panel * kPanel + kLanes) : zero();
+    auto put = [&](float* c, int64_t column, Vec value) {
+        int64_t left = product.columns - column;
+        if (left >= kLanes) {
+            store(c + column, product.into == Into::kAdd ? add(load(c + column), value) : value);
+        } else if (left > 0) {
+            store(c + column, product.into == Into::kAdd ? add(load(c + column, left), value) : value, left);
+        }
+    };
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+        float* c = product.c + (row + r) * product.ldc;
+        Vec v0 = add(tile[r][0], bias0), v1 = add(tile[r][1], bias1);
+        if (product.into == Into::kSilu) {
+            put(c, panel * kLanes, mul(silu(v0), v1));
+        } else {
+            put(c, panel * kPanel, v0);
+            put(c, panel * kPanel + kLanes, v1);
+        }
+    }
+}
+
+// R rows from `row` on, one panel. `a` is where these rows begin, in the form that the dot product takes; `widened` is
+// the panel in float32 where that was made, else null.
+template <int R>
+void compute(const Product& product, const void* a, int64_t lda, const uint32_t* widened, int64_t row, int64_t panel) {
+    const Matrix& w = *product.w;
+    Tile<R> tile;
+    clear<R>(tile);
+    if (widened != nullptr) {
+        dot_f32<R, false>(tile, a, lda, widened, w.k);
+    } else if (!w.is_bf16) {
+        dot_f32<R, true>(tile, a, lda, w.panel(panel), w.k);
+    } else {
+#if defined(__AVX512BF16__)
+        dot_bf16_pairs<R>(tile, a, lda, w.panel(panel), (w.k + 1) / 2);
+#else
+        dot_bf16<R, true>(tile, a, lda, w.panel(panel), (w.k + 1) / 2);
+#endif
+    }
+    finish<R>(tile, product, row, panel);
+}
+
+using Compute = void (*)(const Product&, const void*, int64_t, const uint32_t*, int64_t, int64_t);
+
+template <int... R>
+constexpr std::array<Compute, sizeof...(R)> compute_table(std::integer_sequence<int, R...>) {
+    return {compute<R + 1>...};
+}
+constexpr auto kCompute = compute_table(std::make_integer_sequence<int, kMaxRows>());
+
+// A bfloat16 panel as a float32 panel.
+inline const uint32_t* widen(const Matrix& w, int64_t panel, uint32_t* room) {
+    const uint32_t* in = w.panel(panel);
+    float* out = reinterpret_cast<float*>(room);
+    for (int64_t i = 0; i < (w.k + 1) / 2; ++i, in += kPanel, out += 2 * kPanel) {
+        prefetch_ahead(in);
+        for (int64_t column = 0; column < kPanel; column += kLanes) {
+            Bits bits = load_bits(in + column);
+            store(out + column, low_bf16(bits));
+            store(out + kPanel + column, high_bf16(bits));
+        }
+    }
+    return room;
+}
+
+// This thread's share of a product, one phase of a team.
+//
+// Rows are cut into blocks whose activations stay in the second-level cache while panel after panel passes; a panel
+// is read from memory once per block. `room` is the thread's own: for activations rounded to bfloat16 where these are
+// multiplied, else for a panel widened to float32 where many tiles of rows use it.
+inline void multiply(Team& team, const Product& product, Buffer<uint32_t>& room) {
+    constexpr int64_t kWidenFromTiles = 4;
+    constexpr int64_t kBlockBytes = 768 << 10;
+    const Matrix& w = *product.w;
+    int64_t most = std::max<int64_t>(kBlockBytes / (w.k * 4) / kMaxRows * kMaxRows, kMaxRows);
+    int64_t blocks = (product.m + most - 1) / most, panels = w.panels();
+    // Long runs of panels read memory best, short ones share the work best.
+    int64_t run = std::clamp<int64_t>(panels / (team.size() * 8), 1, 8), runs = (panels + run - 1) / run;
+    bool rounds = kMultipliesPairs && w.is_bf16;
+    int64_t rounded_block = -1, pair_lanes = (w.k + 1) / 2;
+    for (int64_t piece; (piece = team.take()) < blocks * runs;) {
+        int64_t block = piece / runs, first_panel = piece % runs * run;
+        int64_t begin = block * product.m / blocks, end = (block + 1) * product.m / blocks;
+        const void* a = product.a + begin * product.lda;
+        int64_t lda = product.lda;
+        if (rounds) {
+            uint32_t* rounded = room.reserve(most * pair_lanes);
+            if (block != rounded_block) {
+                for (int64_t r = begin; r < end; ++r) {
+                    const float* in = product.a + r * product.lda;
+                    uint32_t* out = rounded + (r - begin) * pair_lanes;
+                    for (int64_t i = 0; i < pair_lanes; ++i) {
+                        out[i] = to_bf16(in[2 * i]) | uint32_t(to_bf16(in[2 * i + 1])) << 16;
+                    }
+                }
+                rounded_block = block;
+            }
+            a = rounded, lda = pair_lanes;
+        }
+        int64_t tiles = (end - begin + kMaxRows - 1) / kMaxRows;
+        for (int64_t panel = first_panel; panel < std::min(first_panel + run, panels); ++panel) {
+            const uint32_t* widened = nullptr;
+            if (w.is_bf16 && !rounds && tiles >= kWidenFromTiles) {
+                widened = widen(w, panel, room.reserve((w.k + 1) * kPanel));
+            }
+            for (int64_t t = 0; t < tiles; ++t) {
+                int64_t from = t * (end - begin) / tiles, to = (t + 1) * (end - begin) / tiles;
+                const void* rows = static_cast<const char*>(a) + from * lda * 4;
+                kCompute[to - from - 1](product, rows, lda, widened, begin + from, panel);
+            }
+        }
+    }
+}
+
+}  // namespace ramet

@@ -1,0 +1,98 @@
+// The threads that run a step together, phase by phase.
+#pragma once
+
+#include <immintrin.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <vector>
+
+namespace ramet {
+
+// A fixed number of threads, of which the caller of `run` is one.
+//
+// All of them execute the same function. Within it they take pieces of work from a shared counter (`take`), and meet
+// at a barrier after each phase. Whoever waits spins for some tens of microseconds, which bridges the phases of a
+// step, and then sleeps in the kernel, so that an idle engine uses no CPU and others can have the core.
+class Team {
+  public:
+    explicit Team(int size) : size_(size) {
+        for (int i = 1; i < size; ++i) workers_.emplace_back([this, i] { work(i); });
+    }
+
+    ~Team() {
+        stop_ = true;
+        epoch_.fetch_add(1, std::memory_order_release);
+        epoch_.notify_all();
+        for (std::thread& worker : workers_) worker.join();
+    }
+
+    int size() const { return size_; }
+
+    // Run job(thread index) on every thread; returns when all are done.
+    template <class Job>
+    void run(const Job& job) {
+        job_ = [](const void* context, int thread) { (*static_cast<const Job*>(context))(thread); };
+        context_ = &job;
+        next_.store(0, std::memory_order_relaxed);
+        epoch_.fetch_add(1, std::memory_order_release);
+        epoch_.notify_all();
+        job(0);
+        barrier();
+    }
+
+    // The next piece of work of this phase. Pieces are numbered from 0; the phase ends where they run out.
+    int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+
+    // End a phase: wait for all, and start counting pieces anew.
+    void barrier() {
+        if (size_ == 1) {
+            next_.store(0, std::memory_order_relaxed);
+            return;
+        }
+        int phase = phase_.load(std::memory_order_relaxed);
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+            arrived_.store(0, std::memory_order_relaxed);
+            next_.store(0, std::memory_order_relaxed);
+            phase_.fetch_add(1, std::memory_order_release);
+            phase_.notify_all();
+        } else {
+            wait_while(phase_, phase);
+        }
+    }
+
+  private:
+    static constexpr uint64_t kSpinCycles = 100'000;  // of the time stamp counter: 30 to 50 microseconds
+
+    static void wait_while(std::atomic<int>& value, int old) {
+        uint64_t start = __rdtsc();
+        while (value.load(std::memory_order_acquire) == old) {
+            _mm_pause();
+            if (__rdtsc() - start > kSpinCycles) value.wait(old, std::memory_order_acquire);
+        }
+    }
+
+    void work(int thread) {
+        for (int epoch = 0;; ++epoch) {
+            wait_while(epoch_, epoch);
+            if (stop_) return;
+            job_(context_, thread);
+            barrier();
+        }
+    }
+
+    const int size_;
+    bool stop_ = false;
+    void (*job_)(const void*, int) = nullptr;
+    const void* context_ = nullptr;
+    std::vector<std::thread> workers_;
+    // Apart, as they are written by all.
+    alignas(64) std::atomic<int> epoch_{0};
+    alignas(64) std::atomic<int> phase_{0};
+    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<int64_t> next_{0};
+};
+
+}  // namespace ramet

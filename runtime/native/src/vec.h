@@ -1,0 +1,196 @@
+// One vector of floats, for the instruction set that this file is compiled for.
+//
+// Everything above this file is written once in terms of `Vec` (kLanes floats) and `Bits` (kLanes 32-bit lanes).
+// A bfloat16 is the upper half of a float, so a 32-bit lane that holds two of them becomes two floats by a shift
+// and by a mask; no conversion instruction is needed.
+#pragma once
+
+#include <immintrin.h>
+
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace ramet {
+
+using bf16 = uint16_t;
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) { return std::bit_cast<float>(uint32_t(x) << 16); }
+
+// Round to nearest even.
+inline bf16 to_bf16(float x) {
+    uint32_t bits = std::bit_cast<uint32_t>(x);
+    return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+#if defined(__AVX512F__)
+
+using Vec = __m512;
+using Bits = __m512i;
+constexpr int kLanes = 16;
+constexpr int kMaxRows = 12;  // 2 x 12 accumulators of 32 registers leave room for weights and a broadcast
+
+inline Vec zero() { return _mm512_setzero_ps(); }
+inline Vec set1(float x) { return _mm512_set1_ps(x); }
+inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+inline Vec load(const float* p, int n) { return _mm512_maskz_loadu_ps((1u << n) - 1, p); }
+inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+inline void store(float* p, Vec v, int n) { _mm512_mask_storeu_ps(p, (1u << n) - 1, v); }
+inline Bits load_bits(const void* p) { return _mm512_loadu_si512(p); }
+inline Vec low_bf16(Bits b) { return _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)); }
+inline Vec high_bf16(Bits b) { return _mm512_castsi512_ps(_mm512_and_epi32(b, _mm512_set1_epi32(int(0xffff0000)))); }
+inline Vec load(const bf16* p) {
+    return low_bf16(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+}
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline float reduce_add(Vec v) { return _mm512_reduce_add_ps(v); }
+inline float reduce_max(Vec v) { return _mm512_reduce_max_ps(v); }
+inline Vec round(Vec v) { return _mm512_roundscale_ps(v, 0); }
+
+// p * 2^n for an n from `round`, finite. Gives 0 and infinity where floats end.
+inline Vec scale(Vec p, Vec n) { return _mm512_scalef_ps(p, n); }
+
+// Transpose kLanes x kLanes 32-bit lanes.
+inline void transpose(Vec (&m)[kLanes]) {
+    Vec t[kLanes];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_ps(m[i], m[i + 1]);
+        t[i + 1] = _mm512_unpackhi_ps(m[i], m[i + 1]);
+    }
+    // m[4 b + j]: column j of every 4 x 4 block of rows 4 b .. 4 b + 3
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i += 4) {
+        m[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
+        m[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
+        m[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+        m[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+#pragma GCC unroll 16
+    for (int j = 0; j < 4; ++j) {
+        Vec even_a = _mm512_shuffle_f32x4(m[j], m[4 + j], 0x88), odd_a = _mm512_shuffle_f32x4(m[j], m[4 + j], 0xdd);
+        Vec even_b = _mm512_shuffle_f32x4(m[8 + j], m[12 + j], 0x88);
+        Vec odd_b = _mm512_shuffle_f32x4(m[8 + j], m[12 + j], 0xdd);
+        t[j] = _mm512_shuffle_f32x4(even_a, even_b, 0x88);
+        t[4 + j] = _mm512_shuffle_f32x4(odd_a, odd_b, 0x88);
+        t[8 + j] = _mm512_shuffle_f32x4(even_a, even_b, 0xdd);
+        t[12 + j] = _mm512_shuffle_f32x4(odd_a, odd_b, 0xdd);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) m[i] = t[i];
+}
+
+#else  // AVX2 and FMA
+
+using Vec = __m256;
+using Bits = __m256i;
+constexpr int kLanes = 8;
+constexpr int kMaxRows = 6;  // 2 x 6 accumulators of 16 registers
+
+inline __m256i first_lanes(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+inline Vec zero() { return _mm256_setzero_ps(); }
+inline Vec set1(float x) { return _mm256_set1_ps(x); }
+inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+inline Vec load(const float* p, int n) { return _mm256_maskload_ps(p, first_lanes(n)); }
+inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
+inline void store(float* p, Vec v, int n) { _mm256_maskstore_ps(p, first_lanes(n), v); }
+inline Bits load_bits(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline Vec low_bf16(Bits b) { return _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)); }
+inline Vec high_bf16(Bits b) {
+    return _mm256_castsi256_ps(_mm256_and_si256(b, _mm256_set1_epi32(int(0xffff0000))));
+}
+inline Vec load(const bf16* p) {
+    return low_bf16(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+inline float reduce_add(Vec v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+inline float reduce_max(Vec v) {
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+inline Vec round(Vec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+
+// p * 2^n for an n from `round`, at most 128; 0 below the normal floats, infinity for 128.
+inline Vec scale(Vec p, Vec n) {
+    Vec small = _mm256_cmp_ps(n, set1(-126), _CMP_LT_OQ);
+    __m256i exponent = _mm256_cvtps_epi32(n);
+    Vec power = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(exponent, _mm256_set1_epi32(127)), 23));
+    return _mm256_andnot_ps(small, mul(p, power));
+}
+
+// Transpose kLanes x kLanes 32-bit lanes.
+inline void transpose(Vec (&m)[kLanes]) {
+    Vec t[kLanes];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_ps(m[i], m[i + 1]);
+        t[i + 1] = _mm256_unpackhi_ps(m[i], m[i + 1]);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i += 4) {
+        m[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+        m[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+        m[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+        m[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < 4; ++j) {
+        t[j] = _mm256_permute2f128_ps(m[j], m[4 + j], 0x20);
+        t[4 + j] = _mm256_permute2f128_ps(m[j], m[4 + j], 0x31);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) m[i] = t[i];
+}
+
+#endif
+
+constexpr int kPanel = 2 * kLanes;  // columns that a micro-kernel computes at once
+
+// 2^x for an x of at most 128, within 2 units in the last place; 0 for minus infinity.
+inline Vec exp2(Vec x) {
+    x = max(x, set1(-160));
+    Vec n = round(x), f = sub(x, n);
+    // The Taylor series of 2^f on [-1/2, 1/2]: (ln 2)^i / i!. The next term is below 1.3e-7 of the result.
+    Vec p = set1(1.5403530e-4f);
+    p = fma(p, f, set1(1.3333558e-3f));
+    p = fma(p, f, set1(9.6181291e-3f));
+    p = fma(p, f, set1(5.5504109e-2f));
+    p = fma(p, f, set1(2.4022651e-1f));
+    p = fma(p, f, set1(6.9314718e-1f));
+    p = fma(p, f, set1(1.0f));
+    return scale(p, n);
+}
+
+constexpr float kLog2E = 1.44269504f;
+
+inline Vec silu(Vec x) {
+    // 2^128 is infinity already; an infinite exponent would make the series undefined.
+    Vec power = exp2(min(mul(x, set1(-kLog2E)), set1(128)));
+    return div(x, add(set1(1), power));
+}
+
+inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+}  // namespace ramet
