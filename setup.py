@@ -12,7 +12,15 @@ SOURCES = Path("runtime/native/src")
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"]
 ISA_FLAGS = {"avx2": ["-mavx2", "-mfma"], "avx512": AVX512, "avx512bf16": [*AVX512, "-mavx512bf16"]}
 # GCC's own intrinsics read what they call undefined.
-FLAGS = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-pthread", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
+FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-g0",
+    "-fvisibility=hidden",
+    "-pthread",
+    "-Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
+]
 
 setup(
     ext_modules=[

@@ -61,4 +61,3 @@ class NativePlan:
         tensor = tensor.contiguous()
         self._kept.append(tensor)
         return tensor.data_ptr()
-

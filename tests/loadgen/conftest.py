@@ -40,7 +40,7 @@ class BadServer:
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         server = self._loop.run_until_complete(asyncio.start_server(self._connection, "127.0.0.1", 0))
-        self.url = "http://127.0.0.1:{}".format(server.sockets[0].getsockname()[1])
+        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._started.set()
         self._loop.run_forever()
         server.close()
@@ -53,7 +53,9 @@ class BadServer:
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                lengths = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line[:15] == b"content-length:"]
+                lengths = [
+                    line.split(b":")[1] for line in head.lower().split(b"\r\n") if line[:15] == b"content-length:"
+                ]
                 await reader.readexactly(int(lengths[0]) if lengths else 0)
                 if head.startswith(b"POST /v1/"):
                     self.requests += 1

@@ -35,7 +35,8 @@ def test_bounds_hold_and_a_count_is_at_least_one():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "-1", "nan", "inf", "uniform:5", "uniform:9:3", "normal:1:2:3", "lognormal:0:1", "zipf:1:2", "1:2"]
+    "text",
+    ["", "x", "-1", "nan", "inf", "uniform:5", "uniform:9:3", "normal:1:2:3", "lognormal:0:1", "zipf:1:2", "1:2"],
 )
 def test_what_is_no_distribution_is_refused(text):
     with pytest.raises(ValueError, match="."):

@@ -147,7 +147,9 @@ def test_messages_batches_and_prompts(tmp_path):
     assert [text_of(session) for session in made[2:]] == ["Once", "Twice"]
 
 
-@pytest.mark.parametrize("line", ["{", '{"question": 1}', "[1", "7", '{"conversations": [{"from": "gpt", "value": ""}]}'])
+@pytest.mark.parametrize(
+    "line", ["{", '{"question": 1}', "[1", "7", '{"conversations": [{"from": "gpt", "value": ""}]}']
+)
 def test_a_bad_line_is_named(tmp_path, line):
     path = tmp_path / "f.jsonl"
     path.write_text('{"prompt": "good"}\n' + line)
@@ -205,7 +207,9 @@ def test_what_is_no_trace_is_refused(tmp_path, text):
         sessions(Trace(path))
 
 
-@pytest.mark.skipif(not TRACES.exists(), reason=f"no recorded traces beside the repository ({os.path.basename(TRACES)})")
+@pytest.mark.skipif(
+    not TRACES.exists(), reason=f"no recorded traces beside the repository ({os.path.basename(TRACES)})"
+)
 def test_the_published_traces_are_read_whole():
     rows = read_trace(TRACES / "mooncake" / "conversation_trace.jsonl")
     assert len(rows) == 12031
