@@ -83,6 +83,7 @@ class Scheduler:
             while not self.cache.grow(request):
                 victim = self._cheapest()
                 self._retract(victim)
+                work = [item for item in work if item.request is not victim]
                 if victim is request:
                     break
             else:
