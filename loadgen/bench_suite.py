@@ -90,9 +90,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests of the workload itself before every run, not counted; default: 0, the cold ones count",
     )
     parser.add_argument("--seed", type=options.whole, help="default: another one every time")
-    parser.add_argument(
-        "--min-tokens", nargs="+", default=[], metavar="NAME", help="servers that take min_tokens, but no ignore_eos"
-    )
     parser.add_argument("--answers", choices=["server", "scripted"], default="server", help="default: server")
     options.add_target(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="every run's summary; written after every run")
@@ -173,14 +170,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _servers(arguments: argparse.Namespace) -> list[Any]:
     """The servers, with one count of words for all: the same prompts for each."""
     from loadgen.run import prepare
-    from loadgen.target import Target
 
     found = []
     for text in arguments.url:
         name, url = text.split("=", 1) if "=" in text.split("://")[0] else (text, text)
-        fixed = "min_tokens" if name in arguments.min_tokens else options.fixed_output(arguments)
-        target = Target(name, url, arguments.api, arguments.model, arguments.api_key or None)
-        found.append(prepare(target, fixed, arguments.temperature, arguments.extra_body))
+        target = options.target(arguments, name, url)
+        found.append(prepare(target, options.fixed_output(arguments), arguments.temperature, arguments.extra_body))
     if len({server.target.name for server in found}) < len(found):
         raise ValueError("--url: two servers have the same name")
     best = min(found, key=lambda server: server.exactness)

@@ -17,6 +17,8 @@ from loadgen.client import Patience
 from loadgen.lengths import Distribution
 from loadgen.load import Bounds
 from loadgen.slo import LATENCIES, Slo
+from loadgen.target import FIXED_OUTPUT, Target
+from loadgen.tokens import TokenCounter
 from loadgen.workloads import WORKLOADS, Workload
 from loadgen.workloads.trace import Trace
 
@@ -63,9 +65,15 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--temperature", type=seconds, default=0.0, help="default: 0, greedy")
     group.add_argument(
         "--fixed-output",
-        choices=["ignore_eos", "min_tokens", "off"],
-        default="ignore_eos",
-        help="the field that makes answers as long as is asked for; default: ignore_eos, where the server takes it",
+        choices=["auto", *FIXED_OUTPUT, "off"],
+        default="auto",
+        help="the field that makes answers as long as is asked for; default: the first of them that the server takes",
+    )
+    group.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="the model's tokenizer.json or its directory, to count tokens where the server does not",
     )
     group.add_argument(
         "--extra-body", type=reading(_json_object), default={}, metavar="JSON", help="more fields of every request"
@@ -83,9 +91,19 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def fixed_output(arguments: argparse.Namespace) -> str:
-    """The field's name, empty for none."""
-    return "" if arguments.fixed_output == "off" else arguments.fixed_output
+def target(arguments: argparse.Namespace, name: str, url: str) -> Target:
+    """A server."""
+    return Target(name, url, arguments.api, arguments.model, arguments.api_key or None)
+
+
+def counter(arguments: argparse.Namespace) -> TokenCounter | None:
+    """The tokenizer, if one was given. Raises ValueError if it cannot be read."""
+    return None if arguments.tokenizer is None else TokenCounter(arguments.tokenizer)
+
+
+def fixed_output(arguments: argparse.Namespace) -> str | None:
+    """The field's name, empty for none; None asks the server."""
+    return {"auto": None, "off": ""}.get(arguments.fixed_output, arguments.fixed_output)
 
 
 def patience(arguments: argparse.Namespace) -> Patience:

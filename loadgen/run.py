@@ -27,7 +27,8 @@ from loadgen.scrape import difference, scrape
 from loadgen.session import Session
 from loadgen.slo import Slo
 from loadgen.summary import summarise
-from loadgen.target import Target, find_model, takes_ignore_eos, word_cost
+from loadgen.target import Target, find_fixed_output, find_model, word_cost
+from loadgen.tokens import TokenCounter
 from loadgen.workloads import Source, Workload
 from loadgen.workloads.prompts import Unique
 
@@ -72,6 +73,7 @@ class Prepared:
     Attributes:
         counted: how the lengths of words in tokens were found.
         exactness: of that way; 0 is exact.
+        counter: counts what the server does not tell.
     """
 
     target: Target
@@ -79,6 +81,7 @@ class Prepared:
     cost: Cost
     counted: str
     exactness: int
+    counter: TokenCounter | None = None
 
 
 @dataclass
@@ -104,13 +107,19 @@ class Result:
         }
 
 
-def prepare(target: Target, fixed_output: str, temperature: float, extra: dict[str, Any]) -> Prepared:
-    """Ask the server what it is. Raises TargetError."""
+def prepare(
+    target: Target,
+    fixed_output: str | None = None,
+    temperature: float = 0.0,
+    extra: dict[str, Any] | None = None,
+    counter: TokenCounter | None = None,
+) -> Prepared:
+    """Ask the server what it is, and with None for `fixed_output` also what it takes. Raises TargetError."""
     model = find_model(target)
-    if fixed_output == "ignore_eos" and not takes_ignore_eos(target, model):
-        fixed_output = ""
-    cost, counted, exactness = word_cost(target, model, Prose(random.Random(0)))
-    return Prepared(target, Ask(model, fixed_output, temperature, extra), cost, counted, exactness)
+    if fixed_output is None:
+        fixed_output = find_fixed_output(target, model)
+    cost, counted, exactness = word_cost(target, model, Prose(random.Random(0)), counter)
+    return Prepared(target, Ask(model, fixed_output, temperature, extra), cost, counted, exactness, counter)
 
 
 Watch = Callable[[Load], AbstractContextManager[Any]]
