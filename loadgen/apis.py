@@ -11,7 +11,6 @@ import msgspec
 from loadgen.record import Record
 from loadgen.session import Conversation
 
-
 _MOST = 1 << 53  # beyond it a float no longer counts in ones
 
 

@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run; 0 if a request succeeded, 1 if none did, 130 if the user ended it."""
     from loadgen.files import write_csv, write_json
     from loadgen.progress import live
-    from loadgen.run import Plan, execute, prepare
+    from loadgen.run import Plan, execute
     from loadgen.tables import run_tables, wide_console
     from loadgen.target import TargetError
 

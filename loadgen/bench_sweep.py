@@ -87,7 +87,7 @@ def knee(levels: list[Level]) -> float | None:
 def _sweep(arguments: argparse.Namespace, console: Console) -> tuple[list[Level], bool]:
     """All levels, and whether the user ended it: upwards until one breaks, then halving the gap below it."""
     from loadgen.progress import live
-    from loadgen.run import Plan, execute, prepare
+    from loadgen.run import Plan, execute
 
     target = options.target(arguments, arguments.url, arguments.url)
     prepared = options.prepared(arguments, target)

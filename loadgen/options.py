@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from loadgen.apis import APIS
 from loadgen.arrivals import Arrivals, Closed, Constant, Gamma, Open, Ramp, Recorded
@@ -21,6 +21,9 @@ from loadgen.target import FIXED_OUTPUT, Target
 from loadgen.tokens import TokenCounter
 from loadgen.workloads import WORKLOADS, Workload
 from loadgen.workloads.trace import Trace
+
+if TYPE_CHECKING:
+    from loadgen.run import Prepared
 
 KEY_VARIABLE = "RAMET_BENCH_API_KEY"
 _DEFAULT_CONCURRENCY = 8
@@ -76,7 +79,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         help="the model's tokenizer.json or its directory, to count tokens where the server does not",
     )
     group.add_argument(
-        "--extra-body", type=reading(_json_object), default={}, metavar="JSON", help="more fields of every request"
+        "--extra-body", type=reading(json_object), default={}, metavar="JSON", help="more fields of every request"
     )
     group.add_argument("--timeout", type=positive, default=600.0, metavar="S", help="of a request; default: 600")
     group.add_argument(
@@ -84,7 +87,8 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object. Raises ValueError."""
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError("must be a JSON object")
@@ -96,14 +100,16 @@ def target(arguments: argparse.Namespace, name: str, url: str) -> Target:
     return Target(name, url, arguments.api, arguments.model, arguments.api_key or None)
 
 
-def counter(arguments: argparse.Namespace) -> TokenCounter | None:
-    """The tokenizer, if one was given. Raises ValueError if it cannot be read."""
-    return None if arguments.tokenizer is None else TokenCounter(arguments.tokenizer)
+def prepared(arguments: argparse.Namespace, server: Target, extra: dict[str, Any] | None = None) -> Prepared:
+    """The server, asked what it is; `extra` goes into its requests beside what `--extra-body` gives to all.
 
+    Raises TargetError, and ValueError for a tokenizer that cannot be read.
+    """
+    from loadgen.run import prepare
 
-def fixed_output(arguments: argparse.Namespace) -> str | None:
-    """The field's name, empty for none; None asks the server."""
-    return {"auto": None, "off": ""}.get(arguments.fixed_output, arguments.fixed_output)
+    field = {"auto": None, "off": ""}.get(arguments.fixed_output, arguments.fixed_output)
+    counter = None if arguments.tokenizer is None else TokenCounter(arguments.tokenizer)
+    return prepare(server, field, arguments.temperature, arguments.extra_body | (extra or {}), counter)
 
 
 def patience(arguments: argparse.Namespace) -> Patience:
