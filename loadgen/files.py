@@ -41,6 +41,7 @@ def read_run(path: Path) -> tuple[dict[str, Any], list[Record]]:
         if data["format"] != "ramet-bench-1":
             raise ValueError(f"its format is {data['format']!r}")
         records = msgspec.convert(data["requests"], list[Record])
+        cut_s = float(data["cut_s"])
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is not the result of a run: {error}") from None
-    return data, [record for record in records if record.scheduled_s >= data["cut_s"]]
+    return data, [record for record in records if record.scheduled_s >= cut_s]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from loadgen.arrivals import Constant
 from loadgen.bench_compare import METRICS, ratio_interval
+from loadgen.client import Patience
 from loadgen.files import read_run, write_csv, write_json
 from loadgen.load import Bounds
 from loadgen.record import Record
@@ -28,7 +29,7 @@ def recorded(ramet, tmp_path_factory):
     workload = SharedPrefix(groups=2, prefix_tokens=length("60"), prompt_tokens=length("uniform:5:30"),
                             output_tokens=length("uniform:1:9"))  # fmt: skip
     result = run(ramet.url, workload=workload, arrivals=Constant(20.0), bounds=Bounds(requests=30),
-                 slo=Slo.parse(["ttft:400", "itl:150"]))  # fmt: skip
+                 slo=Slo.parse(["ttft:400", "itl:150"]), patience=Patience())  # fmt: skip
     path = tmp_path_factory.mktemp("run") / "run.json"
     write_json(path, result.as_dict())
     return result, json.loads(path.read_text()), path
