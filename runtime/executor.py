@@ -30,6 +30,7 @@ class Executor:
 
     Attributes:
         backend_name: what computes attention: `native-` and an instruction set, `cpu` (torch) or `flashinfer`.
+        argmax: the fastest way here from logits [n, vocab] to the highest tokens [n].
     """
 
     def __init__(self, config: Config, path: Path):
@@ -45,11 +46,14 @@ class Executor:
         library = self._choose_kernels(config)
         if library is not None:
             native = NativeDecoder(library, model, self.pool, threads=torch.get_num_threads())
-            self.backend_name, self._forward = native.name, native.forward
+            self.backend_name, self._forward, self.argmax = native.name, native.forward, native.argmax
+            # After each of torch's parallel operations its threads spin for a while, on the cores of the kernels'.
+            torch.set_num_threads(1)
         else:
             attention = self._make_backend(backend, model)
             self.backend_name = attention.name
             self._forward = partial(model.forward, pool=self.pool, backend=attention)
+            self.argmax = partial(torch.argmax, dim=-1)
 
     def _make_pool(self, config: Config) -> KVPool:
         spec, cache = self.spec, config.cache
@@ -90,7 +94,7 @@ class Executor:
         return FlashInferAttention(self.pool, model.rope, self.spec.num_heads)
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """One step; returns float32 logits [S, vocab] of the batch's `logits_rows`."""
+        """One step; returns float32 logits [S, vocab] of the batch's `logits_rows`, valid until the next step."""
         return self._forward(batch)
 
 
