@@ -37,13 +37,13 @@ class Executor:
         """Load the model in `path`. Raises ModelError if it cannot be served as configured."""
         self.spec = ModelSpec.load(path)
         self.device = choose_device(config.model)
-        self.dtype = choose_dtype(config.model, self.device)
+        library = self._choose_kernels(config)
+        self.dtype = choose_dtype(config.model, self.device, library is not None)
         backend = choose_attention(config.model, self.device)
         self.context_length = _context_length(config, self.spec)
         ops = FlashInferOps() if backend == "flashinfer" and self.dtype == torch.bfloat16 else Ops()
         model = LlamaModel(self.spec, load_weights(path, self.spec, self.dtype), self.device, ops)
         self.pool = self._make_pool(config)
-        library = self._choose_kernels(config)
         if library is not None:
             native = NativeDecoder(library, model, self.pool, threads=torch.get_num_threads())
             self.backend_name, self._forward, self.argmax = native.name, native.forward, native.argmax

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from runtime.protocol import TokenLogprob
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1)
 
 
 class Sampler:
@@ -26,7 +29,7 @@ class Sampler:
         self,
         vocab_size: int,
         device: torch.device,
-        argmax: Callable[[torch.Tensor], torch.Tensor] = partial(torch.argmax, dim=-1),
+        argmax: Callable[[torch.Tensor], torch.Tensor] = _argmax,
     ):
         self.vocab_size = vocab_size
         self.device = device
