@@ -81,8 +81,11 @@ class SchedulerConfig(Section):
     schedule_policy: SchedulePolicy = Field(
         "balanced", description="who is admitted next; lpm: longest match first, dfs: in the order of the tree"
     )
-    max_overtake: float = Field(
-        10.0, ge=0, description="policy balanced: nobody is overtaken by a request that came that many seconds later"
+    overtake_share: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="policy balanced: share of the work that goes to the longest match, not the longest wait",
     )
     max_running: int = Field(64, ge=1, description="requests that decode together")
     max_waiting: int = Field(4096, ge=1, description="requests that may wait; more are refused with 503")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 
 from radix import Match
 from runtime.config import SchedulerConfig
@@ -42,7 +43,7 @@ class Scheduler:
         self.config = config
         self.cache = cache
         self.waiting = Waiting(
-            config.schedule_policy, config.max_overtake, cache.page_size, lambda request: self._match(request)[1]
+            config.schedule_policy, config.overtake_share, cache.page_size, lambda request: self._match(request)[1]
         )
         self.running: list[Request] = []
         self.num_retracted = 0
@@ -117,7 +118,7 @@ class Scheduler:
         # for it instead of computing the same pages twice.
         computing = [r for r in self.running if r.num_remaining > 1]
         self.waiting.refresh()
-        for request in self.waiting.first(2 * self.config.max_running):
+        for request in islice(self.waiting.candidates(self._scarce), 2 * self.config.max_running):
             if budget <= 0 or len(self.running) >= self.config.max_running:
                 return
             match, matched_tokens = self._match(request)
@@ -127,13 +128,17 @@ class Scheduler:
                 continue
             if not self.cache.admit(request, match, headroom=len(self.running)):
                 return
-            self.waiting.remove(request)
+            self.waiting.admit(request, self._scarce())
             self.running.append(request)
             if request.cached_tokens < 0:
                 request.cached_tokens = request.num_computed
             if request.num_remaining > 1:
                 computing.append(request)
             budget -= self._take(work, request, budget)
+
+    def _scarce(self) -> bool:
+        """Whether one more request takes the last place among those that run."""
+        return len(self.running) + 1 >= self.config.max_running
 
     def _match(self, request: Request) -> tuple[Match, int]:
         """What the tree has of a request, and how many tokens that is."""
