@@ -85,7 +85,7 @@ class SchedulerConfig(Section):
         0.1,
         ge=0,
         lt=1,
-        description="policy balanced: share of the work that goes to the longest match, not the longest wait",
+        description="policy balanced: share of the work that goes by longest match, not by arrival",
     )
     max_running: int = Field(64, ge=1, description="requests that decode together")
     max_waiting: int = Field(4096, ge=1, description="requests that may wait; more are refused with 503")

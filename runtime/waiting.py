@@ -28,11 +28,11 @@ class Waiting:
     - `priority`: by priority, then arrival. In the policies below, too, a higher priority goes first.
     - `lpm`: longest match first.
     - `dfs`: neighbours in the tree follow each other.
-    - `balanced`: by arrival, but a share of the work goes to the longest match. Each admission in order earns credit, in
+    - `balanced`: by arrival, but a share of the work goes to the longest match. Each admission in order earns credit in
       proportion to the tokens that it has to compute; whoever overtakes spends as many tokens as it has to compute.
-      Those of which nearly all is cached are thus let through while they still find it, and nobody waits more than
-      1 / (1 - share) times as long as by arrival, and a bounded number of tokens. Where places are what is scarce, they
-      are earned and spent in the same way.
+      So those of which nearly all is cached get through while they still find it there, and nobody waits more than
+      1 / (1 - share) times as long as by arrival, and a bounded number of tokens. Places are earned and spent in the
+      same way while they are scarce.
 
     What the tree has of a request is looked up when it comes, when it could be admitted, and, for a bounded number of
     requests per pass, after another one with the same first page was computed.
