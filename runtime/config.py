@@ -76,8 +76,12 @@ class CacheConfig(Section):
 class SchedulerConfig(Section):
     """Who takes part in a step."""
 
-    step_tokens: int = Field(1024, ge=1, description="token rows in one step: decode rows first, then prefill")
-    chunk_tokens: int = Field(1024, ge=1, description="most rows that one prompt may take of a step")
+    step_tokens: int | None = Field(
+        None, ge=1, description="token rows in one step, decode rows first; default: 256 on a CPU, 2048 on a GPU"
+    )
+    chunk_tokens: int | None = Field(
+        None, ge=1, description="most rows that one prompt may take of a step; default: all"
+    )
     schedule_policy: SchedulePolicy = Field(
         "balanced", description="who is admitted next; lpm: longest match first, dfs: in the order of the tree"
     )

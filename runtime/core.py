@@ -54,7 +54,7 @@ class EngineCore:
         self.config = config
         self.executor = Executor(config, path)
         self.cache = PagedCache(self.executor.pool, config.cache, quotas)
-        self.scheduler = Scheduler(config.scheduler, self.cache)
+        self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens)
         spec = self.executor.spec
         self.sampler = Sampler(spec.vocab_size, self.executor.device, self.executor.argmax)
         self.info = ModelInfo(

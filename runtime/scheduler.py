@@ -39,8 +39,11 @@ class Scheduler:
     pool alone, all of them end.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: PagedCache):
+    def __init__(self, config: SchedulerConfig, cache: PagedCache, step_tokens: int = 2048):
+        """`step_tokens`: rows of a step where the configuration leaves them open."""
         self.config = config
+        self.step_tokens = config.step_tokens or step_tokens
+        self._chunk_tokens = config.chunk_tokens or self.step_tokens
         self.cache = cache
         self.waiting = Waiting(
             config.schedule_policy, config.overtake_share, cache.page_size, lambda request: self._match(request)[1]
@@ -67,7 +70,7 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         """The work of the next step; empty only if nothing can run."""
         work = self._decode()
-        budget = self.config.step_tokens - len(work)
+        budget = self.step_tokens - len(work)
         budget = self._prefill(work, budget)
         self._admit(work, budget)
         if not work and self.waiting and self.cache.pins.yield_one():
@@ -77,7 +80,7 @@ class Scheduler:
     def _decode(self) -> list[Work]:
         work: list[Work] = []
         for request in list(self.running):
-            if len(work) == self.config.step_tokens:
+            if len(work) == self.step_tokens:
                 break
             if request.num_remaining != 1 or request not in self.running:
                 continue
@@ -109,7 +112,7 @@ class Scheduler:
         return budget
 
     def _take(self, work: list[Work], request: Request, budget: int) -> int:
-        count = min(request.num_remaining, self.config.chunk_tokens, budget)
+        count = min(request.num_remaining, self._chunk_tokens, budget)
         work.append(Work(request, count))
         return count
 
