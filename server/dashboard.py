@@ -130,7 +130,7 @@ class Feed:
         except RametError:
             return  # the engine has died; the figures tell so
         end = time.monotonic()
-        self._walk_after_s = end + _REST * (end - begin)
+        self._walk_after_s = end + max(_REST * (end - begin), 2 * _EVERY_S)
         if tree != self._tree:
             self._tree, self._version = tree, self._version + 1
 
