@@ -112,6 +112,7 @@ class Feed:
                 engine = self._context.engine
                 state, requests = await asyncio.gather(engine.state(), engine.requests(_MOST_REQUESTS))
                 for request in requests:
+                    request["rid"] = request["rid"].rpartition("/")[0]  # after it, the engine's own number
                     request["tenant"] = self._context.tenant_name(request["tenant"])
                 counted = {name: state[name] for name in _COUNTED}
                 self._figures = {"at_s": time.time(), **counted, **self._context.metrics.now(), "requests": requests}

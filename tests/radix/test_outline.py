@@ -66,7 +66,7 @@ def test_everything_is_shown_where_there_is_room(filled):
     tree = grow(filled, 200)
     shown, _ = finish(outline(tree, 10**6, preview_tokens=2))
     nodes = {node.pages[0]: node for node in tree.nodes()}
-    blocks = [block for block, _ in shown if block.id >= 0]
+    blocks = [block for block in shown if block.id >= 0]
     assert {block.id for block in blocks} == set(nodes)
     for block in blocks:
         node = nodes[block.id]
@@ -78,7 +78,7 @@ def test_everything_is_shown_where_there_is_room(filled):
             before += len(above.pages) * PAGE
             above = above.parent
         assert block.start == before
-    roots = [block for block, parent in shown if parent is None]
+    roots = [block for block in shown if block.parent is None]
     assert {root.namespace for root in roots} == {"a/", "b/"}
     assert sum(root.total for root in roots) == tree.num_pages * PAGE
     assert sum(root.nodes for root in roots) == tree.num_nodes
@@ -90,14 +90,16 @@ def test_the_heaviest_are_shown_and_their_parents_before_them(filled, limit):
     everything, _ = finish(outline(tree, 10**6))
     shown, _ = finish(outline(tree, limit))
     assert len(shown) == limit
-    for i, (block, parent) in enumerate(shown):
-        if parent is None:
+    for i, block in enumerate(shown):
+        if block.parent is None:
             assert block.id == -1
         else:
-            assert parent < i
-            assert any(child is block for child in shown[parent][0].children)
-    lightest = min(block.total for block, _ in shown)
-    hidden = sorted((block.total for block, _ in everything), reverse=True)[limit:]
+            above = shown[block.parent]
+            assert block.parent < i
+            assert (above.namespace, above.start + above.tokens) == (block.namespace, block.start)
+            assert above.total >= above.tokens + block.total
+    lightest = min(block.total for block in shown)
+    hidden = sorted((block.total for block in everything), reverse=True)[limit:]
     assert lightest >= max(hidden, default=0)
 
 
@@ -108,12 +110,12 @@ def test_what_keeps_a_node_is_told(filled):
     locked = filled.add([*shared, 2, 2, 2, 2])
     tree.pin(pinned)
     shown, _ = finish(outline(tree, 100))
-    flags = {block.start: (block.pinned, block.locked) for block, _ in shown if block.id == pinned.pages[0]}
+    flags = {block.start: (block.pinned, block.locked) for block in shown if block.id == pinned.pages[0]}
     assert flags == {8: (True, False)}
-    assert {(b.pinned, b.locked) for b, _ in shown if b.id >= 0 and b.start == 0} == {(True, False)}
+    assert {(b.pinned, b.locked) for b in shown if b.id >= 0 and b.start == 0} == {(True, False)}
     tree.lock(locked)
     shown, _ = finish(outline(tree, 100))
-    told = {(b.start, b.id): (b.pinned, b.locked) for b, _ in shown if b.id >= 0}
+    told = {(b.start, b.id): (b.pinned, b.locked) for b in shown if b.id >= 0}
     assert told[8, pinned.pages[0]] == (True, False)
     assert told[8, locked.pages[0]] == (False, True)
     assert told[0, pinned.parent.pages[0]] == (True, True)
