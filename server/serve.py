@@ -15,6 +15,7 @@ from runtime.config import Config
 from runtime.errors import RametError
 from server.app import create_app
 from server.auth import Tenant, read_keys
+from server.dashboard import Feed
 
 log = logging.getLogger("ramet.server")
 
@@ -61,11 +62,13 @@ def _bind(config: Config) -> socket.socket:
 class _Server(uvicorn.Server):
     """Lets running requests go on for a while when it stops, and ends the others properly."""
 
-    def __init__(self, settings: uvicorn.Config, engine: AsyncEngine):
+    def __init__(self, settings: uvicorn.Config, engine: AsyncEngine, feed: Feed):
         super().__init__(settings)
         self.engine = engine
+        self.feed = feed
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.feed.close()
         late = asyncio.get_running_loop().call_later(_GRACE_S, self._abort)
         try:
             await super().shutdown(sockets)
@@ -93,15 +96,16 @@ async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant])
         except OSError as error:  # another server that was loading at the same time was faster
             raise CannotListen(config, error) from None
         host, port = listener.getsockname()[:2]
+        app = create_app(engine, config, tenants)
         settings = uvicorn.Config(
-            create_app(engine, config, tenants),
+            app,
             log_level=config.server.log_level,
             log_config=None,
             timeout_graceful_shutdown=_GRACE_S + _ABORT_S,
             server_header=False,
             backlog=_BACKLOG,
         )
-        server = _Server(settings, engine)
+        server = _Server(settings, engine, app.state.feed)
         log.info("serving on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         died = asyncio.create_task(_stop_when_dead(engine, server))
         await server.serve(sockets=[listener])

@@ -133,7 +133,12 @@ def test_only_so_many_may_look(client, server):
     finally:
         for stream in streams:
             stream.__exit__(None, None, None)
-    listen(server.url, lambda e: "model" in e)
+    deadline = time.monotonic() + 60
+    while True:  # the server learns of their going a moment later
+        with client.stream("GET", "/dashboard/events") as answer:
+            if answer.status_code == 200:
+                break
+        assert time.monotonic() < deadline
 
 
 @pytest.fixture(scope="module")
