@@ -10,7 +10,7 @@ from heapq import heappop, heappush, nlargest
 from radix.node import TOKEN_BYTES, Node
 from radix.tree import RadixTree
 
-_SLICE = 4096
+_SLICE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Block:
 
 
 def outline(tree: RadixTree, limit: int, preview_tokens: int = 0) -> Generator[None, None, list[Block]]:
-    """Walk the whole tree, a few thousand nodes at a time; returns the `limit` heaviest blocks, parents first.
+    """Walk the whole tree, a thousand nodes at a time; returns the `limit` heaviest blocks, parents first.
 
     A block that is shown has its parent shown. Between two steps the tree may change: what came or went meanwhile is
     counted or not, and nothing else goes wrong.

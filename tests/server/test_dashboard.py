@@ -76,7 +76,8 @@ def test_a_running_request_is_listed_without_its_text(client, server):
     body = {"text": "Quokkas never", "rid": "shown-request", "stream": True,
             "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}  # fmt: skip
     with client.stream("POST", "/generate", json=body) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # dropped, it would end the stream
+        next(lines)
         event = listen(
             server.url, lambda e: any(r["rid"] == "shown-request" for r in e.get("figures", {}).get("requests", ()))
         )
@@ -90,7 +91,7 @@ def test_a_running_request_is_listed_without_its_text(client, server):
 def test_a_node_is_pinned_unpinned_and_evicted(client, server):
     client.post("/flush_cache")
     generate(client, SAYING * 2)
-    _, block = blocks(server.url)
+    _, block = blocks(server.url, lambda b: b["start"] == 0)
     path, start = f"/cache/nodes/{block['id']}", {"start": block["start"]}
     pinned = client.post(f"{path}/pin", params=start).raise_for_status().json()
     assert pinned["tokens"] == block["tokens"]
@@ -170,5 +171,6 @@ def test_without_an_admins_key_the_page_stands_and_the_stream_does_not(guarded):
 def test_sigterm_does_not_wait_for_those_who_look(tiny_dir, tmp_path):
     server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "4096")
     with httpx.stream("GET", f"{server.url}/dashboard/events", timeout=60) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()
+        next(lines)
         assert stop(server) == 0

@@ -182,7 +182,7 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
     }
     root = common | {"id": -1, "start": 0, "tokens": 0, "total": 16 * 10**6, "nodes": 10**5, "parent": None}
     rest = [
-        common | {"id": i, "start": 0, "tokens": 160, "total": 16000, "nodes": 100, "parent": 0} for i in range(499)
+        common | {"id": i, "start": 0, "tokens": 16000, "total": 16000, "nodes": 100, "parent": 0} for i in range(499)
     ]
     tree = {"blocks": [root, *rest], "pins": [], "pinned_tokens": 0, "budget_tokens": 0}
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in ({"figures": figures}, {"tree": tree}))
