@@ -88,8 +88,11 @@ class Feed:
 
     def _leave(self) -> None:
         self._viewers -= 1
-        if not self._viewers and self._walk is not None:
-            self._walk.cancel()
+        if not self._viewers:
+            # Whoever comes next shall not see what was there when the last one left.
+            self._tree, self._version, self._walk_after_s = {}, 0, float("-inf")
+            if self._walk is not None:
+                self._walk.cancel()
 
     def close(self) -> None:
         """End all streams: the server stops."""
