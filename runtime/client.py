@@ -33,6 +33,7 @@ from runtime.protocol import (
     GetTree,
     Inbound,
     ModelInfo,
+    Pause,
     Ready,
     RemovePin,
     Reply,
@@ -263,6 +264,10 @@ class AsyncEngine:
     async def state(self) -> dict[str, Any]:
         """Counters and histograms (they only grow) and gauges of the engine; see `EngineCore.state`."""
         return await self._call(GetState)
+
+    async def pause(self, paused: bool) -> bool:
+        """Let the engine run no steps, or go on; whether it is paused now. Requests are accepted and wait meanwhile."""
+        return (await self._call(lambda call: Pause(call, paused)))["paused"]
 
     async def tree(self, **asked: Any) -> list[dict[str, Any]]:
         """A page of the tree's nodes as dicts of `radix.NodeView`; `asked` are the fields of `GetTree`."""

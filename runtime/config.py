@@ -98,6 +98,9 @@ class EngineConfig(Section):
 
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: all cores")
     debug_invariants: bool = Field(False, description="check page conservation after every step (slow)")
+    grammar_timeout: float = Field(
+        5.0, gt=0, description="seconds that a JSON schema or a regular expression may take to compile"
+    )
     on_engine_death: Literal["exit", "restart"] = Field(
         "exit", description="if the engine dies: the server exits with code 70, or starts a new engine"
     )

@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from runtime.decoding.grammar import check_grammar
 from runtime.errors import InvalidRequest, Overloaded, RametError
 from runtime.models.tokenizer import Tokenizer
 from runtime.output import Output, Submission
@@ -72,6 +73,7 @@ class Frontend:
             bad = next(t for t in tokens if not 0 <= t < vocab)
             raise InvalidRequest(f"token id {bad} is out of range: the model has {vocab} tokens", param="prompt")
         sampling.check(vocab)
+        check_grammar(sampling)
         start = submission.prompt_logprobs_from
         if start is not None and not 0 <= start < len(tokens):
             raise InvalidRequest(
@@ -86,9 +88,9 @@ class Frontend:
             (self.info.context_length, "the model's context is"),
             (self.info.pool_tokens, "the KV pool holds"),
         ):
-            if prompt + (new or 1) > limit:
+            if prompt + (wanted := 1 if new is None else new) > limit:
                 raise InvalidRequest(
-                    f"the prompt has {prompt} tokens and {new or 1} new ones may follow, but {what} {limit} tokens",
+                    f"the prompt has {prompt} tokens and {wanted} new ones may follow, but {what} {limit} tokens",
                     param="prompt" if prompt >= limit else "max_new_tokens",
                     code="context_length_exceeded",
                 )

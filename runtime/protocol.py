@@ -87,11 +87,18 @@ class GetTree(msgspec.Struct, tag="tree"):
     preview_tokens: int = 0
 
 
+class Pause(msgspec.Struct, tag="pause"):
+    """Run no steps from now on, or go on with them. Answered by `Reply`: `{"paused": bool}`."""
+
+    call: int
+    paused: bool
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort what runs and end the engine process."""
 
 
-Call = FlushCache | GetState | AddPin | RemovePin | GetPins | GetTree
+Call = FlushCache | GetState | AddPin | RemovePin | GetPins | GetTree | Pause
 Inbound = AddRequest | Abort | Call | Shutdown
 
 

@@ -67,6 +67,10 @@ class Tokenizer:
         """The id of a token by the vocabulary's spelling."""
         return self._fast.token_to_id(token)
 
+    def to_json(self) -> str:
+        """The text of its tokenizer.json."""
+        return self._fast.to_str()
+
     @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included."""
