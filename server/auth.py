@@ -23,7 +23,10 @@ from server.errors import error_response
 
 ENVIRONMENT = "RAMET_API_KEYS"
 OPEN_PATHS = frozenset({"/health"})
-ADMIN_PATHS = ("/cache/", "/flush_cache", "/abort_request", "/server_info", "/get_server_info", "/metrics")
+ADMIN_PATHS = (
+    *("/cache/", "/flush_cache", "/abort_request", "/server_info", "/get_server_info", "/metrics"),
+    *("/pause", "/resume", "/shutdown"),
+)
 # Below an admin's path, but everybody sees what is its own there.
 OWN_PATHS = frozenset({"/cache/tree"})
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -14,13 +16,24 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from runtime.errors import InvalidRequest, ModelError
+from runtime.errors import InvalidRequest, ModelError, RametError
 from runtime.models.spec import read_json
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 # A UTF-8 character that is not whole has three bytes at most, and every token has one byte at least.
 _INCOMPLETE = 3
+
+
+@contextmanager
+def _no_panic() -> Iterator[None]:
+    """A crash within the library is no Exception, and would end more than the one request."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RametError("the tokenizer failed") from None
 
 
 class Tokenizer:
@@ -53,11 +66,13 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` adds what the model's tokenizer adds (BOS)."""
-        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        with _no_panic():
+            return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
-        return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+        with _no_panic():
+            return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def id_to_token(self, token: int) -> str | None:
         """The vocabulary's spelling of a token."""
