@@ -25,9 +25,7 @@ class Admission:
         config = self._config
         # What waits may always be one request, or a prompt longer than the bound could never be served.
         if (queued := self.waiting_tokens.total()) and queued + tokens > config.max_waiting_tokens:
-            raise Overloaded(
-                f"{queued} prompt tokens wait, and no more than {config.max_waiting_tokens} may; try again"
-            )
+            raise Overloaded(f"{queued} prompt tokens wait, and no more than {config.max_waiting_tokens} may")
         if (total := self.open.total()) + completions > config.max_open:
             raise Overloaded(f"{total} requests are open, and no more than {config.max_open} may be; try again")
         if config.key_requests is not None and (own := self.open[account]) + completions > config.key_requests:

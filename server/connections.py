@@ -57,13 +57,13 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         """The client does not take what it is sent; called when too much is left."""
-        super().pause_writing()  # type: ignore[no-untyped-call]
+        super().pause_writing()
         if self._write_timer is None:
             self._write_timer = self.loop.call_later(self.patience_s, self.transport.abort)
 
     def resume_writing(self) -> None:
         """It has taken enough."""
-        super().resume_writing()  # type: ignore[no-untyped-call]
+        super().resume_writing()
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None

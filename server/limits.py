@@ -52,12 +52,12 @@ class BodyLimit:
         if body is None:
             return
         if body and not _is_json(headers.get(b"content-type", _JSON)):
-            error = UnsupportedMediaType("the body must be JSON: send the header Content-Type: application/json")
-            await error_response(error)(scope, receive, send)
+            wrong = UnsupportedMediaType("the body must be JSON: send the header Content-Type: application/json")
+            await error_response(wrong)(scope, receive, send)
             return
         if is_deep(body):
-            error = InvalidRequest(f"the body is nested more than {MAX_DEPTH} levels deep")
-            await error_response(error)(scope, receive, send)
+            deep = InvalidRequest(f"the body is nested more than {MAX_DEPTH} levels deep")
+            await error_response(deep)(scope, receive, send)
             return
         if b"content-type" not in headers:
             scope = {**scope, "headers": [*scope["headers"], (b"content-type", _JSON)]}

@@ -199,13 +199,17 @@ class CallReader:
             shown += self._held[:start].rstrip("\n") if calls else self._held[:stop]
             found += calls
             self._held = self._held[stop:].lstrip("\n") if calls else self._held[stop:]
-        keep = len(self._held) if last else start if start >= 0 else len(self._held) - self._suspect()
+        keep = len(self._held) if last else self._settled(start)
         shown, self._held = shown + self._held[:keep], self._held[keep:]
         return shown, found
 
-    def _suspect(self) -> int:
-        """Length of the end of the held text with which a tag may begin."""
-        return next((n for n in range(len(_OPEN) - 1, 0, -1) if self._held.endswith(_OPEN[:n])), 0)
+    def _settled(self, start: int) -> int:
+        """How much of the held text stands before a tag at `start` (-1: none yet), and before what may become one."""
+        if start < 0:
+            start = len(self._held) - next(
+                (n for n in range(len(_OPEN) - 1, 0, -1) if self._held.endswith(_OPEN[:n])), 0
+            )
+        return len(self._held[:start].rstrip("\n"))
 
     def _whole(self, last: bool) -> tuple[str, list[tuple[str, str]]]:
         text = self._held.lstrip()
