@@ -133,7 +133,9 @@ def schema_of_call(tools: list[Tool]) -> str:
     """The JSON schema of a call of one of some tools, as text."""
     definitions, forms = {}, []
     for i, tool in enumerate(tools):
-        definitions[f"tool{i}"] = _moved(tool.schema_of_arguments(), f"#/$defs/tool{i}/")
+        # Where a schema leaves it open, a function takes the parameters that it names and no others.
+        closed = {"additionalProperties": False} | tool.schema_of_arguments()
+        definitions[f"tool{i}"] = _moved(closed, f"#/$defs/tool{i}/")
         form = {"name": {"const": tool.function.name}, "arguments": {"$ref": f"#/$defs/tool{i}"}}
         forms.append(
             {"type": "object", "properties": form, "required": ["name", "arguments"], "additionalProperties": False}

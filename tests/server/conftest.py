@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 
 
@@ -106,3 +107,10 @@ def client(server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=120) as client:
         yield client
     server.check_idle()
+
+
+@pytest.fixture
+def api(client, server) -> Iterator[openai.OpenAI]:
+    """The real client of OpenAI's API."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
+        yield api

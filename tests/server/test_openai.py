@@ -9,12 +9,6 @@ MODEL = "smollm2"
 CHAT = [{"role": "user", "content": "Say hello."}]
 
 
-@pytest.fixture
-def api(client, server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
-        yield api
-
-
 def test_models(api):
     assert [model.id for model in api.models.list()] == [MODEL]
     assert api.models.retrieve(MODEL).object == "model"

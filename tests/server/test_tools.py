@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from server.tools import CallReader, Tool, _moved, render_chat
-from tests.server.test_openai import MODEL, api  # noqa: F401
+from tests.server.test_openai import MODEL
 
 WEATHER = {
     "type": "function",
@@ -29,7 +29,7 @@ ASK = [{"role": "user", "content": "What is the weather in Paris?"}]
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-def test_a_call_that_must_be_made_is_made(api, choice):  # noqa: F811
+def test_a_call_that_must_be_made_is_made(api, choice):
     options = {"model": MODEL, "messages": ASK, "tools": [WEATHER], "tool_choice": choice, "temperature": 0}
     answer = api.chat.completions.create(**options, max_tokens=80).choices[0]
     (call,) = answer.message.tool_calls
@@ -48,7 +48,7 @@ def test_a_call_that_must_be_made_is_made(api, choice):  # noqa: F811
     assert after.usage.prompt_tokens > 100
 
 
-def test_tools_that_are_not_to_be_called_cost_nothing(api):  # noqa: F811
+def test_tools_that_are_not_to_be_called_cost_nothing(api):
     plain = api.chat.completions.create(model=MODEL, messages=ASK, max_tokens=4, temperature=0)
     none = api.chat.completions.create(
         model=MODEL, messages=ASK, max_tokens=4, temperature=0, tools=[WEATHER], tool_choice="none"
@@ -73,7 +73,7 @@ def test_tools_that_are_not_to_be_called_cost_nothing(api):  # noqa: F811
         ),
     ],
 )  # fmt: skip
-def test_tools_that_cannot_be_offered_are_refused(api, options, param):  # noqa: F811
+def test_tools_that_cannot_be_offered_are_refused(api, options, param):
     with pytest.raises(openai.BadRequestError) as error:
         api.chat.completions.create(model=MODEL, messages=ASK, **options)
     if param:
