@@ -13,10 +13,10 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from runtime.errors import InvalidRequest, ModelError, RametError
+from runtime.models.sandbox import Sandbox, TemplateTimeout, start_clock
 from runtime.models.spec import read_json
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -112,6 +112,7 @@ class Tokenizer:
         """
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions, or start with --chat-template")
+        start_clock()
         try:
             return self._template.render(
                 {
@@ -123,6 +124,8 @@ class Tokenizer:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
+        except TemplateTimeout:
+            raise InvalidRequest("the chat template takes too long with these messages", param="messages") from None
         except Exception as error:  # a template is a program: given odd messages it can raise anything
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
 
@@ -130,9 +133,7 @@ class Tokenizer:
     def _template(self) -> Any:
         if self.chat_template is None:
             return None
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-        )
+        environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
