@@ -46,6 +46,11 @@ class Connection(H11Protocol):
         super().data_received(data)
         self._watch_head()
 
+    def on_response_complete(self) -> None:
+        """An answer was sent; a part of the next head may have come already."""
+        super().on_response_complete()
+        self._watch_head()
+
     def _watch_head(self) -> None:
         """Run the timer while the client owes (the rest of) a request's head."""
         owes = self.conn.their_state is h11.IDLE and (self.cycle is None or self.conn.trailing_data[0] != b"")
@@ -73,12 +78,12 @@ class Connection(H11Protocol):
         answer = error_response(InvalidRequest("this is not a valid HTTP request"))
         headers = [*answer.raw_headers, (b"connection", b"close")]
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            for event in (
+            events = (
                 h11.Response(status_code=answer.status_code, headers=headers, reason=b"Bad Request"),
                 h11.Data(data=bytes(answer.body)),
                 h11.EndOfMessage(),
-            ):
-                self.transport.write(self.conn.send(event) or b"")
+            )
+            self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
         self.transport.close()
 
 
