@@ -6,7 +6,16 @@ import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
-from loadgen import bench_compare, bench_policies, bench_prefix, bench_serve, bench_suite, bench_sweep, bench_tree
+from loadgen import (
+    bench_compare,
+    bench_faults,
+    bench_policies,
+    bench_prefix,
+    bench_serve,
+    bench_suite,
+    bench_sweep,
+    bench_tree,
+)
 
 
 class Bench(NamedTuple):
@@ -27,6 +36,11 @@ BENCHES = {
     ),
     "policies": Bench(
         "hit ratio of every eviction policy on a recorded trace", bench_policies.add_arguments, bench_policies.run
+    ),
+    "faults": Bench(
+        "what a server survives: cut, slow and broken clients, a killed engine, a long soak",
+        bench_faults.add_arguments,
+        bench_faults.run,
     ),
     "tree": Bench("what the radix tree's operations cost, alone", bench_tree.add_arguments, bench_tree.run),
 }
