@@ -27,7 +27,7 @@ class Case(NamedTuple):
     options: tuple[str, ...] = ()
 
 
-_POOL = ("--pool-tokens", "16384")
+_POOL = ("--pool-tokens", "4096")
 CASES = {
     "storm": Case(storm, _POOL),
     "slow": Case(slow, (*_POOL, "--client-timeout", "3")),
@@ -35,7 +35,7 @@ CASES = {
     "fuzz": Case(fuzz, (*_POOL, "--max-output-tokens", "64")),
     "kill": Case(kill, (*_POOL, "--on-engine-death", "restart")),
     "drain": Case(drain, _POOL),
-    "held": Case(held, ("--pool-tokens", "65536")),
+    "held": Case(held, ("--pool-tokens", "16384")),
     "soak": Case(soak, ("--pool-tokens", "4096", "--max-running", "12", "--debug-invariants")),
 }
 

@@ -17,6 +17,8 @@ _DRAIN = 8
 # Levels of lists and objects. What a template or a JSON schema needs lies far below, what exhausts a stack far above.
 MAX_DEPTH = 64
 
+_BEGINNING = 1 << 12
+
 _JSON = b"application/json"
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -103,6 +105,11 @@ def is_deep(body: bytes) -> bool:
     """Whether JSON text is nested more than MAX_DEPTH levels deep."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return False
+    # What is deep mostly begins so, and is known without looking at megabytes.
+    return _is_deep(body[:_BEGINNING]) or _is_deep(body)
+
+
+def _is_deep(body: bytes) -> bool:
     brackets = np.frombuffer(_STRING.sub(b"", body).translate(None, _NO_BRACKETS), dtype=np.uint8)
     # "[" and "{" lie two below "]" and "}", and have the second bit set.
     steps = np.where(brackets & 2, 1, -1)

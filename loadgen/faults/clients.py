@@ -119,11 +119,7 @@ def _refused() -> list[tuple[str, bytes, int]]:
         ("deep lists", request(b"[" * (2 * mega)), 400),
         ("deep objects", request(b'{"a":' * (mega // 5)), 400),
         ("many stop strings", request({"text": "x", "sampling_params": {"stop": ["a"] * 100_000}}), 400),
-        (
-            "a large bias",
-            request({"text": "x", "sampling_params": {"logit_bias": {str(i): 1 for i in range(5000)}}}),
-            400,
-        ),
+        ("a large bias", request({"text": "x", "sampling_params": {"logit_bias": bias}}), 400),
         ("a long expression", request({"text": "x", "sampling_params": {"regex": "a" * 10_000}}), 400),
         ("many completions", request({"text": "x", "sampling_params": {"n": 10**9}}), 400),
         ("a number of 4,000 digits", request(b'{"text": "x", "priority": ' + b"9" * 4000 + b"}"), 400),

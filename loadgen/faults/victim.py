@@ -105,9 +105,7 @@ class Victim:
         info = (await self.get("/server_info"))["model"]
         length = min(1024, info["context_length"] - 64, info["pool_tokens"] // 2)
         await asyncio.gather(*(self.generate(ids(draw, 40), 16) for _ in range(32)))
-        await asyncio.gather(
-            *(self.generate(ids(draw, length), 8) for _ in range(2 * info["pool_tokens"] // length + 1))
-        )
+        await asyncio.gather(*(self.generate(ids(draw, length), 8) for _ in range(info["pool_tokens"] // length + 1)))
 
     async def problems(self, before: dict[str, float] | None = None) -> list[str]:
         """What is wrong once nothing runs any more: lost pages, locked nodes, grown memory, no answer."""
@@ -196,11 +194,8 @@ class Wire:
 def request(body: bytes | dict[str, Any]) -> bytes:
     """The bytes of a POST to `/generate`."""
     data = json.dumps(body).encode() if isinstance(body, dict) else body
-    end = "Connection: close\r\n" if close else ""
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{end}Content-Length: {len(data)}\r\n\r\n"
-    )
-    return head.encode() + data
+    head = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 def _children(pid: int) -> list[int]:
