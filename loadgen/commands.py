@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from loadgen import (
     bench_compare,
+    bench_faults,
     bench_policies,
     bench_prefix,
     bench_scheduler,
@@ -41,6 +42,11 @@ BENCHES = {
         "time to first token under every admission policy (simulated), and what scheduling costs",
         bench_scheduler.add_arguments,
         bench_scheduler.run,
+    ),
+    "faults": Bench(
+        "what a server survives: cut, slow and broken clients, a killed engine, a long soak",
+        bench_faults.add_arguments,
+        bench_faults.run,
     ),
     "tree": Bench("what the radix tree's operations cost, alone", bench_tree.add_arguments, bench_tree.run),
 }

@@ -49,7 +49,7 @@ class Engine:
         self.tokenizer = Tokenizer.load(path, self.config.model.chat_template)
         self._inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._frontend = Frontend(self.info, self.tokenizer, self._inbox.put)
+        self._frontend = Frontend(self.info, self.tokenizer, self._inbox.put, self.config.scheduler, bounded=False)
         self._replies: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
         self._calls = 0
         self._dead: EngineDead | None = None

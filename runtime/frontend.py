@@ -7,7 +7,10 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from runtime.errors import InvalidRequest, Overloaded, RametError
+from runtime.admission import Admission
+from runtime.config import SchedulerConfig
+from runtime.decoding.grammar import check_grammar
+from runtime.errors import InvalidRequest, RametError
 from runtime.models.tokenizer import Tokenizer
 from runtime.output import Output, Submission
 from runtime.protocol import Abort, AddRequest, Finish, Inbound, ModelInfo, TokenEvent, TokenLogprob
@@ -27,6 +30,7 @@ class Choice:
     text: TextStream
     on_output: OnOutput
     started_s: float
+    waiting_tokens: int
     tokens: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] | None = None
     cached_tokens: int = 0
@@ -41,13 +45,21 @@ class Frontend:
         info: the loaded model.
         tokenizer: its tokenizer.
         send: takes messages to the engine.
-        max_open: completions that may be open at once; more are refused.
+        config: the bounds on lengths, and on what may be open at once.
+        bounded: whether what is too much at once is refused.
     """
 
     def __init__(
-        self, info: ModelInfo, tokenizer: Tokenizer, send: Callable[[Inbound], None], max_open: int | None = None
+        self,
+        info: ModelInfo,
+        tokenizer: Tokenizer,
+        send: Callable[[Inbound], None],
+        config: SchedulerConfig,
+        bounded: bool = True,
     ):
-        self._max_open = max_open
+        self._config = config
+        self._admission = Admission(config)
+        self._bounded = bounded
         self.info = info
         self.tokenizer = tokenizer
         self._send = send
@@ -56,6 +68,11 @@ class Frontend:
         self._serial = 0
 
     # -- going in --------------------------------------------------------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        """Completions on their way."""
+        return len(self._open)
 
     def encode(self, submission: Submission) -> list[int]:
         """The checked prompt as token ids; thread-safe. Raises InvalidRequest for what can never be served."""
@@ -72,6 +89,7 @@ class Frontend:
             bad = next(t for t in tokens if not 0 <= t < vocab)
             raise InvalidRequest(f"token id {bad} is out of range: the model has {vocab} tokens", param="prompt")
         sampling.check(vocab)
+        check_grammar(sampling)
         start = submission.prompt_logprobs_from
         if start is not None and not 0 <= start < len(tokens):
             raise InvalidRequest(
@@ -82,13 +100,24 @@ class Frontend:
         return tokens
 
     def _check_length(self, prompt: int, new: int | None) -> None:
+        config = self._config
+        if config.max_prompt_tokens is not None and prompt > config.max_prompt_tokens:
+            raise InvalidRequest(
+                f"the prompt has {prompt} tokens; this server takes {config.max_prompt_tokens}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if config.max_output_tokens is not None and (new or 0) > config.max_output_tokens:
+            raise InvalidRequest(
+                f"{new} new tokens are asked for; this server gives {config.max_output_tokens}", param="max_new_tokens"
+            )
         for limit, what in (
             (self.info.context_length, "the model's context is"),
             (self.info.pool_tokens, "the KV pool holds"),
         ):
-            if prompt + (new or 1) > limit:
+            if prompt + (wanted := 1 if new is None else new) > limit:
                 raise InvalidRequest(
-                    f"the prompt has {prompt} tokens and {new or 1} new ones may follow, but {what} {limit} tokens",
+                    f"the prompt has {prompt} tokens and {wanted} new ones may follow, but {what} {limit} tokens",
                     param="prompt" if prompt >= limit else "max_new_tokens",
                     code="context_length_exceeded",
                 )
@@ -105,18 +134,18 @@ class Frontend:
 
         Raises:
             InvalidRequest: if the request id is in use.
-            Overloaded: if too many completions are open.
+            Overloaded, RateLimited: if too much is open.
         """
-        if self._max_open is not None and len(self._open) + submission.sampling.n > self._max_open:
-            raise Overloaded(
-                f"{len(self._open)} requests are open, and no more than {self._max_open} may be; try again"
-            )
+        if self._bounded:
+            self._admission.check(submission.account, submission.sampling.n, len(tokens))
         if submission.rid in self._by_submission:
             raise InvalidRequest(f"request id {submission.rid!r} is in use", param="rid")
         key = array("i", tokens).tobytes()
         sampling = submission.sampling
         now = time.monotonic()
         fields = sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
+        if sampling.max_new_tokens is None:
+            fields["max_new_tokens"] = self._most_output(len(tokens))
         self._by_submission[submission.rid] = rids = set()
         self._serial += 1
         for choice in range(sampling.n):
@@ -124,7 +153,9 @@ class Frontend:
             rid = f"{submission.rid}/{choice}#{self._serial}"
             seed = None if sampling.seed is None else (sampling.seed + choice) % (1 << 63)
             text = TextStream(self.tokenizer, sampling)
-            self._open[rid] = Choice(submission, index, choice, len(tokens), text, on_output, now)
+            waiting = 0 if choice else len(tokens)
+            self._open[rid] = Choice(submission, index, choice, len(tokens), text, on_output, now, waiting)
+            self._admission.enter(submission.account, waiting)
             rids.add(rid)
             self._send(
                 AddRequest(
@@ -138,6 +169,12 @@ class Frontend:
                 )
             )
 
+    def _most_output(self, prompt: int) -> int | None:
+        """How much may follow a prompt that does not say it, where there is a bound; None: what the context holds."""
+        if self._config.max_output_tokens is None:
+            return None
+        return min(self._config.max_output_tokens, self.info.context_length - prompt, self.info.pool_tokens - prompt)
+
     def abort(self, rid: str | None) -> None:
         """Ask the engine to end a submission, or all (None); each open completion still gets its last Output."""
         for one in [rid] if rid is not None else list(self._by_submission):
@@ -149,6 +186,13 @@ class Frontend:
         for choice in list(self._by_submission.get(rid, ())):
             self._send(Abort(choice))
             self._close(choice)
+
+    def fail(self, rid: str, error: RametError) -> None:
+        """End one completion with `error`."""
+        if (choice := self._open.get(rid)) is not None:
+            self._send(Abort(rid))
+            self._close(rid)
+            choice.on_output(error)
 
     def fail_all(self, error: RametError) -> None:
         """The engine is gone: every open completion ends with `error`."""
@@ -173,6 +217,7 @@ class Frontend:
             self._close(event.rid)
             choice.on_output(RametError(event.finish.message or "the engine could not serve this request"))
             return
+        self._begin(choice)
         output = self._advance(choice, event)
         if output.finish is not None:
             self._close(event.rid)
@@ -209,8 +254,15 @@ class Frontend:
             e2e_s=time.monotonic() - choice.started_s,
         )
 
+    def _begin(self, choice: Choice) -> None:
+        if choice.waiting_tokens:
+            self._admission.begin(choice.submission.account, choice.waiting_tokens)
+            choice.waiting_tokens = 0
+
     def _close(self, rid: str) -> None:
         choice = self._open.pop(rid)
+        self._begin(choice)
+        self._admission.leave(choice.submission.account)
         rids = self._by_submission[choice.submission.rid]
         rids.discard(rid)
         if not rids:

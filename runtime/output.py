@@ -33,6 +33,7 @@ class Submission:
         prompt: text, or token ids.
         sampling: its `max_new_tokens` may be None for as many as the context holds.
         rid: request id; unique among live requests.
+        account: whose it is; open requests are counted by it.
         namespace: requests of different namespaces never share cached pages.
         logprobs: number of alternatives to report per output token; None: no log-probabilities.
         prompt_logprobs_from: position from which prompt tokens get log-probabilities; None: none.
@@ -43,6 +44,7 @@ class Submission:
     prompt: Prompt
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams())
     rid: str = field(default_factory=new_rid)
+    account: str = ""
     namespace: str = ""
     logprobs: int | None = None
     prompt_logprobs_from: int | None = None

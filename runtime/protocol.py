@@ -111,11 +111,18 @@ class OnNode(msgspec.Struct, tag="node"):
     start: int
 
 
+class Pause(msgspec.Struct, tag="pause"):
+    """Run no steps from now on, or go on with them. Answered by `Reply`: `{"paused": bool}`."""
+
+    call: int
+    paused: bool
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort what runs and end the engine process."""
 
 
-Call = FlushCache | GetState | AddPin | RemovePin | GetPins | GetTree | GetOutline | GetRequests | OnNode
+Call = FlushCache | GetState | AddPin | RemovePin | GetPins | GetTree | GetOutline | GetRequests | OnNode | Pause
 Inbound = AddRequest | Abort | Call | Shutdown
 
 

@@ -17,7 +17,7 @@ from server.auth import Asker, CacheScope, Tenant
 from server.context import Context, Ctx
 from server.follow import collect, follow, open_outputs
 from server.sse import Events, EventStream, unless_gone
-from server.wire import MAX_BATCH, Body, CacheSalt, Priority, Rid, Sampling, Text, TokenIds
+from server.wire import MAX_BATCH, Body, CacheSalt, Priority, Rid, Sampling, Text, Timeout, TokenIds
 
 router = APIRouter(tags=["generate"])
 
@@ -51,6 +51,7 @@ class GenerateRequest(Body):
     priority: Priority = 0
     cache_salt: CacheSalt | None = None
     cache_scope: CacheScope = "private"
+    timeout_s: Timeout | None = None
 
     def names(self) -> dict[str, str]:
         """The request's fields by the engine's names for them."""
@@ -78,8 +79,9 @@ def submissions_of(body: GenerateRequest, tenant: Tenant) -> tuple[list[Submissi
     submissions = [
         Submission(
             prompt=prompt,
-            sampling=params,
+            sampling=params.plain(),
             rid=rid or new_rid(),
+            account=tenant.account,
             namespace=tenant.namespace(body.cache_salt, body.cache_scope),
             logprobs=body.top_logprobs_num if body.return_logprob else None,
             prompt_logprobs_from=body.prompt_logprobs_from,
@@ -102,7 +104,7 @@ def _for_each(value: Any, count: int, param: str) -> list[Any]:
 async def generate(body: GenerateRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """Complete one prompt or several; with `stream`, as server-sent events that end with `[DONE]`."""
     submissions, is_list = submissions_of(body, tenant)
-    outputs = await open_outputs(context, submissions, body.names())
+    outputs = await open_outputs(context, submissions, body.names(), body.timeout_s)
     if body.stream:
         return EventStream(_events(body, submissions, is_list, outputs, context), outputs.close)
     return await unless_gone(request, _answer(body, is_list, outputs, context))

@@ -38,6 +38,7 @@ def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:
         Submission(
             prompt=prompt,
             sampling=sampling,
+            account=tenant.account,
             namespace=tenant.namespace(body.cache_salt, body.cache_scope),
             logprobs=body.logprobs,
             prompt_logprobs_from=0 if body.echo and body.logprobs is not None else None,
@@ -52,7 +53,7 @@ async def completions(body: CompletionRequest, request: Request, context: Ctx, t
     """Complete one prompt or several."""
     check_model(body.model, context)
     submissions = submissions_of(body, tenant)
-    outputs = await open_outputs(context, submissions, body.NAMES)
+    outputs = await open_outputs(context, submissions, body.NAMES, body.timeout_s)
     rid = f"cmpl-{new_rid()}"
     if body.stream:
         return EventStream(_events(body, rid, submissions, outputs, context), outputs.close)
