@@ -1,0 +1,123 @@
+"""The models and their samplers written down once more, plainly: float32, one sequence, no cache, nothing of runtime."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+
+class PlainModel:
+    """A diffusion model straight from its checkpoint."""
+
+    def __init__(self, directory: Path):
+        config = json.loads((directory / "config.json").read_text())
+        self.tensors = load_file(directory / "model.safetensors")
+        self.is_llada = config["model_type"] == "llada"
+        self.layers = config["n_layers" if self.is_llada else "num_hidden_layers"]
+        self.heads = config["n_heads" if self.is_llada else "num_attention_heads"]
+        self.kv_heads = config["n_kv_heads" if self.is_llada else "num_key_value_heads"]
+        self.theta, self.eps, self.mask = config["rope_theta"], config["rms_norm_eps"], config["mask_token_id"]
+        self.shift = 0 if self.is_llada else 1
+
+    def layer(self, i: int) -> dict[str, torch.Tensor]:
+        """The tensors of a layer by the names of Dream's."""
+        ours = {
+            "attn_norm": "input_layernorm", "ff_norm": "post_attention_layernorm", "q_proj": "self_attn.q_proj",
+            "k_proj": "self_attn.k_proj", "v_proj": "self_attn.v_proj", "attn_out": "self_attn.o_proj",
+            "ff_proj": "mlp.gate_proj", "up_proj": "mlp.up_proj", "ff_out": "mlp.down_proj",
+        }  # fmt: skip
+        prefix = f"model.transformer.blocks.{i}." if self.is_llada else f"model.layers.{i}."
+        found = {}
+        for name, tensor in self.tensors.items():
+            if name.startswith(prefix):
+                module, _, kind = name.removeprefix(prefix).rpartition(".")
+                found[f"{ours[module] if self.is_llada else module}.{kind}"] = tensor
+        return found
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * weight
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, heads, dim], half split."""
+        n, _, dim = x.shape
+        frequency = self.theta ** (-torch.arange(0, dim, 2).float() / dim)
+        angle = torch.arange(n).float()[:, None, None] * frequency
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), dim=-1)
+
+    def hidden(self, tokens: list[int]) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """The last hidden states [n, width], and K and V [n, kv_heads, dim] of each layer."""
+        outer = "model.transformer." if self.is_llada else "model."
+        x = self.tensors[outer + ("wte.weight" if self.is_llada else "embed_tokens.weight")][torch.tensor(tokens)]
+        seen = []
+        for i in range(self.layers):
+            w = self.layer(i)
+            h = self.norm(x, w["input_layernorm.weight"])
+            q, k, v = (
+                F.linear(h, w[f"self_attn.{n}_proj.weight"], w.get(f"self_attn.{n}_proj.bias")).view(len(tokens), m, -1)
+                for n, m in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads))
+            )
+            q, k = self.rotate(q), self.rotate(k)
+            seen.append((k, v))
+            each = self.heads // self.kv_heads
+            k, v = k.repeat_interleave(each, 1), v.repeat_interleave(each, 1)
+            weight = torch.einsum("qhd,khd->hqk", q, k).div(math.sqrt(q.shape[-1])).softmax(-1)
+            x = x + torch.einsum("hqk,khd->qhd", weight, v).flatten(1) @ w["self_attn.o_proj.weight"].T
+            h = self.norm(x, w["post_attention_layernorm.weight"])
+            inner = F.silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
+            x = x + inner @ w["mlp.down_proj.weight"].T
+        return self.norm(x, self.tensors[outer + ("ln_f.weight" if self.is_llada else "norm.weight")]), seen
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """Float32 [n, vocab]: row i belongs to token i, wherever it is read; the mask cannot be said."""
+        x, _ = self.hidden(tokens)
+        head = self.tensors.get("model.transformer.ff_out.weight" if self.is_llada else "lm_head.weight")
+        rows = x @ (self.tensors["model.embed_tokens.weight"] if head is None else head).T
+        if self.shift:
+            rows = torch.cat((rows[:1], rows[:-1]))
+        rows[:, self.mask] = -math.inf
+        return rows
+
+
+def llada(model: PlainModel, prompt: list[int], gen_length: int, steps: int, block_length: int) -> list[int]:
+    """Low-confidence remasking at temperature 0, as LLaDA publishes it."""
+    x = prompt + [model.mask] * gen_length
+    blocks = gen_length // block_length
+    each = steps // blocks
+    for block in range(blocks):
+        start, end = len(prompt) + block * block_length, len(prompt) + (block + 1) * block_length
+        masks = x[start:end].count(model.mask)
+        for step in range(each):
+            count = masks // each + (step < masks % each)
+            probs = model.logits(x).softmax(-1)
+            confidence, x0 = probs.max(-1)
+            allowed = torch.tensor([i < end and x[i] == model.mask for i in range(len(x))])
+            confidence[~allowed] = -math.inf
+            for i in confidence.topk(count).indices.tolist():
+                x[i] = int(x0[i])
+    return x[len(prompt) :]
+
+
+def dream(model: PlainModel, prompt: list[int], gen_length: int, steps: int, algorithm: str, eps: float) -> list[int]:
+    """Dream's sampler at temperature 0 and without alg_temp, as published."""
+    x = prompt + [model.mask] * gen_length
+    times = torch.linspace(1, eps, steps + 1)
+    for step in range(steps):
+        masks = [i for i, token in enumerate(x) if token == model.mask]
+        probs = model.logits(x)[masks].softmax(-1)
+        confidence, x0 = probs.max(-1)
+        if algorithm == "topk_margin":
+            top = probs.sort(descending=True).values
+            confidence = top[:, 0] - top[:, 1]
+        elif algorithm == "entropy":
+            confidence = (probs * (probs + 1e-10).log()).sum(-1)
+        share = 1 - times[step + 1] / times[step]
+        count = int(len(masks) * share) if step < steps - 1 else len(masks)
+        for i in confidence.topk(count).indices.tolist():
+            x[masks[i]] = int(x0[i])
+    return x[len(prompt) :]
