@@ -1,4 +1,4 @@
-"""The models and their samplers written down once more, plainly: float32, one sequence, no cache, nothing of runtime."""
+"""The models and their samplers written once more, plainly: float32, one sequence, no cache, nothing of runtime."""
 
 from __future__ import annotations
 
