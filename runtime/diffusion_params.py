@@ -21,12 +21,8 @@ class DiffusionParams(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=False)
 
-    gen_length: int | None = Field(
-        None, ge=1, le=1 << 16, description="masks after the prompt; default: max_new_tokens"
-    )
-    steps: int | None = Field(
-        None, ge=1, le=1 << 16, description="denoising steps over all blocks; default: gen_length"
-    )
+    gen_length: int | None = Field(None, ge=1, le=1 << 16, description="masks to denoise; default: max_new_tokens")
+    steps: int | None = Field(None, ge=1, le=1 << 16, description="steps over all blocks; default: gen_length")
     block_length: int | None = Field(
         None, ge=1, le=1 << 16, description="blocks are denoised from left to right; default: 32 for low_confidence"
     )

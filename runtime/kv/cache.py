@@ -81,11 +81,11 @@ class PagedCache:
             # The page to copy from must outlive the eviction that makes room for its copy; where nothing else can
             # be evicted it goes too, and its rows are computed again.
             self.tree.lock(match.partial_node)
-            fresh = self._allocate(need, match.pages, request.namespace)
+            fresh = self.allocate(need, match.pages, request.namespace)
             self.tree.unlock(match.partial_node)
             rows = match.partial_rows if fresh is not None else 0
             if fresh is None:
-                fresh = self._allocate(need, match.pages, request.namespace)
+                fresh = self.allocate(need, match.pages, request.namespace)
         if fresh is None:
             self.tree.unlock(node)
             return False
@@ -100,7 +100,7 @@ class PagedCache:
         """Make sure that the next token's KV has a place; False if memory does not suffice."""
         if len(request.pages) * self.page_size > request.num_computed:
             return True
-        fresh = self._allocate(1, request.pages, request.namespace)
+        fresh = self.allocate(1, request.pages, request.namespace)
         if fresh is None:
             return False
         request.pages.extend(fresh)
@@ -153,7 +153,11 @@ class PagedCache:
         self.pins.expire()
         self.allocator.release(self.tree.expire())
 
-    def _allocate(self, count: int, behind: array[int], namespace: str) -> array[int] | None:
+    def allocate(self, count: int, behind: array[int], namespace: str) -> array[int] | None:
+        """Take free pages, evicting what must go for them; None, with nothing changed, if memory does not suffice.
+
+        `behind`: pages that the new ones would best follow.
+        """
         if count > self.num_available:
             return None
         self.allocator.release(self.tree.make_room(namespace, count))

@@ -42,49 +42,105 @@ class PlainModel:
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * weight
 
-    def rotate(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, heads, dim], half split."""
+    def rotate(self, x: torch.Tensor, first: int) -> torch.Tensor:
+        """[n, heads, dim] at positions from `first` on, half split."""
         n, _, dim = x.shape
         frequency = self.theta ** (-torch.arange(0, dim, 2).float() / dim)
-        angle = torch.arange(n).float()[:, None, None] * frequency
+        angle = torch.arange(first, first + n).float()[:, None, None] * frequency
         a, b = x.chunk(2, dim=-1)
         return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), dim=-1)
 
-    def hidden(self, tokens: list[int]) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """The last hidden states [n, width], and K and V [n, kv_heads, dim] of each layer."""
-        outer = "model.transformer." if self.is_llada else "model."
-        x = self.tensors[outer + ("wte.weight" if self.is_llada else "embed_tokens.weight")][torch.tensor(tokens)]
-        seen = []
-        for i in range(self.layers):
-            w = self.layer(i)
-            h = self.norm(x, w["input_layernorm.weight"])
-            q, k, v = (
-                F.linear(h, w[f"self_attn.{n}_proj.weight"], w.get(f"self_attn.{n}_proj.bias")).view(len(tokens), m, -1)
-                for n, m in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads))
-            )
-            q, k = self.rotate(q), self.rotate(k)
-            seen.append((k, v))
-            each = self.heads // self.kv_heads
-            k, v = k.repeat_interleave(each, 1), v.repeat_interleave(each, 1)
-            weight = torch.einsum("qhd,khd->hqk", q, k).div(math.sqrt(q.shape[-1])).softmax(-1)
-            x = x + torch.einsum("hqk,khd->qhd", weight, v).flatten(1) @ w["self_attn.o_proj.weight"].T
-            h = self.norm(x, w["post_attention_layernorm.weight"])
-            inner = F.silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
-            x = x + inner @ w["mlp.down_proj.weight"].T
-        return self.norm(x, self.tensors[outer + ("ln_f.weight" if self.is_llada else "norm.weight")]), seen
+    def embed(self, tokens: list[int]) -> torch.Tensor:
+        name = "model.transformer.wte.weight" if self.is_llada else "model.embed_tokens.weight"
+        return self.tensors[name][torch.tensor(tokens)]
 
-    def logits(self, tokens: list[int]) -> torch.Tensor:
-        """Float32 [n, vocab]: row i belongs to token i, wherever it is read; the mask cannot be said."""
-        x, _ = self.hidden(tokens)
+    def run_layer(
+        self, i: int, x: torch.Tensor, before: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """Layer i over rows x [n, width], which follow rows whose K and V are `before`; new states, and K and V."""
+        w, first = self.layer(i), 0 if before is None else len(before[0])
+        h = self.norm(x, w["input_layernorm.weight"])
+        q, k, v = (
+            F.linear(h, w[f"self_attn.{n}_proj.weight"], w.get(f"self_attn.{n}_proj.bias")).view(len(x), m, -1)
+            for n, m in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads))
+        )
+        q, k = self.rotate(q, first), self.rotate(k, first)
+        own = k, v
+        if before is not None:
+            k, v = torch.cat((before[0], k)), torch.cat((before[1], v))
+        each = self.heads // self.kv_heads
+        k, v = k.repeat_interleave(each, 1), v.repeat_interleave(each, 1)
+        weight = torch.einsum("qhd,khd->hqk", q, k).div(math.sqrt(q.shape[-1])).softmax(-1)
+        x = x + torch.einsum("hqk,khd->qhd", weight, v).flatten(1) @ w["self_attn.o_proj.weight"].T
+        h = self.norm(x, w["post_attention_layernorm.weight"])
+        inner = F.silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
+        return x + inner @ w["mlp.down_proj.weight"].T, own
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        """Logits of the last states."""
+        norm = self.tensors["model.transformer.ln_f.weight" if self.is_llada else "model.norm.weight"]
         head = self.tensors.get("model.transformer.ff_out.weight" if self.is_llada else "lm_head.weight")
-        rows = x @ (self.tensors["model.embed_tokens.weight"] if head is None else head).T
+        return self.norm(x, norm) @ (self.tensors["model.embed_tokens.weight"] if head is None else head).T
+
+    def hidden(self, tokens: list[int]) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """States [n, width] before each layer and after the last, and K and V [n, kv_heads, dim] of each layer."""
+        states, seen = [self.embed(tokens)], []
+        for i in range(self.layers):
+            x, kv = self.run_layer(i, states[-1])
+            states.append(x)
+            seen.append(kv)
+        return states, seen
+
+    def shifted(self, rows: torch.Tensor) -> torch.Tensor:
+        """Float32 [n, vocab]: row i belongs to token i, wherever it is read; the mask cannot be said."""
         if self.shift:
             rows = torch.cat((rows[:1], rows[:-1]))
         rows[:, self.mask] = -math.inf
         return rows
 
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """Float32 [n, vocab], all from the whole input."""
+        return self.shifted(self.read(self.hidden(tokens)[0][-1]))
 
-def llada(model: PlainModel, prompt: list[int], gen_length: int, steps: int, block_length: int) -> list[int]:
+
+class PlainBiCache:
+    """A model whose leading `prefix` rows are treated as in section 5.2, in the order in which it is asked.
+
+    Layers 1 to `depth` use the K and V of the prefix alone; the others get new ones at every `interval`-th call.
+    """
+
+    def __init__(self, plain: PlainModel, prefix: int, depth: int, interval: int):
+        self.plain, self.prefix, self.depth, self.interval = plain, prefix, depth, interval
+        self.mask, self.calls = plain.mask, 0
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        plain, n = self.plain, self.prefix
+        alone, kv_alone = plain.hidden(tokens[:n])
+        if self.calls % self.interval == 0:
+            x, self.kept = plain.embed(tokens), []
+            for i in range(plain.layers):
+                if i < self.depth:
+                    x = torch.cat((alone[i], x[n:]))
+                x, (k, v) = plain.run_layer(i, x)
+                self.kept.append((k[:n], v[:n]))
+        else:
+            x = plain.embed(tokens[n:])
+            for i in range(plain.layers):
+                x, _ = plain.run_layer(i, x, kv_alone[i] if i < self.depth else self.kept[i])
+            x = torch.cat((torch.zeros(n, x.shape[1]), x))
+        self.calls += 1
+        return plain.shifted(plain.read(x))
+
+
+def naive(plain: PlainModel, prefix: int) -> PlainBiCache:
+    """Reuse in all layers, as a causal model's prefix cache would do it."""
+    return PlainBiCache(plain, prefix, plain.layers, 1)
+
+
+def llada(
+    model: PlainModel | PlainBiCache, prompt: list[int], gen_length: int, steps: int, block_length: int
+) -> list[int]:
     """Low-confidence remasking at temperature 0, as LLaDA publishes it."""
     x = prompt + [model.mask] * gen_length
     blocks = gen_length // block_length
@@ -103,7 +159,9 @@ def llada(model: PlainModel, prompt: list[int], gen_length: int, steps: int, blo
     return x[len(prompt) :]
 
 
-def dream(model: PlainModel, prompt: list[int], gen_length: int, steps: int, algorithm: str, eps: float) -> list[int]:
+def dream(
+    model: PlainModel | PlainBiCache, prompt: list[int], gen_length: int, steps: int, algorithm: str, eps: float
+) -> list[int]:
     """Dream's sampler at temperature 0 and without alg_temp, as published."""
     x = prompt + [model.mask] * gen_length
     times = torch.linspace(1, eps, steps + 1)
