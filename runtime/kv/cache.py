@@ -153,14 +153,18 @@ class PagedCache:
         self.pins.expire()
         self.allocator.release(self.tree.expire())
 
-    def allocate(self, count: int, behind: array[int], namespace: str) -> array[int] | None:
+    def allocate(self, count: int, behind: array[int], namespace: str, cached: int | None = None) -> array[int] | None:
         """Take free pages, evicting what must go for them; None, with nothing changed, if memory does not suffice.
 
-        `behind`: pages that the new ones would best follow.
+        Args:
+            count: number of pages.
+            behind: pages that the new ones would best follow.
+            namespace: whose quota they count against.
+            cached: how many of them will be the tree's; default: all.
         """
         if count > self.num_available:
             return None
-        self.allocator.release(self.tree.make_room(namespace, count))
+        self.allocator.release(self.tree.make_room(namespace, count if cached is None else cached))
         if (short := count - self.allocator.num_free) > 0:
             self.allocator.release(self.tree.evict(short))
         return self.allocator.allocate(count, behind[-1] if behind else -1)

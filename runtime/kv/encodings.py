@@ -71,7 +71,7 @@ class Encodings:
         need = cache.pages_for(request.length)
         missing = cache.pages_for(request.prefix_len) if request.encoding and match is None else 0
         shared = match.pages if match else array("i")
-        fresh = cache.allocate(missing + need, shared, request.namespace)
+        fresh = cache.allocate(missing + need, shared, request.namespace, cached=missing)
         if fresh is None:
             cache.tree.unlock(node)
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -113,10 +114,12 @@ class PlainBiCache:
         self.plain, self.prefix, self.depth, self.interval = plain, prefix, depth, interval
         self.mask, self.calls = plain.mask, 0
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.alone: Any = None
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
         plain, n = self.plain, self.prefix
-        alone, kv_alone = plain.hidden(tokens[:n])
+        self.alone = self.alone or plain.hidden(tokens[:n])
+        alone, kv_alone = self.alone
         if self.calls % self.interval == 0:
             x, self.kept = plain.embed(tokens), []
             for i in range(plain.layers):

@@ -81,7 +81,7 @@ def test_a_mixed_batch_says_what_each_says_alone(any_dir, any_plain, native, bou
         (other + PREFIX[:20], {"prefix_tokens": 40, "depth": 4, "gen_length": 32, "steps": 8}),
         (PROMPTS[1], {"prefix_tokens": 48, "depth": 0, "refresh_interval": 4}),
         (PROMPTS[2], {"prefix_tokens": 48, "depth": 3, "refresh_interval": 2, "cache": "dual", "block_length": 8}),
-        (other + [3], {"reuse": False, "cache": "prefix", "block_length": 8, "algorithm": "low_confidence"}),
+        ([*other, 3], {"reuse": False, "cache": "prefix", "block_length": 8, "algorithm": "low_confidence"}),
         (PROMPTS[0], {"prefix_tokens": 48, "depth": 2, "sampling": {"temperature": 0.8, "seed": 4}}),
     ]
     cases = [(prompt, {"gen_length": 16, **case}) for prompt, case in cases]
@@ -168,7 +168,7 @@ def test_prefixes_of_two_lengths_share_no_page(deep_dir):
     assert encoded(core) == [32, 48]
     assert core.cache.tree.num_pages == 5
     same_start = PREFIX[:32] + PREFIX[:16][::-1]
-    driver.one(same_start + [1], gen_length=8, prefix_tokens=48, depth=4)
+    driver.one([*same_start, 1], gen_length=8, prefix_tokens=48, depth=4)
     assert encoded(core) == [32, 48, 48], "the same length and beginning, and another end"
 
 
@@ -210,7 +210,7 @@ def test_a_full_pool_evicts_encodings_and_gives_the_same(deep_dir):
         order = random.Random(2)
         for i in range(12):
             shared = [(7 * i % 5 + j) % EOS for j in range(32)]
-            driver.denoise(str(i), shared + [i], gen_length=8, prefix_tokens=32, depth=3)
+            driver.denoise(str(i), [*shared, i], gen_length=8, prefix_tokens=32, depth=3)
             for _ in range(order.randrange(4)):
                 driver.step()
         driver.run()
