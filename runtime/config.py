@@ -35,7 +35,7 @@ class ModelConfig(Section):
     )
     served_model_name: str | None = Field(None, description="the name clients use; default: derived from --model")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="weights and KV; auto: bfloat16 where the device multiplies it natively, else float32"
+        "auto", description="weights and KV; auto: bfloat16, but float32 where a CPU has neither it nor our kernels"
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     context_length: int | None = Field(None, ge=1, description="longest prompt plus output; default: the model's own")

@@ -56,7 +56,7 @@ class EngineCore:
         self.cache = PagedCache(self.executor.pool, config.cache, quotas)
         self.scheduler = Scheduler(config.scheduler, self.cache)
         spec = self.executor.spec
-        self.sampler = Sampler(spec.vocab_size, self.executor.device)
+        self.sampler = Sampler(spec.vocab_size, self.executor.device, self.executor.argmax)
         self.info = ModelInfo(
             name=model_name(config.model, path),
             path=str(path),
@@ -205,11 +205,12 @@ class EngineCore:
         started = time.monotonic()
         batch = plan_prefix(work, self.executor.spec.num_layers, self.info.page_size, self.executor.device)
         logits = self.executor.run(batch)
-        sampling = [item for item in work if item.samples]
+        sampling = sorted((item for item in work if item.samples), key=lambda item: item.logits.start)
         chosen: dict[str, int] = {}
         if sampling:
-            rows = torch.tensor([item.logits.stop - 1 for item in sampling], device=logits.device)
-            tokens = self.sampler.sample(logits[rows], [item.request for item in sampling])
+            rows = [item.logits.stop - 1 for item in sampling]
+            sampled = logits if rows == list(range(len(logits))) else logits[torch.tensor(rows, device=logits.device)]
+            tokens = self.sampler.sample(sampled, [item.request for item in sampling])
             chosen = {item.request.rid: token for item, token in zip(sampling, tokens, strict=True)}
         self.counters["steps"] += 1
         self.counters["generation_tokens"] += len(chosen)

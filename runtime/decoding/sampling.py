@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -11,12 +12,28 @@ from runtime.request import Request
 from runtime.sampling_params import SamplingParams
 
 
-class Sampler:
-    """Chooses one token for each of some requests."""
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1)
 
-    def __init__(self, vocab_size: int, device: torch.device):
+
+class Sampler:
+    """Chooses one token for each of some requests.
+
+    Args:
+        vocab_size: columns of the logits.
+        device: where the logits are.
+        argmax: the highest tokens [n] of logits [n, vocab].
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        argmax: Callable[[torch.Tensor], torch.Tensor] = _argmax,
+    ):
         self.vocab_size = vocab_size
         self.device = device
+        self._argmax = argmax
 
     def sample(self, logits: torch.Tensor, requests: list[Request]) -> list[int]:
         """The next tokens.
@@ -27,7 +44,7 @@ class Sampler:
         """
         plain = [i for i, r in enumerate(requests) if r.sampling.greedy and not _adjusts(r)]
         if len(plain) == len(requests):
-            return logits.argmax(-1).tolist()
+            return self._argmax(logits).tolist()
         return [self._one(row, request) for row, request in zip(logits, requests, strict=True)]
 
     def _one(self, logits: torch.Tensor, request: Request) -> int:
