@@ -16,19 +16,24 @@ KINDS = ("llada", "dream", "llama_diffusion")
 
 
 def save_tiny(kind: str, directory: Path, layers: int = 4, tokenizer_from: Path | None = None) -> Path:
-    """Write a random model of a kind as a Hugging Face directory."""
+    """Write a random model of a kind as a Hugging Face directory; with a tokenizer, for all of its tokens."""
     draw = torch.Generator().manual_seed(sum(kind.encode()) + layers)
     config, shapes = {"llada": _llada, "dream": _dream, "llama_diffusion": _llama}[kind](layers)
+    vocab = VOCAB
+    if tokenizer_from is not None:
+        vocab = 49152
+        config |= {"vocab_size": vocab, "embedding_size": vocab, "mask_token_id": 3, "eos_token_id": 2}
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     tensors = {}
     for name, shape in shapes.items():
+        shape = tuple(vocab if size == VOCAB else size for size in shape)
         noise = torch.randn(shape, generator=draw)
         if len(shape) == 1:
             tensors[name] = noise * 0.1 + ("norm" in name or "ln_f" in name)
         else:
             # Wide enough that what is generated differs from prompt to prompt.
-            tensors[name] = noise * (1.0 if shape[0] == VOCAB else 1.4 / shape[1] ** 0.5)
+            tensors[name] = noise * (1.0 if shape[0] == vocab else 1.4 / shape[1] ** 0.5)
     save_file(tensors, directory / "model.safetensors")
     if tokenizer_from is not None:
         for name in ("tokenizer.json", "tokenizer_config.json"):
