@@ -52,8 +52,8 @@ class DepthTable:
 
     def _key(self, ratio: float) -> int | None:
         keys = sorted(self.depths)
-        # A hundredth of a percent forgives the ratio's rounding.
-        at = bisect_right(keys, ratio * 100 + 1e-2)
+        # 29 / 100 * 100 is a little less than 29.
+        at = bisect_right(keys, ratio * 100 + 1e-6)
         return keys[at - 1] if at else None
 
 

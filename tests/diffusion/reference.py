@@ -56,19 +56,24 @@ class PlainModel:
         return self.tensors[name][torch.tensor(tokens)]
 
     def run_layer(
-        self, i: int, x: torch.Tensor, before: tuple[torch.Tensor, torch.Tensor] | None = None
+        self, i: int, x: torch.Tensor, first: int = 0, kept: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """Layer i over rows x [n, width], which follow rows whose K and V are `before`; new states, and K and V."""
-        w, first = self.layer(i), 0 if before is None else len(before[0])
+        """Layer i over rows x [n, width] at positions from `first` on; new states, and K and V.
+
+        `kept` are K and V of all positions, of which those of x are overwritten; without, x sees x.
+        """
+        w = self.layer(i)
         h = self.norm(x, w["input_layernorm.weight"])
         q, k, v = (
             F.linear(h, w[f"self_attn.{n}_proj.weight"], w.get(f"self_attn.{n}_proj.bias")).view(len(x), m, -1)
             for n, m in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads))
         )
         q, k = self.rotate(q, first), self.rotate(k, first)
+        if kept is not None:
+            for old, new in zip(kept, (k, v), strict=True):
+                old[first : first + len(x)] = new
+            k, v = kept
         own = k, v
-        if before is not None:
-            k, v = torch.cat((before[0], k)), torch.cat((before[1], v))
         each = self.heads // self.kv_heads
         k, v = k.repeat_interleave(each, 1), v.repeat_interleave(each, 1)
         weight = torch.einsum("qhd,khd->hqk", q, k).div(math.sqrt(q.shape[-1])).softmax(-1)
@@ -107,33 +112,51 @@ class PlainModel:
 class PlainBiCache:
     """A model whose leading `prefix` rows are treated as in section 5.2, in the order in which it is asked.
 
-    Layers 1 to `depth` use the K and V of the prefix alone; the others get new ones at every `interval`-th call.
+    Layers 1 to `depth` use the K and V of the prefix alone; the others get new ones at every `interval`-th call. With a
+    cache of Fast-dLLM, `block` says which block is denoised: its first call computes all rows, the others those of the
+    block, and of what follows it with `prefix`; the prefix gets new K and V at beginnings of blocks alone.
     """
 
-    def __init__(self, plain: PlainModel, prefix: int, depth: int, interval: int):
-        self.plain, self.prefix, self.depth, self.interval = plain, prefix, depth, interval
-        self.mask, self.calls = plain.mask, 0
+    def __init__(self, plain: PlainModel, prefix: int, depth: int, interval: int, cache: str = "none"):
+        self.plain, self.prefix, self.depth, self.interval, self.cache = plain, prefix, depth, interval, cache
+        self.mask, self.calls, self.refreshed_at = plain.mask, 0, -1
+        self.block, self.last_block = (0, 0), (-1, -1)
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.alone: Any = None
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
         plain, n = self.plain, self.prefix
-        self.alone = self.alone or plain.hidden(tokens[:n])
-        alone, kv_alone = self.alone
-        if self.calls % self.interval == 0:
-            x, self.kept = plain.embed(tokens), []
-            for i in range(plain.layers):
-                if i < self.depth:
-                    x = torch.cat((alone[i], x[n:]))
-                x, (k, v) = plain.run_layer(i, x)
-                self.kept.append((k[:n], v[:n]))
+        begins, self.last_block = self.block != self.last_block, self.block
+        if self.cache == "none":
+            due = self.calls % self.interval == 0
         else:
-            x = plain.embed(tokens[n:])
+            due = begins and (self.refreshed_at < 0 or self.calls - self.refreshed_at >= self.interval)
+        if due:
+            self.refresh(tokens)
+            self.refreshed_at = self.calls
+            out = self.last
+        else:
+            start, stop = n, len(tokens)
+            if self.cache != "none" and not begins:
+                start = max(self.block[0] - plain.shift, n)
+                stop = self.block[1] if self.cache == "dual" else stop
+            x = plain.embed(tokens[start:stop])
             for i in range(plain.layers):
-                x, _ = plain.run_layer(i, x, kv_alone[i] if i < self.depth else self.kept[i])
-            x = torch.cat((torch.zeros(n, x.shape[1]), x))
+                x, _ = plain.run_layer(i, x, start, self.kept[i])
+            out = torch.zeros(len(tokens), x.shape[1])
+            out[start:stop] = x
         self.calls += 1
-        return plain.shifted(plain.read(x))
+        return plain.shifted(plain.read(out))
+
+    def refresh(self, tokens: list[int]) -> None:
+        plain, n = self.plain, self.prefix
+        self.alone = self.alone or (plain.hidden(tokens[:n])[0] if n else [])
+        self.last, self.kept = plain.embed(tokens), []
+        for i in range(plain.layers):
+            if n and i < self.depth:
+                self.last = torch.cat((self.alone[i], self.last[n:]))
+            self.last, kv = plain.run_layer(i, self.last)
+            self.kept.append(kv)
 
 
 def naive(plain: PlainModel, prefix: int) -> PlainBiCache:
@@ -142,21 +165,32 @@ def naive(plain: PlainModel, prefix: int) -> PlainBiCache:
 
 
 def llada(
-    model: PlainModel | PlainBiCache, prompt: list[int], gen_length: int, steps: int, block_length: int
+    model: PlainModel | PlainBiCache,
+    prompt: list[int],
+    gen_length: int,
+    steps: int,
+    block_length: int,
+    threshold: float = 2,
 ) -> list[int]:
-    """Low-confidence remasking at temperature 0, as LLaDA publishes it."""
+    """Low-confidence remasking at temperature 0, as LLaDA publishes it; with Fast-dLLM's parallel decoding below 1."""
     x = prompt + [model.mask] * gen_length
     blocks = gen_length // block_length
     each = steps // blocks
     for block in range(blocks):
         start, end = len(prompt) + block * block_length, len(prompt) + (block + 1) * block_length
         masks = x[start:end].count(model.mask)
+        if isinstance(model, PlainBiCache):
+            model.block = (start, end)
         for step in range(each):
+            if model.mask not in x[start:end]:
+                break
             count = masks // each + (step < masks % each)
             probs = model.logits(x).softmax(-1)
             confidence, x0 = probs.max(-1)
             allowed = torch.tensor([i < end and x[i] == model.mask for i in range(len(x))])
             confidence[~allowed] = -math.inf
+            if threshold < 1:
+                count = max(int((confidence >= threshold).sum()), 1)
             for i in confidence.topk(count).indices.tolist():
                 x[i] = int(x0[i])
     return x[len(prompt) :]
