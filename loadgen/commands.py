@@ -11,6 +11,7 @@ from loadgen import (
     bench_denoise,
     bench_policies,
     bench_prefix,
+    bench_scheduler,
     bench_serve,
     bench_suite,
     bench_sweep,
@@ -39,6 +40,11 @@ BENCHES = {
     ),
     "denoise": Bench(
         "a diffusion model's request with and without reuse", bench_denoise.add_arguments, bench_denoise.run
+    ),
+    "scheduler": Bench(
+        "time to first token under every admission policy (simulated), and what scheduling costs",
+        bench_scheduler.add_arguments,
+        bench_scheduler.run,
     ),
     "tree": Bench("what the radix tree's operations cost, alone", bench_tree.add_arguments, bench_tree.run),
 }
