@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from loadgen import (
     bench_compare,
+    bench_denoise,
     bench_faults,
     bench_policies,
     bench_prefix,
@@ -37,6 +38,9 @@ BENCHES = {
     ),
     "policies": Bench(
         "hit ratio of every eviction policy on a recorded trace", bench_policies.add_arguments, bench_policies.run
+    ),
+    "denoise": Bench(
+        "a diffusion model's request with and without reuse", bench_denoise.add_arguments, bench_denoise.run
     ),
     "scheduler": Bench(
         "time to first token under every admission policy (simulated), and what scheduling costs",
