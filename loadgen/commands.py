@@ -10,6 +10,7 @@ from loadgen import (
     bench_compare,
     bench_denoise,
     bench_faults,
+    bench_growth,
     bench_policies,
     bench_prefix,
     bench_scheduler,
@@ -51,6 +52,9 @@ BENCHES = {
         "what a server survives: cut, slow and broken clients, a killed engine, a long soak",
         bench_faults.add_arguments,
         bench_faults.run,
+    ),
+    "growth": Bench(
+        "how the engine's costs grow with context and batch", bench_growth.add_arguments, bench_growth.run
     ),
     "tree": Bench("what the radix tree's operations cost, alone", bench_tree.add_arguments, bench_tree.run),
 }
