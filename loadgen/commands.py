@@ -53,9 +53,7 @@ BENCHES = {
         bench_faults.add_arguments,
         bench_faults.run,
     ),
-    "growth": Bench(
-        "how the engine's costs grow with context and batch", bench_growth.add_arguments, bench_growth.run
-    ),
+    "growth": Bench("how the engine's costs grow with context and batch", bench_growth.add_arguments, bench_growth.run),
     "tree": Bench("what the radix tree's operations cost, alone", bench_tree.add_arguments, bench_tree.run),
 }
 

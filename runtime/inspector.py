@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import asdict
 from typing import Any
 
 from radix import Block, Node, outline, path, tenant_of
 from runtime.kv.cache import PagedCache
 from runtime.request import Request
 
-_Walk = Generator[None, None, list[tuple[Block, int | None]]]
+_Walk = Generator[None, None, list[Block]]
 
 
 class Inspector:
@@ -31,8 +32,7 @@ class Inspector:
             next(self._walk)
         except StopIteration as end:
             self._walk = None
-            now = self._cache.tree.now()
-            return {"blocks": [_plain(block, parent, now) for block, parent in end.value]}
+            return {"blocks": [asdict(block) for block in end.value]}
         return {"blocks": None}
 
     def find(self, page: int, start: int) -> Node | None:
@@ -79,12 +79,4 @@ def describe(request: Request, now_s: float) -> dict[str, Any]:
         "max_tokens": request.max_tokens - request.prompt_len,
         "age_s": now_s - request.arrival_s,
         "waiting": request.node is None and not request.pages,
-    }
-
-
-def _plain(block: Block, parent: int | None, now: float) -> dict[str, Any]:
-    names = ("id", "namespace", "start", "tokens", "total", "nodes", "hits", "locked", "pinned", "held", "preview")
-    return {name: getattr(block, name) for name in names} | {
-        "parent": parent,
-        "idle_s": max(now - block.used_s, 0.0),
     }

@@ -86,7 +86,7 @@ Start = Annotated[int, Query(ge=0, description="tokens before the node; a name w
 
 @router.post("/nodes/{page}/pin")
 async def pin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
-    """Pin the prefix that ends with a node, until it is unpinned. 404 if the node is gone, 409 over the budget."""
+    """Pin the prefix that ends with a node. 404 if the node is gone, 409 over the budget."""
     found = await context.engine.on_node("prefix", page, start)
     if not found:
         raise _gone(page)

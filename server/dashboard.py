@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import re
 import time
@@ -69,6 +70,7 @@ class Feed:
     def __init__(self, context: Context):
         self._context = context
         self._viewers = 0
+        self._closing = asyncio.Event()
         self._lock = asyncio.Lock()
         self._figures: dict[str, Any] = {}
         self._figures_s = float("-inf")
@@ -89,8 +91,12 @@ class Feed:
         if not self._viewers and self._walk is not None:
             self._walk.cancel()
 
+    def close(self) -> None:
+        """End all streams: the server stops."""
+        self._closing.set()
+
     async def follow(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Events for one viewer, until it goes or the engine does."""
+        """Events for one viewer, until it goes, the server stops or the engine dies."""
         yield {"model": self._model()}
         seen = 0
         while True:
@@ -99,7 +105,9 @@ class Feed:
             if self._version != seen:
                 seen = self._version
                 yield {"tree": self._tree}
-            await asyncio.sleep(_EVERY_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), _EVERY_S)
+                return
 
     def _model(self) -> dict[str, Any]:
         info = self._context.engine.info
@@ -112,6 +120,7 @@ class Feed:
                 engine = self._context.engine
                 state, requests = await asyncio.gather(engine.state(), engine.requests(_MOST_REQUESTS))
                 for request in requests:
+                    request["rid"] = request["rid"].rpartition("/")[0]  # after it, the engine's own number
                     request["tenant"] = self._context.tenant_name(request["tenant"])
                 counted = {name: state[name] for name in _COUNTED}
                 self._figures = {"at_s": time.time(), **counted, **self._context.metrics.now(), "requests": requests}
@@ -130,7 +139,7 @@ class Feed:
         except RametError:
             return  # the engine has died; the figures tell so
         end = time.monotonic()
-        self._walk_after_s = end + _REST * (end - begin)
+        self._walk_after_s = end + max(_REST * (end - begin), 2 * _EVERY_S)
         if tree != self._tree:
             self._tree, self._version = tree, self._version + 1
 
