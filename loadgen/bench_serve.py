@@ -27,14 +27,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Run; 0 if a request succeeded, 1 if none did, 130 if the user ended it."""
     from loadgen.files import write_csv, write_json
     from loadgen.progress import live
-    from loadgen.run import Plan, execute, prepare
+    from loadgen.run import Plan, execute
     from loadgen.tables import run_tables, wide_console
-    from loadgen.target import Target, TargetError
+    from loadgen.target import TargetError
 
     console = wide_console()
-    target = Target(
-        arguments.name or arguments.url, arguments.url, arguments.api, arguments.model, arguments.api_key or None
-    )
+    target = options.target(arguments, arguments.name or arguments.url, arguments.url)
     try:
         work = options.workload(arguments)
         plan = Plan(
@@ -50,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
             slo=options.slo(arguments),
             patience=options.patience(arguments),
         )
-        prepared = prepare(target, options.fixed_output(arguments), arguments.temperature, arguments.extra_body)
+        prepared = options.prepared(arguments, target)
         title = f"{arguments.workload} on {target.name}, {plan.arrivals}, seed {plan.seed}"
         console.print(title)
         result = execute(prepared, plan, lambda load: live(load, console, title))

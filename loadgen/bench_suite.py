@@ -90,14 +90,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests of the workload itself before every run, not counted; default: 0, the cold ones count",
     )
     parser.add_argument("--seed", type=options.whole, help="default: another one every time")
-    parser.add_argument(
-        "--min-tokens", nargs="+", default=[], metavar="NAME", help="servers that take min_tokens, but no ignore_eos"
-    )
     parser.add_argument("--answers", choices=["server", "scripted"], default="server", help="default: server")
     options.add_target(parser)
+    parser.add_argument(
+        "--server-body",
+        type=options.reading(_named_body),
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="more fields of the requests to one of the servers",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="every run's summary; written after every run")
     parser.add_argument("--records", action="store_true", help="every request's record, too")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="the table, for a README")
+
+
+def _named_body(text: str) -> tuple[str, dict[str, Any]]:
+    name, equals, body = text.partition("=")
+    if not equals:
+        raise ValueError("must be NAME=JSON")
+    return name, options.json_object(body)
 
 
 @dataclass(frozen=True)
@@ -172,17 +184,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _servers(arguments: argparse.Namespace) -> list[Any]:
     """The servers, with one count of words for all: the same prompts for each."""
-    from loadgen.run import prepare
-    from loadgen.target import Target
-
+    bodies = dict(arguments.server_body)
     found = []
     for text in arguments.url:
         name, url = text.split("=", 1) if "=" in text.split("://")[0] else (text, text)
-        fixed = "min_tokens" if name in arguments.min_tokens else options.fixed_output(arguments)
-        target = Target(name, url, arguments.api, arguments.model, arguments.api_key or None)
-        found.append(prepare(target, fixed, arguments.temperature, arguments.extra_body))
+        target = options.target(arguments, name, url)
+        found.append(options.prepared(arguments, target, bodies.pop(name, None)))
     if len({server.target.name for server in found}) < len(found):
         raise ValueError("--url: two servers have the same name")
+    if bodies:
+        raise ValueError(f"--server-body: no server is called {', '.join(bodies)}")
     best = min(found, key=lambda server: server.exactness)
     return [replace(server, cost=best.cost, counted=best.counted) for server in found]
 
@@ -220,8 +231,10 @@ def _line(one: _Run, server: str, summary: dict[str, Any]) -> str:
         for name, column, factor, digits, _ in _COLUMNS
         if (value := _figure(summary, name)) is not None
     ]
-    failed = summary["requests"] - summary["completed"]
-    return f"{one.case} x{one.concurrency} #{one.repeat + 1} {server}: {', '.join(shown)}, failed {failed}"
+    shown.append(f"failed {summary['requests'] - summary['completed']}")
+    if summary["wrong_length"]:
+        shown.append(f"{summary['wrong_length']} answers of another length")
+    return f"{one.case} x{one.concurrency} #{one.repeat + 1} {server}: {', '.join(shown)}"
 
 
 def _cells(rows: list[dict[str, Any]], servers: Sequence[str]) -> Iterator[list[str]]:
@@ -244,6 +257,7 @@ def _cells(rows: list[dict[str, Any]], servers: Sequence[str]) -> Iterator[list[
                 values = [value for summary in own.values() if (value := _figure(summary, name)) is not None]
                 line.append(_median([factor * value for value in values], digits))
             line.append(f"{sum(summary['requests'] - summary['completed'] for summary in own.values())}")
+            line.append(f"{sum(summary['wrong_length'] for summary in own.values())}")
             line.append(_ratios(runs, servers) if server == servers[0] else "")
             yield line
 
@@ -277,6 +291,7 @@ _HEAD = [
     "server",
     *(column for _, column, *_ in _COLUMNS),
     "failed",
+    "other length",
     "x best: tok/s / TTFT",
 ]
 

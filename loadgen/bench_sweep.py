@@ -87,11 +87,10 @@ def knee(levels: list[Level]) -> float | None:
 def _sweep(arguments: argparse.Namespace, console: Console) -> tuple[list[Level], bool]:
     """All levels, and whether the user ended it: upwards until one breaks, then halving the gap below it."""
     from loadgen.progress import live
-    from loadgen.run import Plan, execute, prepare
-    from loadgen.target import Target
+    from loadgen.run import Plan, execute
 
-    target = Target(arguments.url, arguments.url, arguments.api, arguments.model, arguments.api_key or None)
-    prepared = prepare(target, options.fixed_output(arguments), arguments.temperature, arguments.extra_body)
+    target = options.target(arguments, arguments.url, arguments.url)
+    prepared = options.prepared(arguments, target)
     work, base = options.workload(arguments), options.seed(arguments)
     levels: list[Level] = []
 

@@ -11,6 +11,7 @@ from loadgen import (
     bench_faults,
     bench_policies,
     bench_prefix,
+    bench_scheduler,
     bench_serve,
     bench_suite,
     bench_sweep,
@@ -41,6 +42,11 @@ BENCHES = {
         "what a server survives: cut, slow and broken clients, a killed engine, a long soak",
         bench_faults.add_arguments,
         bench_faults.run,
+    ),
+    "scheduler": Bench(
+        "time to first token under every admission policy (simulated), and what scheduling costs",
+        bench_scheduler.add_arguments,
+        bench_scheduler.run,
     ),
     "tree": Bench("what the radix tree's operations cost, alone", bench_tree.add_arguments, bench_tree.run),
 }

@@ -17,7 +17,8 @@ class Record:
         first_s: when the first text came, None if none did.
         end_s: when the answer was complete, or failed.
         arrivals_s: when each piece of the answer came; the first is `first_s`.
-        output_tokens: by the server's count, or one a piece where it tells none (`counted_by` says which).
+        output_tokens: by the server's count, else by a tokenizer that the user gave, else one a piece; `counted_by`
+            says which.
         queue_s, prefill_s: as told by the server, or None.
         error: kind of failure, None for a complete answer.
     """

@@ -59,9 +59,9 @@ class EngineCore:
         self.config = config
         self.executor = Executor(config, path)
         self.cache = PagedCache(self.executor.pool, config.cache, quotas)
-        self.scheduler = Scheduler(config.scheduler, self.cache)
+        self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens)
         spec = self.executor.spec
-        self.sampler = Sampler(spec.vocab_size, self.executor.device)
+        self.sampler = Sampler(spec.vocab_size, self.executor.device, self.executor.argmax)
         self.info = ModelInfo(
             name=model_name(config.model, path),
             path=str(path),
@@ -221,11 +221,13 @@ class EngineCore:
             logits = self.executor.run(batch)
         except Exception as error:
             return self._compute_less(work, error)
-        sampling = [item for item in work if item.samples and item.request.wants_tokens]
+        asking = [item for item in work if item.samples and item.request.wants_tokens]
+        sampling = sorted(asking, key=lambda item: item.logits.start)
         chosen: dict[str, int | RametError] = {}
         if sampling:
-            rows = torch.tensor([item.logits.stop - 1 for item in sampling], device=logits.device)
-            tokens = self.sampler.sample(logits[rows], [item.request for item in sampling])
+            rows = [item.logits.stop - 1 for item in sampling]
+            sampled = logits if rows == list(range(len(logits))) else logits[torch.tensor(rows, device=logits.device)]
+            tokens = self.sampler.sample(sampled, [item.request for item in sampling])
             chosen = {item.request.rid: token for item, token in zip(sampling, tokens, strict=True)}
         self.counters["steps"] += 1
         self.counters["generation_tokens"] += len(chosen)

@@ -24,32 +24,39 @@ from runtime.native.library import Library, load_best
 
 log = logging.getLogger("ramet.engine")
 
+# As many as torch would take, $OMP_NUM_THREADS included; read before an executor changes it.
+_ALL_THREADS = torch.get_num_threads()
+
 
 class Executor:
     """Runs `ForwardBatch`es.
 
     Attributes:
         backend_name: what computes attention: `native-` and an instruction set, `cpu` (torch) or `flashinfer`.
+        argmax: the fastest way here from logits [n, vocab] to the highest tokens [n].
     """
 
     def __init__(self, config: Config, path: Path):
         """Load the model in `path`. Raises ModelError if it cannot be served as configured."""
         self.spec = ModelSpec.load(path)
         self.device = choose_device(config.model)
-        self.dtype = choose_dtype(config.model, self.device)
+        library = self._choose_kernels(config)
+        self.dtype = choose_dtype(config.model, self.device, library is not None)
         backend = choose_attention(config.model, self.device)
         self.context_length = _context_length(config, self.spec)
         ops = FlashInferOps() if backend == "flashinfer" and self.dtype == torch.bfloat16 else Ops()
         model = LlamaModel(self.spec, load_weights(path, self.spec, self.dtype), self.device, ops)
         self.pool = self._make_pool(config)
-        library = self._choose_kernels(config)
         if library is not None:
-            native = NativeDecoder(library, model, self.pool, threads=torch.get_num_threads())
-            self.backend_name, self._forward = native.name, native.forward
+            native = NativeDecoder(library, model, self.pool, threads=config.engine.threads or _ALL_THREADS)
+            self.backend_name, self._forward, self.argmax = native.name, native.forward, native.argmax
+            # After each of torch's parallel operations its threads spin for a while, on the cores of the kernels'.
+            torch.set_num_threads(1)
         else:
             attention = self._make_backend(backend, model)
             self.backend_name = attention.name
             self._forward = partial(model.forward, pool=self.pool, backend=attention)
+            self.argmax = partial(torch.argmax, dim=-1)
 
     def _make_pool(self, config: Config) -> KVPool:
         spec, cache = self.spec, config.cache
@@ -89,8 +96,17 @@ class Executor:
 
         return FlashInferAttention(self.pool, model.rope, self.spec.num_heads)
 
+    @property
+    def step_tokens(self) -> int:
+        """Rows of a step that suit the device.
+
+        A CPU computes 256 rows nearly as efficiently as more, and a request that decodes waits a quarter of a second
+        for them, not a whole one.
+        """
+        return 2048 if self.device.type == "cuda" else 256
+
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """One step; returns float32 logits [S, vocab] of the batch's `logits_rows`."""
+        """One step; returns float32 logits [S, vocab] of the batch's `logits_rows`, valid until the next step."""
         return self._forward(batch)
 
 

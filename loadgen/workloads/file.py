@@ -36,11 +36,14 @@ class File(Workload):
         entries = list(_entries(self.file))
         if self.shuffle:
             source.rng.shuffle(entries)
+        made = []
         for where, entry in entries:
             try:
-                yield self._session(entry, source)
+                made.append(self._session(entry, source))
             except (KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{where} is neither ShareGPT, OpenAI messages nor a prompt: {error!r}") from error
+        # Only now: a bad entry must be found before the run and not amid it.
+        yield from made
 
     def _session(self, entry: dict[str, Any], source: Source) -> Session:
         body = entry.get("body", entry)  # the form of OpenAI's batch files

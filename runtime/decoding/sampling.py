@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -22,12 +23,28 @@ class BadLogits(RametError):
         super().__init__("the model's logits for this request are not finite numbers")
 
 
-class Sampler:
-    """Chooses one token for each of some requests."""
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1)
 
-    def __init__(self, vocab_size: int, device: torch.device):
+
+class Sampler:
+    """Chooses one token for each of some requests.
+
+    Args:
+        vocab_size: columns of the logits.
+        device: where the logits are.
+        argmax: the highest tokens [n] of logits [n, vocab].
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        argmax: Callable[[torch.Tensor], torch.Tensor] = _argmax,
+    ):
         self.vocab_size = vocab_size
         self.device = device
+        self._argmax = argmax
 
     def sample(self, logits: torch.Tensor, requests: list[Request]) -> list[int | RametError]:
         """The next tokens; for a request that cannot have one, why: it fails alone.
@@ -36,8 +53,8 @@ class Sampler:
             logits: float32 [n, vocab]; not changed.
             requests: whose logits these are.
         """
-        best = logits.argmax(-1)
-        # argmax takes a NaN for the greatest, so a look at what it chose tells whether there is one in the row.
+        best = self._argmax(logits)
+        # A hidden state that is no number makes every logit of its row none, so the chosen one tells.
         sound = logits.gather(-1, best[:, None])[:, 0].isfinite().tolist()
         found: list[int | RametError] = []
         for i, (token, request) in enumerate(zip(best.tolist(), requests, strict=True)):
@@ -108,7 +125,10 @@ class Sampler:
                 request.generator.manual_seed(request.sampling.seed)
         probs = filter_probs(logits, request.sampling)
         noise = torch.empty_like(probs).exponential_(generator=request.generator)
-        return int((probs / noise).argmax())
+        token = int((probs / noise).argmax())
+        if not probs[token].isfinite():
+            raise BadLogits
+        return token
 
 
 def filter_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

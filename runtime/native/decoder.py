@@ -98,6 +98,7 @@ class NativeDecoder:
         del model.layers, model.head, model.embedding
         self._handle = library.decoder_create(ctypes.byref(self._model), self.team.handle)
         self._finalizer = weakref.finalize(self, library.decoder_destroy, self._handle)
+        self._logits = torch.empty(0, self.spec.vocab_size)
 
     def _pack_layer(self, layer: llama.Layer, index: int) -> c.Layer:
         pack = self._weights
@@ -141,7 +142,10 @@ class NativeDecoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run one step: writes the new K and V into the pool, returns float32 logits [S, vocab] of `logits_rows`."""
+        """Run one step: writes the new K and V into the pool, returns float32 logits [S, vocab] of `logits_rows`.
+
+        The logits are overwritten by the next step: fresh memory every time costs more than the work on it.
+        """
         kept: list[Any] = []
 
         def pointer(tensor: torch.Tensor) -> int:
@@ -160,7 +164,9 @@ class NativeDecoder:
             to.kv_write = pointer(group.kv_write)
             to.cosine, to.sine = pointer(cosine), pointer(sine)
             to.spans, to.edges, to.num_edges = plan.spans, plan.edges, plan.num_edges
-        logits = torch.empty(len(batch.logits_rows), self.spec.vocab_size)
+        if len(self._logits) < len(batch.logits_rows):
+            self._logits = torch.empty(len(batch.logits_rows), self.spec.vocab_size)
+        logits = self._logits[: len(batch.logits_rows)]
         step = c.Step(
             tokens=pointer(batch.tokens),
             num_rows=len(batch.tokens),
@@ -172,6 +178,13 @@ class NativeDecoder:
         )
         self.library.decoder_forward(self._handle, ctypes.byref(step))
         return logits
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """The first of the highest logits, int64 [n], of each row of float32 [n, vocab]."""
+        logits = logits.contiguous()
+        out = torch.empty(len(logits), dtype=torch.int64)
+        self.library.argmax(self.team.handle, logits.data_ptr(), *logits.shape, out.data_ptr())
+        return out
 
 
 def _model_bytes(library: Library, model: llama.LlamaModel) -> int:

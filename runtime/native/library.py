@@ -113,6 +113,7 @@ _INTO_LIBRARY: dict[str, tuple[type | None, tuple[type, ...]]] = {
             *(c_void_p, c_void_p),
         ),
     ),
+    "argmax": (None, (c_void_p, c_void_p, c_int64, c_int64, c_void_p)),
     "decoder_create": (c_void_p, (POINTER(Model), c_void_p)),
     "decoder_destroy": (None, (c_void_p,)),
     "decoder_forward": (None, (c_void_p, POINTER(Step))),

@@ -5,6 +5,7 @@
 
 #include <sys/mman.h>
 
+#include "argmax.h"
 #include "decoder.h"
 
 #define RAMET_API extern "C" __attribute__((visibility("default")))
@@ -68,6 +69,10 @@ RAMET_API void ramet_attend(ramet::Team* team, const ramet::Shape* shape, const 
         team->barrier();
         if (attention.merges()) attention.merge(*team, out, width);
     });
+}
+
+RAMET_API void ramet_argmax(ramet::Team* team, const float* rows, int64_t num_rows, int64_t n, int64_t* out) {
+    ramet::argmax(*team, rows, num_rows, n, out);
 }
 
 RAMET_API ramet::Decoder* ramet_decoder_create(const ramet::Model* model, ramet::Team* team) {

@@ -82,6 +82,8 @@ class Attention {
             }
             first_slot += rows;
         });
+        // The heads of the same keys lie side by side in memory: one thread takes them all where there is enough work.
+        run_ = int64_t(pieces_.size()) >= 8 * threads * shape_.kv_heads ? shape_.kv_heads : 1;
         merges_ = false;
         for (int64_t row = 0; row < num_rows; ++row) {
             merges_ |= row_parts_[row + 1] != 1;
@@ -102,12 +104,18 @@ class Attention {
     // own positions, give out [num_rows, heads, dim] of row stride `ldo`. `merge` must follow if `merges`.
     void run(Team& team, const LayerKV& kv, const float* q, int64_t ldq, float* out, int64_t ldo, Scratch& scratch) {
         // The last pieces of a causal edge are its largest: they go first.
-        int64_t count = int64_t(pieces_.size());
-        for (int64_t i; (i = team.take()) < count;) {
-            if (shape_.is_bf16) {
-                attend<bf16>(pieces_[count - 1 - i], kv, q, ldq, out, ldo, scratch);
-            } else {
-                attend<float>(pieces_[count - 1 - i], kv, q, ldq, out, ldo, scratch);
+        const int64_t count = int64_t(pieces_.size());
+        for (int64_t next = team.take() * run_; next < count;) {
+            const int64_t from = next, to = std::min(from + run_, count);
+            next = team.take() * run_;
+            for (int64_t i = from; i < to; ++i) {
+                int64_t after = i + 1 < to ? i + 1 : next;
+                if (after < count) prefetch_start(pieces_[count - 1 - after], kv);
+                if (shape_.is_bf16) {
+                    attend<bf16>(pieces_[count - 1 - i], kv, q, ldq, out, ldo, scratch);
+                } else {
+                    attend<float>(pieces_[count - 1 - i], kv, q, ldq, out, ldo, scratch);
+                }
             }
         }
     }
@@ -240,18 +248,14 @@ class Attention {
         const char* k = static_cast<const char*>(kv.k) + head * bytes;
         const char* v = static_cast<const char*>(kv.v) + head * bytes;
         const char *keys[kKeys], *values[kKeys];
-        for (int64_t i = 0; i < kKeys; ++i) {
-            // Behind the last key comes itself again: its scores are never used.
-            int64_t offset = slot(span, begin + std::min(i, count - 1)) * stride;
-            keys[i] = k + offset, values[i] = v + offset;
-        }
-        for (int64_t i = begin + kKeys; i < std::min(begin + 2 * kKeys, end); ++i) {
-            int64_t offset = slot(span, i) * stride;
-            for (int64_t b = 0; b < bytes; b += 64) {
-                _mm_prefetch(k + offset + b, _MM_HINT_T0);
-                _mm_prefetch(v + offset + b, _MM_HINT_T0);
-            }
-        }
+        int64_t i = 0;
+        each_slot(span, begin, begin + count, [&](int64_t slot) {
+            keys[i] = k + slot * stride, values[i] = v + slot * stride;
+            ++i;
+        });
+        // Behind the last key comes itself again: its scores are never used.
+        for (; i < kKeys; ++i) keys[i] = keys[count - 1], values[i] = values[count - 1];
+        prefetch(span, kv, head, begin + kKeys, std::min(begin + 2 * kKeys, end));
         for (int64_t first = 0; first < count; first += kLanes) {
             float* panel = s.keys.data() + first / kPanel * lanes * kPanel + first % kPanel;
             for (int64_t lane = 0; lane < lanes; lane += kLanes) {
@@ -279,8 +283,32 @@ class Attention {
         }
     }
 
-    int64_t slot(const Span& span, int64_t i) const {
-        return int64_t(span.pages[i / shape_.page_size]) * shape_.page_size + i % shape_.page_size;
+    // Call visit(pool slot) for keys [begin, end) of a span.
+    template <class Visit>
+    [[gnu::always_inline]] void each_slot(const Span& span, int64_t begin, int64_t end, const Visit& visit) const {
+        const int64_t size = shape_.page_size;
+        for (int64_t page = begin / size, row = begin % size; begin < end; ++page, row = 0) {
+            for (; row < size && begin < end; ++row, ++begin) visit(span.pages[page] * size + row);
+        }
+    }
+
+    // Always inline, as `prefetch_ahead`.
+    [[gnu::always_inline]] void prefetch(const Span& span, const LayerKV& kv, int64_t head, int64_t begin,
+                                         int64_t end) const {
+        const int64_t bytes = shape_.dim * (shape_.is_bf16 ? 2 : 4), stride = shape_.kv_heads * bytes;
+        const char* k = static_cast<const char*>(kv.k) + head * bytes;
+        const char* v = static_cast<const char*>(kv.v) + head * bytes;
+        each_slot(span, begin, end, [&](int64_t slot) {
+            for (int64_t b = 0; b < bytes; b += 64) {
+                _mm_prefetch(k + slot * stride + b, _MM_HINT_T0);
+                _mm_prefetch(v + slot * stride + b, _MM_HINT_T0);
+            }
+        });
+    }
+
+    [[gnu::always_inline]] void prefetch_start(const Piece& piece, const LayerKV& kv) const {
+        const Span& span = spans_[piece.edge->span];
+        prefetch(span, kv, piece.head, piece.begin, std::min(piece.begin + kKeys, piece.end));
     }
 
     // Whether a tile sees anything of a block; if not all, `bias` becomes [rows, kKeys] of 0 and minus infinity.
@@ -389,6 +417,7 @@ class Attention {
     const Span* spans_ = nullptr;
     const Edge* edges_ = nullptr;
     int64_t num_rows_ = 0;
+    int64_t run_ = 1;  // pieces that a thread takes at once
     bool merges_ = false;
     std::vector<Piece> pieces_;
     std::vector<int64_t> slot_;       // of each row of each edge: its first partial result among the row's
