@@ -135,7 +135,6 @@ async def fuzz(victim: Victim, scale: float, draw: random.Random) -> Finding:
     """Bodies with random damage, and clients of streams that cut, stall and reset."""
     count = max(int(2000 * scale), 20)
     await victim.warm_up(draw)
-    before = victim.memory()
     statuses: Counter[str] = Counter()
     problems: list[str] = []
     limit = asyncio.Semaphore(_AT_ONCE)
@@ -152,10 +151,13 @@ async def fuzz(victim: Victim, scale: float, draw: random.Random) -> Finding:
         if problem:
             problems.append(f"{problem}: {data[:300]!r}")
 
+    await asyncio.gather(*(one(draw.randrange(1 << 60)) for _ in range(count // 4)))
+    before = victim.memory()
     await asyncio.gather(*(one(draw.randrange(1 << 60)) for _ in range(count)))
     problems = problems[:5] + await victim.problems(before)
-    seen = ", ".join(f"{number} x {status}" for status, number in sorted(statuses.items()))
-    return Finding(f"{count} damaged bodies and misbehaving streams", seen, problems, dict(statuses))
+    answers = ", ".join(f"{number} x {status}" for status, number in sorted(statuses.items()))
+    seen = f"{answers}; {_memory(before, victim.memory())}"
+    return Finding(f"{count + count // 4} damaged bodies and misbehaving streams", seen, problems, dict(statuses))
 
 
 _BODIES: list[dict] = [
