@@ -35,14 +35,13 @@ def add_traces(app: FastAPI, endpoint: str) -> None:
         raise NoTraces(f"--otlp-endpoint needs pip install ramet[otel]: {error.name} is missing") from None
     provider = TracerProvider(resource=Resource({"service.name": "ramet", "service.version": version("ramet")}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
-    # Its own spans for every event of a stream would be thousands a second.
+    # What is left is sent when the process ends. Spans for every event of a stream would be thousands a second.
     app.add_middleware(
         OpenTelemetryMiddleware,
         tracer_provider=provider,
         exclude_spans=["receive", "send"],
         server_request_hook=_name_request,
     )
-    app.router.on_shutdown.append(provider.shutdown)
 
 
 def _name_request(span: Any, scope: dict[str, Any]) -> None:
