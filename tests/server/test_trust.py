@@ -42,9 +42,7 @@ def test_no_remote_code_is_run():
 
 def test_sockets_between_processes_are_their_owners_alone(server):
     directories = {
-        Path(line.split()[-1]).parent
-        for line in Path("/proc/net/unix").read_text().splitlines()
-        if "/ramet-" in line
+        Path(line.split()[-1]).parent for line in Path("/proc/net/unix").read_text().splitlines() if "/ramet-" in line
     }
     assert directories
     for directory in directories:
