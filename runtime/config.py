@@ -171,6 +171,9 @@ class ServerConfig(Section):
         False, description="/generate streams only the new text in `text` and `output_ids` (SGLang: --stream-output)"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much is logged")
+    otlp_endpoint: str | None = Field(
+        None, description="send OpenTelemetry traces there, e.g. http://127.0.0.1:4318/v1/traces; needs ramet[otel]"
+    )
     log_format: LogFormat = Field("text", description="text, or one JSON object a line; prompts are never logged")
 
 

@@ -236,8 +236,8 @@ class EngineCore:
             logits = self.executor.run(batch)
         except Exception as error:
             return self._compute_less(work, error)
-        wanted = (item for item in work if item.samples and item.request.wants_tokens)
-        sampling = sorted(wanted, key=lambda item: item.logits.start)
+        asking = [item for item in work if item.samples and item.request.wants_tokens]
+        sampling = sorted(asking, key=lambda item: item.logits.start)
         chosen: dict[str, int | RametError] = {}
         if sampling:
             rows = [item.logits.stop - 1 for item in sampling]

@@ -17,6 +17,7 @@ from server.errors import ErrorBody
 from server.gate import Gate
 from server.limits import BodyLimit
 from server.metrics import Metrics
+from server.traces import add_traces
 
 
 def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate: Gate | None = None) -> FastAPI:
@@ -39,5 +40,7 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate:
     if options.cors_origins:
         origins = options.cors_origins.split(",")
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    if options.otlp_endpoint:
+        add_traces(app, options.otlp_endpoint)
     app.add_middleware(AccessLog)
     return app

@@ -13,6 +13,7 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.output import Output, Submission, new_rid, prompts_of
 from runtime.protocol import TokenLogprob
 from runtime.sampling_params import SamplingParams
+from server import examples
 from server.auth import Asker, CacheScope, Tenant
 from server.context import Context, Ctx
 from server.follow import collect, follow, open_outputs
@@ -102,7 +103,7 @@ def _for_each(value: Any, count: int, param: str) -> list[Any]:
     return value
 
 
-@router.post("/generate", response_model=None)
+@router.post("/generate", response_model=None, responses=examples.GENERATE)
 async def generate(body: GenerateRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """Complete one prompt or several; with `stream`, as server-sent events that end with `[DONE]`."""
     submissions, is_list = submissions_of(body, tenant)

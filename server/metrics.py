@@ -18,14 +18,22 @@ _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prompt_tokens": ("Prompt tokens of accepted requests", ("sglang:prompt_tokens", "vllm:prompt_tokens")),
     "generation_tokens": ("Generated tokens", ("sglang:generation_tokens", "vllm:generation_tokens")),
-    "cached_tokens": ("Prompt tokens read from the cache", ("sglang:cached_tokens", "vllm:prefix_cache_hits")),
+    "cached_tokens": (
+        "Prompt tokens read from the cache",
+        ("sglang:cached_tokens", "vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_hits"),
+    ),
     "queries": ("Requests looked up in the cache", ("ramet:prefix_cache_requests",)),
     "hits": ("Requests that found something in the cache", ("ramet:prefix_cache_request_hits",)),
-    "queried_tokens": ("Prompt tokens looked up in the cache", ("vllm:prefix_cache_queries",)),
+    "queried_tokens": (
+        "Prompt tokens looked up in the cache",
+        ("vllm:prefix_cache_queries", "vllm:gpu_prefix_cache_queries"),
+    ),
     "evicted_tokens": ("Tokens evicted from the cache", ("sglang:evicted_tokens",)),
     "requests": ("Accepted requests", ("sglang:num_requests",)),
     "aborted_requests": ("Requests ended by an abort", ("sglang:num_aborted_requests",)),
     "failed_requests": ("Requests that ended with an error", ("ramet:failed_requests",)),
+    "failed_steps": ("Steps that failed and were run again in parts", ("ramet:failed_steps",)),
+    "bad_logits": ("Requests whose logits were no numbers", ("ramet:bad_logits",)),
     "retracted_requests": ("Requests that gave up their pages", ("vllm:num_preemptions",)),
     "pins_refused": ("Pins refused over the budget", ("ramet:pins_refused",)),
     "pins_broken": ("Pins that yielded to a live request", ("ramet:pins_broken",)),
@@ -37,6 +45,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prefill_tokens": ("Token rows computed by prefill", ("ramet:prefill_tokens",)),
 }
 _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "paused": ("Whether the engine is paused", ("ramet:paused",)),
     "running": ("Requests that run", ("sglang:num_running_reqs", "vllm:num_requests_running")),
     "waiting": ("Requests that wait", ("sglang:num_queue_reqs", "vllm:num_requests_waiting")),
     "retracted_requests": ("Requests that gave up their pages, since start", ("sglang:num_retracted_reqs",)),

@@ -13,6 +13,7 @@ from runtime.errors import InvalidRequest
 from runtime.models.tokenizer import Tokenizer
 from runtime.output import Output, Submission, new_rid
 from runtime.protocol import TokenLogprob
+from server import examples
 from server.auth import Asker
 from server.context import Context, Ctx
 from server.follow import collect, follow, open_outputs
@@ -50,7 +51,7 @@ def _model(context: Context) -> dict[str, Any]:
     }
 
 
-@router.post("/chat/completions", response_model=None)
+@router.post("/chat/completions", response_model=None, responses=examples.CHAT)
 async def chat_completions(body: ChatRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """Answer a conversation."""
     check_model(body.model, context)

@@ -11,6 +11,7 @@ from runtime.errors import InvalidRequest
 from runtime.models.tokenizer import Tokenizer
 from runtime.output import Output, Submission, new_rid, prompts_of
 from runtime.protocol import TokenLogprob
+from server import examples
 from server.auth import Asker, Tenant
 from server.context import Context, Ctx
 from server.follow import collect, follow, open_outputs
@@ -49,7 +50,7 @@ def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:
     ]
 
 
-@router.post("/completions", response_model=None)
+@router.post("/completions", response_model=None, responses=examples.COMPLETIONS)
 async def completions(body: CompletionRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """Complete one prompt or several."""
     check_model(body.model, context)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
+from pydantic import ConfigDict
 
 from runtime.errors import EngineDead, InvalidRequest, Overloaded
 from runtime.output import Submission
@@ -27,12 +28,16 @@ _PROBE_S = 60.0
 class AbortRequest(Body):
     """Which request to end."""
 
+    model_config = ConfigDict(json_schema_extra={"example": {"rid": "my-request"}})
+
     rid: Rid | None = None
     abort_all: bool = False
 
 
 class TokenizeRequest(Body):
     """Text to tokenize."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The capital of France is"}})
 
     model: str | None = None
     prompt: Text | list[Text]
@@ -41,6 +46,8 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     """Token ids to make text of."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"tokens": [504, 3575, 282, 4649, 314]}})
 
     model: str | None = None
     tokens: TokenIds | list[TokenIds]

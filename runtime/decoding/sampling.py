@@ -125,7 +125,10 @@ class Sampler:
                 request.generator.manual_seed(request.sampling.seed)
         probs = filter_probs(logits, request.sampling)
         noise = torch.empty_like(probs).exponential_(generator=request.generator)
-        return int((probs / noise).argmax())
+        token = int((probs / noise).argmax())
+        if not probs[token].isfinite():
+            raise BadLogits
+        return token
 
 
 def filter_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:

@@ -158,3 +158,22 @@ def test_bad_input_to_other_routes(client, path, body, param):
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert param is None or error["param"] == param
+
+
+def test_the_openapi_document_is_complete(client):
+    document = client.get("/openapi.json").json()
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            assert operation.get("description"), f"{method} {path}"
+            assert {"4XX", "5XX"} <= operation["responses"].keys()
+            assert "422" not in operation["responses"]
+    for name in ("GenerateRequest", "ChatRequest", "CompletionRequest", "TokenizeRequest", "PinRequest"):
+        assert document["components"]["schemas"][name]["example"]
+    for path in ("/generate", "/v1/chat/completions", "/v1/completions"):
+        content = document["paths"][path]["post"]["responses"]["200"]["content"]
+        assert content.keys() == {"application/json", "text/event-stream"}
+        example = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        body = document["components"]["schemas"][example["$ref"].rsplit("/", 1)[1]]["example"]
+        if "model" in body:
+            body = {**body, "model": "smollm2", "max_tokens": 2}
+        assert client.post(path, json=body).status_code == 200

@@ -11,6 +11,7 @@ import ssl
 import subprocess
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
@@ -262,6 +263,35 @@ def test_a_second_signal_ends_at_once(tiny_dir, tmp_path):
         time.sleep(0.02)
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(20) == 1
+
+
+def test_traces_go_to_a_collector(tiny_dir, tmp_path):
+    pytest.importorskip("opentelemetry.instrumentation.asgi")
+    received = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self):
+            received.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=collector.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "1024", "--otlp-endpoint", endpoint)
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"x-request-id": "traced-1", "traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
+    body = {"text": SECRET, "stream": True, "sampling_params": {"max_new_tokens": 2}}
+    assert httpx.post(f"{server.url}/generate", json=body, headers=headers, timeout=60).status_code == 200
+    assert stop(server) == 0
+    collector.shutdown()
+    sent = b"".join(data for path, data in received if path == "/v1/traces")
+    assert bytes.fromhex(trace) in sent
+    assert b"traced-1" in sent
+    assert SECRET.encode() not in sent
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
