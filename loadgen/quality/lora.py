@@ -54,21 +54,20 @@ def _key(layer: int, name: str, factor: str) -> str:
 
 
 class _LoraLinear(torch.autograd.Function):
-    """x (W + scale B A)^T: one product forwards and one backwards, where autograd would make two thin ones more each."""
+    """x (W + scale B A)^T: the sum is made for the product alone, so that only W is kept for the way back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         adapted = weight + (scale * b @ a).to(weight.dtype)
-        ctx.save_for_backward(x, adapted, a, b)
+        ctx.save_for_backward(x, weight, a, b)
         ctx.scale = scale
         return torch.nn.functional.linear(x, adapted)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        x, adapted, a, b = ctx.saved_tensors
-        dy = gradients[0].flatten(0, -2)
-        flat = x.flatten(0, -2)
-        dx = (dy @ adapted).view_as(x)
+        x, weight, a, b = ctx.saved_tensors
+        dy, flat = gradients[0].flatten(0, -2), x.flatten(0, -2)
+        thin = ctx.scale * (dy @ b.to(dy.dtype))
+        dx = torch.addmm(dy @ weight, thin, a.to(dy.dtype)).view_as(x)
         db = ctx.scale * (dy.T @ (flat @ a.T.to(x.dtype))).to(b.dtype)
-        da = ctx.scale * ((dy @ b.to(x.dtype)).T @ flat).to(a.dtype)
-        return dx, None, da, db, None
+        return dx, None, (thin.T @ flat).to(a.dtype), db, None

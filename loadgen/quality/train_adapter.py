@@ -39,10 +39,10 @@ class Shape:
 
 
 def draw_shape(rng: random.Random, progress: float, mix: dict[str, float]) -> Shape:
-    """Short canvases first, then longer ones; prose before one batch in four from a third of the run on."""
-    rooms = [12, 16] if progress < 0.15 else [16, 24, 32] if progress < 0.5 else [24, 32, 32, 32, 48, 64]
+    """Short canvases first, then longer ones; prose before one batch in four in the second half of the run."""
+    rooms = [12, 16] if progress < 0.35 else [16, 24, 32] if progress < 0.65 else [24, 32, 32, 32, 48, 64]
     task = rng.choices(list(mix), list(mix.values()))[0]
-    filled = progress > 0.33 and rng.random() < 0.25
+    filled = progress > 0.5 and rng.random() < 0.25
     return Shape(task, rng.choice(rooms), rng.choice((160, 256, 384, 560)) if filled else 0)
 
 
