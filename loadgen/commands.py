@@ -6,7 +6,16 @@ import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
-from loadgen import bench_compare, bench_policies, bench_prefix, bench_serve, bench_suite, bench_sweep, bench_tree
+from loadgen import (
+    bench_compare,
+    bench_denoise,
+    bench_policies,
+    bench_prefix,
+    bench_serve,
+    bench_suite,
+    bench_sweep,
+    bench_tree,
+)
 
 
 class Bench(NamedTuple):
@@ -27,6 +36,9 @@ BENCHES = {
     ),
     "policies": Bench(
         "hit ratio of every eviction policy on a recorded trace", bench_policies.add_arguments, bench_policies.run
+    ),
+    "denoise": Bench(
+        "a diffusion model's request with and without reuse", bench_denoise.add_arguments, bench_denoise.run
     ),
     "tree": Bench("what the radix tree's operations cost, alone", bench_tree.add_arguments, bench_tree.run),
 }

@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from runtime.config import Config
+from runtime.diffusion_params import DiffusionParams
 from runtime.errors import EngineDead, InvalidRequest, ModelError, PinRefused, RametError
 from runtime.frontend import Frontend
 from runtime.models.resolve import resolve_model
@@ -246,11 +247,20 @@ class AsyncEngine:
                 raise PinRefused(answer["refused"])
             if "pin" in answer:
                 return answer["pin"]
-            probe = Submission(tokens, SamplingParams(max_new_tokens=1, temperature=0), namespace=namespace)
+            probe = self._probe(tokens, namespace)
             with await self.open([probe]) as outputs:
                 async for _output in outputs:
                     pass
         raise PinRefused("the prefix was evicted as often as it was computed; try again when the server is less busy")
+
+    def _probe(self, tokens: list[int], namespace: str) -> Submission:
+        """A request that leaves a prefix in the cache."""
+        sampling = SamplingParams(max_new_tokens=1, temperature=0)
+        if self.info.diffusion is None:
+            return Submission(tokens, sampling, namespace=namespace)
+        # One token more, as the row that the first mask is read from is never shared.
+        denoising = DiffusionParams(reuse=True, prefix_tokens=len(tokens), depth=1)
+        return Submission([*tokens, tokens[-1]], sampling, namespace=namespace, diffusion=denoising)
 
     async def unpin(self, pin: str) -> bool:
         """Let a pin go; False if there is none of that id."""

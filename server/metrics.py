@@ -31,6 +31,9 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "pins_broken": ("Pins that yielded to a live request", ("ramet:pins_broken",)),
     "holds_broken": ("Holds that yielded to a live request", ("ramet:holds_broken",)),
     "steps": ("Engine steps", ("ramet:steps",)),
+    "denoise_steps": ("Denoising steps of all requests", ("ramet:denoise_steps",)),
+    "refreshes": ("Denoising steps that refreshed a shared prefix", ("ramet:prefix_refreshes",)),
+    "encoded_prefixes": ("Shared prefixes encoded for a diffusion model", ("ramet:encoded_prefixes",)),
     "prefill_tokens": ("Token rows computed by prefill", ("ramet:prefill_tokens",)),
 }
 _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from runtime.errors import InvalidRequest
 from runtime.sampling_params import SamplingParams
 from server.auth import CacheScope
-from server.wire import Body, CacheSalt, LogitBias, Priority, Text, TokenIds
+from server.wire import Body, CacheSalt, Diffusion, LogitBias, Priority, Text, TokenIds
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 NewTokens = Annotated[int, Field(ge=1, le=1 << 20)]
@@ -55,6 +55,7 @@ class CommonRequest(Body):
     priority: Priority = 0
     cache_salt: CacheSalt | None = None
     cache_scope: CacheScope = "private"
+    diffusion: Diffusion | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> CommonRequest:

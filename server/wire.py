@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from runtime.diffusion_params import DiffusionParams
 from runtime.sampling_params import SamplingParams
 
 # Prompts in one request.
@@ -77,3 +78,9 @@ class Sampling(Body, SamplingParams):
     NULL_COUNTS = frozenset({"max_new_tokens"})
 
     logit_bias: LogitBias = Field(default_factory=dict)
+
+
+class Diffusion(Body, DiffusionParams):
+    """`DiffusionParams` in a request."""
+
+    model_config = ConfigDict(strict=True)
