@@ -21,8 +21,11 @@ from rich.table import Table
 
 from runtime import Engine, SamplingParams, Submission
 from runtime.config import DEFAULT_MODEL, make_config
+from runtime.denoise.core import DiffusionCore
 from runtime.diffusion_params import DiffusionParams
+from runtime.errors import ModelError
 from runtime.models.resolve import resolve_model
+from runtime.reuse.boundaries import BoundaryStore
 
 _GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 # A reserved token of the default model's vocabulary, which no text has.
@@ -61,12 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and print a table."""
     with tempfile.TemporaryDirectory() as directory:
         model = arguments.model or _without_mask(Path(directory))
-        options = {"model": model, "dtype": arguments.dtype}
-        with Engine(**options) as kept, Engine(**options, boundary_memory=0) as recomputing:
-            info = kept.info.diffusion
-            assert info is not None
-            cases = _cases(arguments, info.num_layers)
-            seconds = _measure(arguments, cases, kept, recomputing)
+        with Engine(model, dtype=arguments.dtype) as engine:
+            if not isinstance(engine.core, DiffusionCore):
+                raise ModelError(f"{engine.info.architecture} is no diffusion model")
+            cases = _cases(arguments, engine.core.executor.spec.num_layers)
+            seconds = _measure(arguments, cases, engine, engine.core)
     length = arguments.prefix + arguments.prompt + arguments.gen_length
     refreshes = -(-arguments.steps // arguments.refresh_interval)
     others, ratio = arguments.steps - refreshes, arguments.prefix / length
@@ -102,14 +104,17 @@ def _cases(arguments: argparse.Namespace, layers: int) -> list[Case]:
     ]
 
 
-def _measure(arguments: argparse.Namespace, cases: list[Case], kept: Engine, recomputing: Engine) -> list[list[float]]:
+def _measure(
+    arguments: argparse.Namespace, cases: list[Case], engine: Engine, core: DiffusionCore
+) -> list[list[float]]:
     """Seconds of each run by case; the cases take turns, and each has run once before."""
     draw = random.Random(0)
-    tokens = [draw.randrange(100, kept.info.vocab_size) for _ in range(arguments.prefix + arguments.prompt)]
+    tokens = [draw.randrange(engine.info.vocab_size) for _ in range(arguments.prefix + arguments.prompt)]
     seconds: list[list[float]] = [[] for _ in cases]
+    kept, none = core.boundaries, BoundaryStore(0)
     for again in range(arguments.repeat + 1):
         for case, values in zip(cases, seconds, strict=True):
-            engine = recomputing if case.is_recomputed else kept
+            core.boundaries = core.scheduler.boundaries = none if case.is_recomputed else kept
             start = time.perf_counter()
             for _ in engine.stream_all([Submission(tokens, _GREEDY, diffusion=case.params)]):
                 pass

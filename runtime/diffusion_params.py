@@ -29,6 +29,7 @@ class DiffusionParams(BaseModel):
     algorithm: Algorithm | None = Field(None, description="which masks are decided; default: as the model's authors")
     eps: float = Field(1e-3, gt=0, lt=1, description="where the time of Dream's schedule ends")
     alg_temp: float = Field(0.0, ge=0, le=100, description="0 decides the most confident; above, positions are drawn")
+    cfg_scale: float = Field(0.0, ge=0, le=100, description="classifier-free guidance, by a second pass")
     threshold: float | None = Field(None, gt=0, le=1, description="decide every mask at least that confident (0.9)")
     factor: float | None = Field(None, gt=0, le=100, description="decide the n-th if confidence >= 1 - factor/(n+1)")
     cache: Literal["none", "prefix", "dual"] = Field("none", description="Fast-dLLM's caches within a request")

@@ -88,6 +88,7 @@ class Frontend:
         if self.info.diffusion is not None:
             submission.diffusion = self._denoising(submission, tokens)
             self._check_length(len(tokens), submission.diffusion.gen_length)
+            self._check_guidance(len(tokens), submission.diffusion)
             return tokens
         if submission.diffusion is not None:
             raise InvalidRequest("this model is no diffusion model", param="diffusion")
@@ -120,6 +121,17 @@ class Frontend:
                     param="prompt" if prompt >= limit else "max_new_tokens",
                     code="context_length_exceeded",
                 )
+
+    def _check_guidance(self, prompt: int, params: DiffusionParams) -> None:
+        """Guidance needs pages for a second canvas."""
+        page_size = self.info.page_size
+        pages = -(-(prompt + (params.gen_length or 0)) // page_size)
+        if params.cfg_scale and 2 * pages * page_size > self.info.pool_tokens:
+            raise InvalidRequest(
+                f"guidance needs 2 x {pages * page_size} tokens of the KV pool, which holds {self.info.pool_tokens}",
+                param="diffusion.cfg_scale",
+                code="context_length_exceeded",
+            )
 
     def submit(self, submission: Submission, tokens: list[int], index: int, on_output: OnOutput) -> None:
         """Send a submission's completions to the engine.

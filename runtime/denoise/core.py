@@ -127,7 +127,11 @@ class DiffusionCore(EngineCore):
             self.counters["refreshes"] += 1
         request.num_steps += 1
         self.counters["denoise_steps"] += 1
-        request.denoiser.commit(logits[item.logits])
+        wanted = logits[item.logits]
+        if item.unprompted_rows:
+            unprompted = logits[item.unprompted_logits]
+            wanted = unprompted + (request.params.cfg_scale + 1) * (wanted - unprompted)
+        request.denoiser.commit(wanted)
         return self._report(request)
 
     def _keep_boundary(self, request: DenoiseRequest, states: torch.Tensor) -> torch.Tensor | None:

@@ -19,7 +19,7 @@ class DenoiseRequest(Request):
 
     `tokens` is the prompt. `pages` holds the tree's pages of the shared prefix (`num_tree_pages`, where layers are
     reused), then private pages for every position of the canvas; the KV of prefix rows in the layers that are not
-    reused lies in the latter.
+    reused lies in the latter. With guidance there are as many again, for the canvas without its prompt.
 
     Attributes:
         denoiser: the canvas.
@@ -60,14 +60,26 @@ class DenoiseRequest(Request):
         """The shared prefix's share of the canvas."""
         return self.prefix_len / self.length
 
+    @property
+    def num_canvases(self) -> int:
+        """How often the canvas needs pages: with guidance, once more for the pass without the prompt."""
+        return 2 if self.params.cfg_scale else 1
+
     def work(self, num_layers: int) -> DenoiseWork:
         """What the next step computes."""
         if self.is_encoding:
             return DenoiseWork(self, range(self.prefix_len), False)
-        denoiser, rows = self.denoiser, range(self.prefix_len, self.length)
-        shift = denoiser.spec.logits_shift
-        rows = active_rows(self.params.cache, denoiser.is_block_start, denoiser.block, shift, rows)
-        return DenoiseWork(self, rows, self._is_due() and self.prefix_len > 0 and self.depth < num_layers)
+        refresh = self._is_due() and self.prefix_len > 0 and self.depth < num_layers
+        item = DenoiseWork(self, self._active(self.prefix_len), refresh)
+        if self.params.cfg_scale:
+            item.unprompted_rows = self._active(0)
+        return item
+
+    def _active(self, first: int) -> range:
+        """The rows, from `first` on, that the next step computes."""
+        denoiser = self.denoiser
+        shift, rows = denoiser.spec.logits_shift, range(first, self.length)
+        return active_rows(self.params.cache, denoiser.is_block_start, denoiser.block, shift, rows)
 
     def _is_due(self) -> bool:
         """Whether the prefix is refreshed: every `interval` steps; with a Fast-dLLM cache at a block's beginning."""
@@ -93,17 +105,20 @@ class DenoiseWork:
     Attributes:
         rows: positions that are computed in all layers: the prefix while it is encoded, else those after it.
         refresh: whether the prefix's rows are computed as well, in the layers that are not reused.
-        logits: which rows of the step's logits are this request's.
+        unprompted_rows: positions that are computed once more, in all layers, without the prompt, for guidance.
+        logits, unprompted_logits: which rows of the step's logits are this request's.
         boundary: takes boundary states that this step computes; None: none.
     """
 
     request: DenoiseRequest
     rows: range
     refresh: bool
+    unprompted_rows: range = range(0)
     logits: slice = field(default_factory=lambda: slice(0, 0))
+    unprompted_logits: slice = field(default_factory=lambda: slice(0, 0))
     boundary: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
         """Rows of the step."""
-        return len(self.rows) + (self.request.prefix_len if self.refresh else 0)
+        return len(self.rows) + (self.request.prefix_len if self.refresh else 0) + len(self.unprompted_rows)

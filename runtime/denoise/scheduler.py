@@ -92,7 +92,8 @@ class DenoiseScheduler:
         """
         request.prefix_len = length = self._prefix(request)
         page_size, params = self.cache.page_size, request.params
-        if (length + request.length) // page_size + 1 > self.cache.pool.num_pages:
+        private = self.cache.pages_for(request.length) * request.num_canvases
+        if length // page_size + private > self.cache.pool.num_pages:
             request.prefix_len = length = 0
         depth = self.table.depth(request.prefix_ratio) if params.depth is None else params.depth
         request.depth = min(depth, self.num_layers) if length else 0

@@ -68,7 +68,7 @@ class Encodings:
         node = cache.tree.acquire(match) if match else None
         if cache.auto_pins is not None and node is not None:
             cache.auto_pins.note(node)
-        need = cache.pages_for(request.length)
+        need = cache.pages_for(request.length) * request.num_canvases
         missing = cache.pages_for(request.prefix_len) if request.encoding and match is None else 0
         shared = match.pages if match else array("i")
         fresh = cache.allocate(missing + need, shared, request.namespace, cached=missing)

@@ -59,21 +59,43 @@ def entry_layer(depth: int) -> int:
 
 
 class _Rows:
-    """A request's place in a step: its flat rows, first those of `item.rows`, then the prefix's at a refresh."""
+    """A canvas's place in a step: its flat rows, first those of the step, then the prefix's at a refresh.
 
-    def __init__(self, item: DenoiseWork, start: int, num_layers: int, page_size: int):
+    Attributes:
+        is_guide: whether this is the canvas without its prompt, which shares nothing.
+    """
+
+    def __init__(self, item: DenoiseWork, start: int, num_layers: int, page_size: int, is_guide: bool = False):
         request = item.request
-        self.item, self.start, self.stages = item, start, stages(item, num_layers)
-        self.num_active, self.num_prefix = len(item.rows), item.num_rows - len(item.rows)
+        self.item, self.start, self.page_size, self.is_guide = item, start, page_size, is_guide
+        self.stages = [Stage(range(num_layers), "absent", False)] if is_guide else stages(item, num_layers)
+        self.active = item.unprompted_rows if is_guide else item.rows
+        self.num_active = len(self.active)
+        self.num_prefix = request.prefix_len if item.refresh and not is_guide else 0
+        self.length = request.prefix_len if request.is_encoding else request.length
         pages = np.array(request.pages, dtype=np.int32)
         # While the prefix is encoded, the pages that will be the tree's are still the request's, and come first.
-        self.num_shared = request.prefix_len // page_size if request.encoding else 0
-        self.shared = pages[: self.num_shared]
-        self.own = pages[: self.num_shared] if request.is_encoding else pages[self.num_shared :]
-        self.length = request.prefix_len if request.is_encoding else request.length
-        self.positions = np.concatenate((np.arange(item.rows.start, item.rows.stop), np.arange(self.num_prefix)))
+        num_shared = request.prefix_len // page_size if request.encoding else 0
+        num_own = -(-self.length // page_size)
+        self.shared = pages[:num_shared]
+        own = self.shared if request.is_encoding else pages[num_shared:]
+        self.own = own[num_own:] if is_guide else own[:num_own]
+        self.positions = np.concatenate((np.arange(self.active.start, self.active.stop), np.arange(self.num_prefix)))
         self.slots = self.own[self.positions // page_size].astype(np.int64) * page_size + self.positions % page_size
-        self.page_size = page_size
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_active + self.num_prefix
+
+    @property
+    def tokens(self) -> np.ndarray:
+        denoiser = self.item.request.denoiser
+        tokens = denoiser.tokens[self.positions]
+        return (
+            np.where(self.positions < denoiser.prompt_len, denoiser.spec.mask_token_id, tokens)
+            if self.is_guide
+            else tokens
+        )
 
     def stage(self, layer: int) -> Stage:
         return next(stage for stage in self.stages if layer in stage.layers)
@@ -82,7 +104,7 @@ class _Rows:
     def prefix(self) -> np.ndarray:
         """Flat rows of the prefix: while encoding they are all there are."""
         first = 0 if self.item.request.is_encoding else self.num_active
-        return np.arange(self.start + first, self.start + self.num_active + self.num_prefix)
+        return np.arange(self.start + first, self.start + self.num_rows)
 
     def alive(self, stage: Stage) -> int:
         return self.num_active + (0 if stage.prefix == "absent" else self.num_prefix)
@@ -110,7 +132,7 @@ def plan_denoise(
 ) -> ForwardBatch:
     """One step over requests that encode, denoise or refresh, each with its own depth.
 
-    Sets `logits` of each piece of work, and `boundary` where the step computes boundary states.
+    Sets `logits` and `unprompted_logits` of each piece of work, and `boundary` where boundary states are computed.
 
     Args:
         work: requests that hold all their pages.
@@ -123,9 +145,9 @@ def plan_denoise(
     start = 0
     # Requests with the same prefix become neighbours, so that its pages are read once for all of them.
     for item in sorted(work, key=lambda item: item.request.encoding):
-        rows.append(_Rows(item, start, num_layers, page_size))
-        start += item.num_rows
-    tokens = [r.item.request.denoiser.tokens[r.positions] for r in rows]
+        for is_guide in (False, True) if item.unprompted_rows else (False,):
+            rows.append(_Rows(item, start, num_layers, page_size, is_guide))
+            start += rows[-1].num_rows
     groups = [
         _group(rows, range(*cut), start, page_size, device) for cut in pairwise(sorted(_cuts(rows) | {num_layers}))
     ]
@@ -135,11 +157,15 @@ def plan_denoise(
     count = 0
     for one in rows:
         wanted = _wanted_rows(one)
-        one.item.logits = slice(count, count + len(wanted))
+        place = slice(count, count + len(wanted))
+        if one.is_guide:
+            one.item.unprompted_logits = place
+        else:
+            one.item.logits = place
         logits_rows.append(wanted)
         count += len(wanted)
     return ForwardBatch(
-        tokens=torch.from_numpy(np.concatenate(tokens)).to(device),
+        tokens=torch.from_numpy(np.concatenate([r.tokens for r in rows])).to(device),
         positions=torch.from_numpy(np.concatenate([r.positions for r in rows])).to(device),
         groups=groups,
         logits_rows=torch.from_numpy(np.concatenate(logits_rows)).to(device),
@@ -188,7 +214,7 @@ def _carry_boundary(one: _Rows, groups: Sequence[LayerGroup], hidden_size: int, 
     """Let the prefix's rows enter with the states that are known, or keep those that this step computes."""
     item, request = one.item, one.item.request
     entry = entry_layer(request.depth)
-    if not entry or not (item.refresh or request.is_encoding):
+    if one.is_guide or not entry or not (item.refresh or request.is_encoding):
         return
     prefix = torch.from_numpy(one.prefix).to(device)
     if request.boundary is not None:
@@ -203,4 +229,4 @@ def _wanted_rows(one: _Rows) -> np.ndarray:
     if one.item.request.is_encoding:
         return np.empty(0, dtype=np.int64)
     denoiser = one.item.request.denoiser
-    return one.start + denoiser.candidates() - denoiser.spec.logits_shift - one.item.rows.start
+    return one.start + denoiser.candidates() - denoiser.spec.logits_shift - one.active.start

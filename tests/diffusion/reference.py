@@ -171,6 +171,7 @@ def llada(
     steps: int,
     block_length: int,
     threshold: float = 2,
+    cfg_scale: float = 0,
 ) -> list[int]:
     """Low-confidence remasking at temperature 0, as LLaDA publishes it; with Fast-dLLM's parallel decoding below 1."""
     x = prompt + [model.mask] * gen_length
@@ -185,8 +186,14 @@ def llada(
             if model.mask not in x[start:end]:
                 break
             count = masks // each + (step < masks % each)
-            probs = model.logits(x).softmax(-1)
-            confidence, x0 = probs.max(-1)
+            logits = model.logits(x)
+            if cfg_scale:
+                alone = (model.plain if isinstance(model, PlainBiCache) else model).logits(
+                    [model.mask] * len(prompt) + x[len(prompt) :]
+                )
+                logits = alone + (cfg_scale + 1) * (logits - alone)
+                logits[:, model.mask] = -math.inf
+            confidence, x0 = logits.softmax(-1).max(-1)
             allowed = torch.tensor([i < end and x[i] == model.mask for i in range(len(x))])
             confidence[~allowed] = -math.inf
             if threshold < 1:

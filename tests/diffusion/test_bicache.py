@@ -82,6 +82,7 @@ def test_a_mixed_batch_says_what_each_says_alone(any_dir, any_plain, native, bou
         (PROMPTS[1], {"prefix_tokens": 48, "depth": 0, "refresh_interval": 4}),
         (PROMPTS[2], {"prefix_tokens": 48, "depth": 3, "refresh_interval": 2, "cache": "dual", "block_length": 8}),
         ([*other, 3], {"reuse": False, "cache": "prefix", "block_length": 8, "algorithm": "low_confidence"}),
+        (PROMPTS[1], {"prefix_tokens": 48, "depth": 3, "refresh_interval": 4, "cfg_scale": 0.7}),
         (PROMPTS[0], {"prefix_tokens": 48, "depth": 2, "sampling": {"temperature": 0.8, "seed": 4}}),
     ]
     cases = [(prompt, {"gen_length": 16, **case}) for prompt, case in cases]
@@ -98,6 +99,16 @@ def test_a_mixed_batch_says_what_each_says_alone(any_dir, any_plain, native, bou
         for again in range(2):
             assert [driver.tokens[f"{again}-{i}"] for i in range(len(cases))] == alone
         assert driver.core.counters["encoded_prefixes"] == 3
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_guidance_is_lladas_with_and_without_reuse(any_dir, any_plain, native):
+    driver = DenoiseDriver(make_core(any_dir, native_kernels=native))
+    same = {"gen_length": 16, "steps": 8, "block_length": 8, "algorithm": "low_confidence", "cfg_scale": 1.5}
+    wanted = llada(any_plain, PROMPTS[1], 16, 8, 8, cfg_scale=1.5)
+    assert driver.one(PROMPTS[1], **same) == wanted != llada(any_plain, PROMPTS[1], 16, 8, 8)
+    reused = llada(PlainBiCache(any_plain, 48, 3, 4), PROMPTS[1], 16, 8, 8, cfg_scale=1.5)
+    assert driver.one(PROMPTS[1], **same, prefix_tokens=48, depth=3, refresh_interval=4) == reused
 
 
 def pages_read(core, rid, layer):
