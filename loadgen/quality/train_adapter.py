@@ -43,7 +43,7 @@ def draw_shape(rng: random.Random, progress: float, mix: dict[str, float]) -> Sh
     rooms = [12, 16] if progress < 0.35 else [16, 24, 32] if progress < 0.65 else [24, 32, 32, 32, 48, 64]
     task = rng.choices(list(mix), list(mix.values()))[0]
     filled = progress > 0.5 and rng.random() < 0.25
-    return Shape(task, rng.choice(rooms), rng.choice((160, 256, 384, 560)) if filled else 0)
+    return Shape(task, rng.choice(rooms), rng.choice((128, 160, 192, 256, 400)) if filled else 0)
 
 
 class Trainer:
