@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from loadgen import (
+    bench_bicache,
     bench_compare,
     bench_denoise,
     bench_policies,
@@ -39,6 +40,11 @@ BENCHES = {
     ),
     "denoise": Bench(
         "a diffusion model's request with and without reuse", bench_denoise.add_arguments, bench_denoise.run
+    ),
+    "bicache": Bench(
+        "accuracy and cost of reusing a shared prefix in a diffusion model",
+        bench_bicache.add_arguments,
+        bench_bicache.run,
     ),
     "tree": Bench("what the radix tree's operations cost, alone", bench_tree.add_arguments, bench_tree.run),
 }

@@ -1,4 +1,4 @@
-"""A Llama without the causal mask, as plainly as it can be written: what is trained, and what the engine is checked by."""
+"""A Llama without its causal mask, plainly: what an adapter is trained in."""
 
 from __future__ import annotations
 

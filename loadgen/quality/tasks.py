@@ -11,7 +11,11 @@ from dataclasses import dataclass
 
 from loadgen.quality.vocabulary import Vocabulary
 
-_SYSTEM, _USER, _ASSISTANT = "<|im_start|>system\n", "<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+_SYSTEM, _USER, _ASSISTANT = (
+    "<|im_start|>system\n",
+    "<|im_end|>\n<|im_start|>user\n",
+    "<|im_end|>\n<|im_start|>assistant\n",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ def lookup(rng: random.Random, words: list[str], room: int, questions: int) -> B
 
 
 def arithmetic(rng: random.Random, words: list[str], room: int, questions: int) -> Body:
-    """Add the prices of pairs of articles; an entry of the answer names an article and the sum, in six tokens at most."""
+    """Add the prices of pairs of articles: an article and the sum for each, in six tokens at most."""
     prices = {word: rng.randint(1, 9) for word in rng.sample(words, max(4, room // 3))}
     turns = []
     for _ in range(questions):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from runtime.errors import ModelError
 from runtime.models.default_model import fetch_default
+from runtime.models.publishing import publish
 from runtime.models.spec import ModelSpec, read_json
 from runtime.models.weights import load_weights
 
@@ -70,7 +70,7 @@ def merge_adapter(base: Path, adapter: Path, models: Path, name: str) -> Path:
             (work / "config.json").write_text(json.dumps(diffusion_config(read_json(base / "config.json")), indent=2))
             for file_name in _TOKENIZER_FILES:
                 shutil.copyfile(base / file_name, work / file_name)
-            _publish(work, target)
+            publish(work, target)
     except OSError as error:
         raise ModelError(f"cannot write {target}: {error.strerror or error}") from None
     return target
@@ -95,11 +95,3 @@ def _add_adapter(weights: dict[str, Tensor], path: Path) -> None:
             weights["model.embed_tokens.weight"][MASK_TOKEN_ID] = file.get_tensor(MASK_EMBEDDING).float()
     except (SafetensorError, KeyError, RuntimeError) as error:
         raise ModelError(f"{path} is not an adapter of this model: {error}") from None
-
-
-def _publish(work: Path, target: Path) -> None:
-    try:
-        os.rename(work, target)
-    except OSError:
-        if not (target / "config.json").exists():  # else another process was faster; its copy is as good
-            raise
