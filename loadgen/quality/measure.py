@@ -110,8 +110,11 @@ class Records:
     def __init__(self, path: Path):
         self._path = path
         self._outcomes: dict[str, Outcome] = {}
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        for line in lines:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:  # a run was ended while it wrote
+            path.write_text(whole, encoding="utf-8")
+        for line in whole.splitlines():
             record = json.loads(line)
             self._outcomes[_key(record["of"])] = Outcome(**record["outcome"])
 

@@ -10,6 +10,7 @@ import argparse
 import random
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class Trainer:
     def __init__(self, options: argparse.Namespace):
         self.options = options
         self.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        base = fetch_default(options.cache_dir)
+        base = options.base or fetch_default(options.cache_dir)
         dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self.vocabulary = Vocabulary(base)
         self.model = LoraLlama.load(base, self.device, dtype)
@@ -65,10 +66,10 @@ class Trainer:
         if self.checkpoint.exists():
             self._resume()
 
-    def run(self) -> None:
-        """Train to the end of the schedule, and write the adapter."""
+    def run(self, until: int | None = None) -> None:
+        """Train to the end of the schedule, or to step `until` of it, and write the adapter."""
         saved, losses = time.monotonic(), []
-        while (progress := self._progress()) < 1:
+        while (progress := self._progress()) < 1 and self.step != until:
             started = time.monotonic()
             losses.append(self._train_step(progress))
             self.seconds += time.monotonic() - started
@@ -153,8 +154,7 @@ class Trainer:
 
 def main() -> int:
     """Train; returns the exit code."""
-    options = _parse()
-    torch.manual_seed(options.seed)
+    options = parse_options()
     if options.threads:
         torch.set_num_threads(options.threads)
     Trainer(options).run()
@@ -162,7 +162,8 @@ def main() -> int:
     return 0
 
 
-def _parse() -> argparse.Namespace:
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of a run; those of the command line where none are given."""
     parser = argparse.ArgumentParser("train_adapter", description=(__doc__ or "").split(":")[0] + ".")
     parser.add_argument("--out", type=Path, required=True, help="directory of the adapter and of the checkpoint")
     parser.add_argument("--steps", type=int, default=400, help="length of the schedule")
@@ -177,7 +178,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--save-minutes", type=float, default=5.0)
     parser.add_argument("--log-every", type=int, default=5, help="steps between two lines")
     parser.add_argument("--cache-dir", type=Path, default=default_cache_dir(), help="where the default model lies")
-    return parser.parse_args()
+    parser.add_argument("--base", type=Path, help="directory of another base model; its vocabulary must be the same")
+    return parser.parse_args(arguments)
 
 
 def _mix(text: str) -> dict[str, float]:
