@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from loadgen import (
+    bench_bicache,
     bench_compare,
     bench_denoise,
     bench_faults,
@@ -54,6 +55,11 @@ BENCHES = {
         bench_faults.run,
     ),
     "growth": Bench("how the engine's costs grow with context and batch", bench_growth.add_arguments, bench_growth.run),
+    "bicache": Bench(
+        "accuracy and cost of reusing a shared prefix in a diffusion model",
+        bench_bicache.add_arguments,
+        bench_bicache.run,
+    ),
     "tree": Bench("what the radix tree's operations cost, alone", bench_tree.add_arguments, bench_tree.run),
 }
 

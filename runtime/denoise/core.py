@@ -46,7 +46,7 @@ class DiffusionCore(EngineCore):
         self.info.diffusion = DiffusionInfo(
             self.diffusion.mask_token_id, self.diffusion.algorithm, spec.num_layers, self.table.version
         )
-        self.counters |= {"encoded_prefixes": 0, "denoise_steps": 0, "refreshes": 0}
+        self.counters |= {"encoded_prefixes": 0, "denoise_steps": 0, "refreshes": 0, "row_layers": 0}
 
     def handle(self, message: Inbound) -> Outbound | None:
         """Take a message; what is to be answered at once, if anything."""
@@ -105,6 +105,9 @@ class DiffusionCore(EngineCore):
         batch = plan_denoise(work, spec.num_layers, spec.hidden_size, page_size, executor.device)
         logits = executor.run(batch)
         row_s = (time.monotonic() - started) / len(batch.tokens)
+        self.counters["row_layers"] += sum(
+            len(group.layers) * len(batch.tokens if group.rows is None else group.rows) for group in batch.groups
+        )
         events = [event for item in work if (event := self._advance_canvas(item, logits, row_s)) is not None]
         self.counters["steps"] += 1
         return events

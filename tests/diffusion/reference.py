@@ -22,7 +22,8 @@ class PlainModel:
         self.layers = config["n_layers" if self.is_llada else "num_hidden_layers"]
         self.heads = config["n_heads" if self.is_llada else "num_attention_heads"]
         self.kv_heads = config["n_kv_heads" if self.is_llada else "num_key_value_heads"]
-        self.theta, self.eps, self.mask = config["rope_theta"], config["rms_norm_eps"], config["mask_token_id"]
+        self.theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
+        self.eps, self.mask = config["rms_norm_eps"], config["mask_token_id"]
         self.shift = 0 if self.is_llada else 1
 
     def layer(self, i: int) -> dict[str, torch.Tensor]:
