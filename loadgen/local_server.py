@@ -21,18 +21,28 @@ def local_server(options: Sequence[str]) -> Iterator[str]:
     Raises:
         RuntimeError: if it ends or is not ready in time.
     """
+    process, url = start_server(options)
+    try:
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def start_server(options: Sequence[str]) -> tuple[subprocess.Popen[bytes], str]:
+    """The process of a server that is ready, and its URL. Raises RuntimeError as `local_server`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "server.cli", "serve", "--port", str(port), "--log-level", "warning", *options]
     process = subprocess.Popen(command)
+    url = f"http://127.0.0.1:{port}"
     try:
-        url = f"http://127.0.0.1:{port}"
         _wait_ready(url, process)
-        yield url
-    finally:
-        process.terminate()
-        process.wait(30)
+    except BaseException:
+        process.kill()
+        raise
+    return process, url
 
 
 def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:

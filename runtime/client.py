@@ -10,6 +10,7 @@ import tempfile
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,8 @@ import zmq
 import zmq.asyncio
 
 from runtime.config import Config
-from runtime.errors import EngineDead, InvalidRequest, ModelError, PinRefused, RametError
+from runtime.diffusion_params import DiffusionParams
+from runtime.errors import DeadlineExceeded, EngineDead, InvalidRequest, ModelError, PinRefused, RametError
 from runtime.frontend import Frontend
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
@@ -36,11 +38,13 @@ from runtime.protocol import (
     Inbound,
     ModelInfo,
     OnNode,
+    Pause,
     Ready,
     RemovePin,
     Reply,
     Shutdown,
     StepEvents,
+    TokenEvent,
     encode,
     outbound_decoder,
 )
@@ -59,6 +63,7 @@ class AsyncEngine:
         config: the whole configuration.
         info: the loaded model; set by `start`.
         tokenizer: its tokenizer; set by `start`.
+        paused: whether it was told to compute nothing.
     """
 
     config: Config
@@ -75,6 +80,7 @@ class AsyncEngine:
         self._generation = 0
         self._dead = asyncio.Event()
         self._stopping = False
+        self._compilers = ThreadPoolExecutor(2, "ramet-compile")
         self._supervisor: asyncio.Task[None] | None = None
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -95,6 +101,7 @@ class AsyncEngine:
 
     async def _spawn(self) -> None:
         self._generation += 1
+        self.paused = False
         self._inbox = zmq.Socket(self._context, zmq.PUSH)
         self._outbox = self._context.socket(zmq.PULL)
         boot: dict[str, Any] = {"config": self.config.model_dump_json(), "quotas": self._quotas}
@@ -110,10 +117,7 @@ class AsyncEngine:
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(boot) + b"\n")
         self.info = await self._await_ready()
-        limits = self.config.scheduler
-        self._frontend = Frontend(
-            self.info, self.tokenizer, self._send, max_open=limits.max_running + limits.max_waiting
-        )
+        self._frontend = Frontend(self.info, self.tokenizer, self._send, self.config.scheduler)
         self._reader = asyncio.create_task(self._read())
 
     async def _await_ready(self) -> ModelInfo:
@@ -157,6 +161,12 @@ class AsyncEngine:
                 return
             log.warning("the engine was restarted")
 
+    def kill(self) -> None:
+        """End the engine process at once; what is open is lost."""
+        self._stopping = True
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
     async def stop(self) -> None:
         """End the engine process; open requests end with EngineDead."""
         self._stopping = True
@@ -176,6 +186,7 @@ class AsyncEngine:
         self._close()
 
     def _close(self) -> None:
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         self._inbox.close()
         self._context.destroy(linger=0)
         self._directory.cleanup()
@@ -200,12 +211,17 @@ class AsyncEngine:
 
     # -- use -------------------------------------------------------------------------------------------------
 
-    async def open(self, submissions: list[Submission]) -> OutputStream:
+    async def open(self, submissions: list[Submission], timeout_s: float | None = None) -> OutputStream:
         """Submit prompts; the returned stream must be closed (it is a context manager), which aborts what is left.
+
+        Args:
+            submissions: what is wanted.
+            timeout_s: seconds after which what has not finished is aborted and reading raises DeadlineExceeded.
 
         Raises:
             InvalidRequest: for a request that can never be served; then none is.
-            Overloaded: if too many are open.
+            Overloaded, RateLimited: if too much is open.
+            DeadlineExceeded: if reading the prompts took the whole time.
             EngineDead: if the engine is not running.
         """
         frontend = self._running()
@@ -213,8 +229,16 @@ class AsyncEngine:
         if wanted > most:
             message = f"{wanted} completions are asked for at once; this server takes no more than {most}"
             raise InvalidRequest(message, param="n")
-        encoded = [await asyncio.to_thread(frontend.encode, submission) for submission in submissions]
+        loop = asyncio.get_running_loop()
+        deadline_s = None if timeout_s is None else loop.time() + timeout_s
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                encoded = [await self._encode(frontend, submission) for submission in submissions]
+        except TimeoutError:
+            raise _too_late(timeout_s) from None
         stream = OutputStream(self._running())
+        if deadline_s is not None:
+            stream.timer = loop.call_at(deadline_s, stream.expire, _too_late(timeout_s))
         try:
             for submission, tokens in zip(submissions, encoded, strict=True):
                 stream.submit(submission, tokens)
@@ -222,6 +246,23 @@ class AsyncEngine:
             stream.close()
             raise
         return stream
+
+    async def _encode(self, frontend: Frontend, submission: Submission) -> list[int]:
+        """The prompt's tokens. A grammar is compiled apart from everything else, and has its own time."""
+        if not submission.sampling.constrained:
+            return await asyncio.to_thread(frontend.encode, submission)
+        limit_s = self.config.engine.grammar_timeout
+        work = asyncio.get_running_loop().run_in_executor(self._compilers, frontend.encode, submission)
+        try:
+            return await asyncio.wait_for(work, limit_s)
+        except TimeoutError:
+            param = "regex" if submission.sampling.regex is not None else "json_schema"
+            raise InvalidRequest(f"{param} takes longer than {limit_s:g} s to compile", param=param) from None
+
+    @property
+    def num_open(self) -> int:
+        """Completions on their way."""
+        return self._frontend.num_open if self._frontend is not None else 0
 
     def abort(self, rid: str | None) -> None:
         """Abort a submission, or everything (None); its Outputs end with finish type "abort"."""
@@ -249,11 +290,20 @@ class AsyncEngine:
                 raise PinRefused(answer["refused"])
             if "pin" in answer:
                 return answer["pin"]
-            probe = Submission(tokens, SamplingParams(max_new_tokens=1, temperature=0), namespace=namespace)
+            probe = self._probe(tokens, namespace)
             with await self.open([probe]) as outputs:
                 async for _output in outputs:
                     pass
         raise PinRefused("the prefix was evicted as often as it was computed; try again when the server is less busy")
+
+    def _probe(self, tokens: list[int], namespace: str) -> Submission:
+        """A request that leaves a prefix in the cache."""
+        sampling = SamplingParams(max_new_tokens=1, temperature=0)
+        if self.info.diffusion is None:
+            return Submission(tokens, sampling, namespace=namespace)
+        # One token more, as the row that the first mask is read from is never shared.
+        denoising = DiffusionParams(reuse=True, prefix_tokens=len(tokens), depth=1)
+        return Submission([*tokens, tokens[-1]], sampling, namespace=namespace, diffusion=denoising)
 
     async def unpin(self, pin: str) -> bool:
         """Let a pin go; False if there is none of that id."""
@@ -266,6 +316,11 @@ class AsyncEngine:
     async def state(self) -> dict[str, Any]:
         """Counters and histograms (they only grow) and gauges of the engine; see `EngineCore.state`."""
         return await self._call(GetState)
+
+    async def pause(self, paused: bool) -> bool:
+        """Let the engine run no steps, or go on; whether it is paused now. Requests are accepted and wait meanwhile."""
+        self.paused = (await self._call(lambda call: Pause(call, paused)))["paused"]
+        return self.paused
 
     async def tree(self, **asked: Any) -> list[dict[str, Any]]:
         """A page of the tree's nodes as dicts of `radix.NodeView`; `asked` are the fields of `GetTree`."""
@@ -313,11 +368,26 @@ class AsyncEngine:
     async def _read(self) -> None:
         while True:
             message = outbound_decoder.decode(await self._outbox.recv())
-            if isinstance(message, StepEvents) and self._frontend is not None:
+            if isinstance(message, StepEvents):
                 for event in message.events:
-                    self._frontend.handle(event)
+                    self._handle(event)
             elif isinstance(message, Reply) and (call := self._calls.get(message.call)) and not call.done():
                 call.set_result(message.result)
+
+    def _handle(self, event: TokenEvent) -> None:
+        if self._frontend is None:
+            return
+        try:
+            self._frontend.handle(event)
+        except Exception as error:
+            # It must not end the one reader of all requests.
+            log.exception("what the engine made for request %s could not be read", event.rid)
+            known = error if isinstance(error, RametError) else RametError("the output could not be made into text")
+            self._frontend.fail(event.rid, known)
+
+
+def _too_late(timeout_s: float | None) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the request took longer than its {timeout_s:g} seconds", param="timeout_s")
 
 
 class OutputStream:
@@ -333,6 +403,7 @@ class OutputStream:
         self._ready: deque[Output | RametError] = deque()
         self._submissions: list[Submission] = []
         self._open = 0
+        self.timer: asyncio.TimerHandle | None = None
 
     def submit(self, submission: Submission, tokens: list[int]) -> None:
         """Add a submission; its Outputs' `index` counts the calls. Raises InvalidRequest, Overloaded."""
@@ -342,9 +413,18 @@ class OutputStream:
 
     def close(self) -> None:
         """Abort what has not finished."""
+        if self.timer is not None:
+            self.timer.cancel()
         if self._open:
             for submission in self._submissions:
                 self._frontend.drop(submission.rid)
+
+    def expire(self, error: RametError) -> None:
+        """Abort what has not finished; reading raises `error` after what has come already."""
+        for submission in self._submissions:
+            self._frontend.drop(submission.rid)
+        if self._open:
+            self._queue.put_nowait(error)
 
     def __enter__(self) -> OutputStream:
         return self

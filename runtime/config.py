@@ -8,6 +8,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from runtime.logs import LogFormat
+
 SchedulePolicy = Literal["balanced", "fcfs", "priority", "lpm", "dfs"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -93,6 +95,20 @@ class SchedulerConfig(Section):
     )
     max_running: int = Field(64, ge=1, description="requests that decode together")
     max_waiting: int = Field(4096, ge=1, description="requests that may wait; more are refused with 503")
+    max_waiting_tokens: int = Field(
+        1 << 22, ge=1, description="prompt tokens that may wait together; more are refused with 503"
+    )
+    key_requests: int | None = Field(
+        None, ge=1, description="requests that one API key may have open; more are refused with 429"
+    )
+    key_tokens: int | None = Field(
+        None, ge=1, description="prompt tokens of one API key that may wait; more are refused with 429"
+    )
+    max_prompt_tokens: int | None = Field(None, ge=1, description="longest prompt; default: what the context holds")
+    max_output_tokens: int | None = Field(None, ge=1, description="longest output; default: what the context holds")
+    max_timeout: float | None = Field(
+        None, gt=0, description="seconds that a request may take, and the most that its timeout_s may say"
+    )
 
     @property
     def max_open(self) -> int:
@@ -100,11 +116,27 @@ class SchedulerConfig(Section):
         return self.max_running + self.max_waiting
 
 
+class DiffusionConfig(Section):
+    """Diffusion models."""
+
+    bicache: bool = Field(True, description="reuse shared prefixes in shallow layers, unless a request says otherwise")
+    depth_table: Path | None = Field(
+        None, description="in how many layers, by ratio; default: the model's own or published one, else 1"
+    )
+    refresh_interval: int = Field(16, ge=1, description="denoising steps between refreshes of the other layers")
+    boundary_memory: float = Field(
+        0.25, ge=0, description="GiB for states with which cached prefixes enter a refresh; 0: computed anew each time"
+    )
+
+
 class EngineConfig(Section):
     """The engine process."""
 
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: all cores")
     debug_invariants: bool = Field(False, description="check page conservation after every step (slow)")
+    grammar_timeout: float = Field(
+        5.0, gt=0, description="seconds that a JSON schema or a regular expression may take to compile"
+    )
     on_engine_death: Literal["exit", "restart"] = Field(
         "exit", description="if the engine dies: the server exits with code 70, or starts a new engine"
     )
@@ -120,10 +152,29 @@ class ServerConfig(Section):
         description="file of API keys, a line each: NAME KEY [admin] [public] [quota=PAGES]; also $RAMET_API_KEYS",
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="larger request bodies are refused with 413")
+    client_timeout: float = Field(
+        30.0, gt=0, description="seconds that a client may take to send a head or a body, or to read what it is sent"
+    )
+    idle_timeout: int = Field(75, ge=1, description="seconds for which an idle connection is kept")
+    drain_time: float = Field(
+        30.0, ge=0, description="seconds for which running requests may go on after SIGTERM; a second one ends at once"
+    )
+    cors_origins: str | None = Field(
+        None, description="origins of web pages that may use the server, separated by commas; * allows all"
+    )
+    ssl_certfile: Path | None = Field(None, description="serve HTTPS with this certificate (PEM)")
+    ssl_keyfile: Path | None = Field(None, description="the certificate's private key (PEM)")
+    trusted_proxies: str | None = Field(
+        None, description="addresses of proxies whose X-Forwarded-For and -Proto are believed, separated by commas"
+    )
     incremental_output: bool = Field(
         False, description="/generate streams only the new text in `text` and `output_ids` (SGLang: --stream-output)"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much is logged")
+    otlp_endpoint: str | None = Field(
+        None, description="send OpenTelemetry traces there, e.g. http://127.0.0.1:4318/v1/traces; needs ramet[otel]"
+    )
+    log_format: LogFormat = Field("text", description="text, or one JSON object a line; prompts are never logged")
 
 
 class Config(Section):
@@ -132,6 +183,7 @@ class Config(Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     cache: CacheConfig = Field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    diffusion: DiffusionConfig = Field(default_factory=DiffusionConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
 

@@ -16,12 +16,16 @@ import torch
 from radix import tenant_of, view
 from radix.stats import Histogram
 from runtime.config import Config
-from runtime.decoding.sampling import Sampler, report_logprobs
+from runtime.decoding.grammar import GrammarCompiler
+from runtime.decoding.sampling import BadLogits, Sampler, report_logprobs
+from runtime.device import is_out_of_memory
+from runtime.errors import RametError
 from runtime.executor import Executor
 from runtime.inspector import Inspector, describe
 from runtime.kv.cache import PagedCache
 from runtime.kv.publisher import EventPublisher
 from runtime.models.resolve import model_name
+from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import (
     Abort,
     AddPin,
@@ -37,6 +41,7 @@ from runtime.protocol import (
     ModelInfo,
     OnNode,
     Outbound,
+    Pause,
     RemovePin,
     Reply,
     StepEvents,
@@ -76,6 +81,11 @@ class EngineCore:
             page_size=config.cache.page_size,
             pool_tokens=self.executor.pool.num_pages * config.cache.page_size,
         )
+        self.grammars = GrammarCompiler(
+            lambda: Tokenizer.load(path).to_json(),
+            *(spec.vocab_size, list(spec.eos_token_ids), config.engine.grammar_timeout),
+        )
+        self.paused = False
         self.publisher = self._make_publisher()
         self.requests: dict[str, Request] = {}
         self.counters = dict.fromkeys(
@@ -83,6 +93,8 @@ class EngineCore:
                 "requests",
                 "aborted_requests",
                 "failed_requests",
+                "failed_steps",
+                "bad_logits",
                 "prompt_tokens",
                 "queries",
                 "hits",
@@ -111,7 +123,7 @@ class EngineCore:
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.requests)
+        return bool(self.requests) and not self.paused
 
     def handle(self, message: Inbound) -> Outbound | None:
         """Take a message; what is to be answered at once, if anything."""
@@ -141,6 +153,9 @@ class EngineCore:
             now_s = time.monotonic()
             live = [describe(request, now_s) for request in islice(self.requests.values(), message.limit)]
             return Reply(message.call, {"requests": live})
+        elif isinstance(message, Pause):
+            self.paused = message.paused
+            return Reply(message.call, {"paused": self.paused})
         elif isinstance(message, GetState):
             return Reply(message.call, self.state())
         return None
@@ -169,7 +184,10 @@ class EngineCore:
             arrival_s=time.monotonic(),
         )
         self.requests[request.rid] = request
-        self.scheduler.add(request)
+        if sampling.constrained:
+            self.grammars.start(request.rid, sampling)
+        else:
+            self.scheduler.add(request)
         self.counters["requests"] += 1
         self.counters["prompt_tokens"] += request.prompt_len
 
@@ -194,9 +212,10 @@ class EngineCore:
     def step(self) -> list[TokenEvent]:
         """Run one step and tell what came of it."""
         self.cache.expire()
-        work = self.scheduler.schedule()
+        events = self._take_grammars()
+        work = [] if self.paused else self.scheduler.schedule()
         if not work:
-            return []
+            return events
         now = time.monotonic()
         for item in work:
             if not item.request.admitted_s:
@@ -205,23 +224,21 @@ class EngineCore:
                 self.counters["hits"] += item.request.cached_tokens > 0
                 self.counters["queried_tokens"] += item.request.prompt_len
                 self.counters["cached_tokens"] += item.request.cached_tokens
-        try:
-            events = self._compute(work)
-        except Exception as error:
-            log.exception("a step failed; its %d requests end with an error", len(work))
-            message = f"the step that computed this request failed: {type(error).__name__}"
-            self.counters["failed_requests"] += len(work)
-            events = [self._end(item.request, Finish("error", message=message), keep=False) for item in work]
+        events += self._compute(work)
         if self.config.engine.debug_invariants:
             self.cache.check(self.scheduler.running)
         return events
 
     def _compute(self, work: list[Work]) -> list[TokenEvent]:
         started = time.monotonic()
-        batch = plan_prefix(work, self.executor.spec.num_layers, self.info.page_size, self.executor.device)
-        logits = self.executor.run(batch)
-        sampling = sorted((item for item in work if item.samples), key=lambda item: item.logits.start)
-        chosen: dict[str, int] = {}
+        try:
+            batch = plan_prefix(work, self.executor.spec.num_layers, self.info.page_size, self.executor.device)
+            logits = self.executor.run(batch)
+        except Exception as error:
+            return self._compute_less(work, error)
+        asking = [item for item in work if item.samples and item.request.wants_tokens]
+        sampling = sorted(asking, key=lambda item: item.logits.start)
+        chosen: dict[str, int | RametError] = {}
         if sampling:
             rows = [item.logits.stop - 1 for item in sampling]
             sampled = logits if rows == list(range(len(logits))) else logits[torch.tensor(rows, device=logits.device)]
@@ -234,16 +251,54 @@ class EngineCore:
         events = [self._advance(item, logits[item.logits], chosen.get(item.request.rid), row_s) for item in work]
         return [event for event in events if event is not None]
 
-    def _advance(self, item: Work, logits: torch.Tensor, token: int | None, row_s: float) -> TokenEvent | None:
+    def _compute_less(self, work: list[Work], error: Exception) -> list[TokenEvent]:
+        """After a step that failed: in halves, so that only who is at fault fails; without memory, fewer rows of it."""
+        self.counters["failed_steps"] += 1
+        if len(work) > 1:
+            log.warning("a step of %d requests failed (%r) and is run again in halves", len(work), error)
+            middle = len(work) // 2
+            return self._compute(work[:middle]) + self._compute(work[middle:])
+        (item,) = work
+        if is_out_of_memory(error) and item.count > 1:
+            log.warning("%d rows did not fit into memory and are run again in halves", item.count)
+            item.count //= 2
+            return self._compute(work)
+        log.error("request %s failed", item.request.rid, exc_info=error)
+        return [self._fail(item.request, f"the step that computed this request failed: {type(error).__name__}")]
+
+    def _fail(self, request: Request, message: str) -> TokenEvent:
+        """End a request with an error; nothing of it is kept."""
+        self.counters["failed_requests"] += 1
+        return self._end(request, Finish("error", message=message), keep=False)
+
+    def _take_grammars(self) -> list[TokenEvent]:
+        """Let those wait whose grammar is compiled; the events of those whose grammar failed."""
+        failed = []
+        for rid, grammar in self.grammars.take():
+            request = self.requests[rid]
+            if isinstance(grammar, RametError):
+                failed.append(self._fail(request, grammar.message))
+            else:
+                request.grammar = grammar
+                self.scheduler.add(request)
+        return failed
+
+    def _advance(
+        self, item: Work, logits: torch.Tensor, token: int | RametError | None, row_s: float
+    ) -> TokenEvent | None:
         """Book one piece of computed work; `row_s` is what each of the step's rows took."""
         request = item.request
+        if isinstance(token, RametError):
+            self.counters["bad_logits"] += isinstance(token, BadLogits)
+            return self._fail(request, token.message)
         prompt_logprobs = self._prompt_logprobs(request, item.count, logits)
         prefilled = request.num_remaining > 1
+        read = item.samples and not request.wants_tokens
         request.num_computed += item.count
         if prefilled:
             self.cache.commit(request, row_s * item.count)
             self.scheduler.computed(request)
-        if token is None and prompt_logprobs is None:
+        if token is None and prompt_logprobs is None and not read:
             return None
         event = TokenEvent(
             request.rid, [], prompt_logprobs=prompt_logprobs, cached_tokens=max(request.cached_tokens, 0)
@@ -255,6 +310,8 @@ class EngineCore:
             request.first_token_s = request.first_token_s or time.monotonic()
             event.tokens = [token]
             event.finish = self._finish_reason(request, token)
+        elif read:
+            event.finish = Finish("length")
         event.queue_s = request.admitted_s - request.arrival_s
         event.prefill_s = max(request.first_token_s - request.admitted_s, 0.0)
         if event.finish is not None:
@@ -277,13 +334,18 @@ class EngineCore:
     def _finish_reason(self, request: Request, token: int) -> Finish | None:
         if token in request.stop_ids and request.num_output >= request.sampling.min_new_tokens:
             return Finish("stop", matched=token)
+        if request.grammar is not None and request.grammar.complete:
+            return Finish("stop")
         if len(request.tokens) >= request.max_tokens:
             return Finish("length")
         return None
 
     def _end(self, request: Request, finish: Finish, keep: bool = True) -> TokenEvent:
         del self.requests[request.rid]
-        self.scheduler.remove(request, keep)
+        if request.sampling.constrained and request.grammar is None:
+            self.grammars.cancel(request.rid)
+        else:
+            self.scheduler.remove(request, keep)
         return TokenEvent(request.rid, [], finish, cached_tokens=max(request.cached_tokens, 0))
 
     def pins(self) -> dict[str, Any]:
@@ -321,7 +383,8 @@ class EngineCore:
             "evicted_tokens_by_cause": {cause: pages * page_size for cause, pages in stats.evicted.items()},
             "retracted_requests": self.scheduler.num_retracted,
             "running": len(self.scheduler.running),
-            "waiting": len(self.scheduler.waiting),
+            "waiting": len(self.scheduler.waiting) + len(self.grammars),
+            "paused": int(self.paused),
             "pages_total": cache.pool.num_pages,
             "pages_free": cache.allocator.num_free,
             "pages_tree": tree_pages,

@@ -52,6 +52,11 @@ def choose_attention(config: ModelConfig, device: torch.device) -> str:
     return "flashinfer" if automatic else "cpu"
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a computation failed for want of memory, which a smaller one may not."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def _cpu_multiplies_bfloat16() -> bool:
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():

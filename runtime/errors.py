@@ -43,6 +43,20 @@ class Overloaded(RametError):
     type = "overloaded_error"
 
 
+class RateLimited(RametError):
+    """This key has too much under way; the request could be served later (HTTP 429)."""
+
+    status = 429
+    type = "rate_limit_error"
+
+
+class DeadlineExceeded(RametError):
+    """The request took longer than it was allowed to (HTTP 408)."""
+
+    status = 408
+    type = "timeout_error"
+
+
 class EngineDead(RametError):
     """The engine process has ended; open requests end with this error (HTTP 503)."""
 

@@ -6,8 +6,13 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from runtime.errors import InvalidRequest, Overloaded, RametError
+from runtime.admission import Admission
+from runtime.config import SchedulerConfig
+from runtime.decoding.grammar import check_grammar
+from runtime.diffusion_params import DiffusionParams
+from runtime.errors import InvalidRequest, RametError
 from runtime.models.tokenizer import Tokenizer
 from runtime.output import Output, Submission
 from runtime.protocol import Abort, AddRequest, Finish, Inbound, ModelInfo, TokenEvent, TokenLogprob
@@ -27,11 +32,13 @@ class Choice:
     text: TextStream
     on_output: OnOutput
     started_s: float
+    waiting_tokens: int
     tokens: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] | None = None
     cached_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    reuse: dict[str, Any] | None = None
 
 
 class Frontend:
@@ -41,13 +48,21 @@ class Frontend:
         info: the loaded model.
         tokenizer: its tokenizer.
         send: takes messages to the engine.
-        max_open: completions that may be open at once; more are refused.
+        config: the bounds on lengths, and on what may be open at once.
+        bounded: whether what is too much at once is refused.
     """
 
     def __init__(
-        self, info: ModelInfo, tokenizer: Tokenizer, send: Callable[[Inbound], None], max_open: int | None = None
+        self,
+        info: ModelInfo,
+        tokenizer: Tokenizer,
+        send: Callable[[Inbound], None],
+        config: SchedulerConfig,
+        bounded: bool = True,
     ):
-        self._max_open = max_open
+        self._config = config
+        self._admission = Admission(config)
+        self._bounded = bounded
         self.info = info
         self.tokenizer = tokenizer
         self._send = send
@@ -57,8 +72,17 @@ class Frontend:
 
     # -- going in --------------------------------------------------------------------------------------------
 
+    @property
+    def num_open(self) -> int:
+        """Completions on their way."""
+        return len(self._open)
+
     def encode(self, submission: Submission) -> list[int]:
-        """The checked prompt as token ids; thread-safe. Raises InvalidRequest for what can never be served."""
+        """The checked prompt as token ids, with `submission.diffusion` filled for a diffusion model; thread-safe.
+
+        Raises:
+            InvalidRequest: for what can never be served.
+        """
         prompt, sampling = submission.prompt, submission.sampling
         tokens = (
             self.tokenizer.encode(prompt, add_special_tokens=submission.add_special_tokens)
@@ -72,26 +96,71 @@ class Frontend:
             bad = next(t for t in tokens if not 0 <= t < vocab)
             raise InvalidRequest(f"token id {bad} is out of range: the model has {vocab} tokens", param="prompt")
         sampling.check(vocab)
+        check_grammar(sampling)
         start = submission.prompt_logprobs_from
         if start is not None and not 0 <= start < len(tokens):
             raise InvalidRequest(
                 f"log-probabilities are wanted from position {start} of a prompt of {len(tokens)} tokens",
                 param="prompt_logprobs_from",
             )
+        if self.info.diffusion is not None:
+            submission.diffusion = self._denoising(submission, tokens)
+            self._check_length(len(tokens), submission.diffusion.gen_length)
+            self._check_guidance(len(tokens), submission.diffusion)
+            return tokens
+        if submission.diffusion is not None:
+            raise InvalidRequest("this model is no diffusion model", param="diffusion")
         self._check_length(len(tokens), sampling.max_new_tokens)
         return tokens
 
+    def _denoising(self, submission: Submission, tokens: list[int]) -> DiffusionParams:
+        """How a submission is denoised, with every default filled in. Raises InvalidRequest."""
+        info = self.info.diffusion
+        assert info is not None
+        if submission.logprobs is not None or submission.prompt_logprobs_from is not None:
+            raise InvalidRequest("log-probabilities are not supported for diffusion models", param="logprobs")
+        params = submission.diffusion or DiffusionParams()
+        if params.prefix_tokens is None and submission.shared_text is not None:
+            shared = self.tokenizer.encode(submission.shared_text, submission.add_special_tokens)
+            differ = (i for i, (mine, theirs) in enumerate(zip(shared, tokens, strict=False)) if mine != theirs)
+            params = params.model_copy(update={"prefix_tokens": next(differ, min(len(shared), len(tokens)))})
+        filled = params.filled(info.algorithm, submission.sampling)
+        filled.check(submission.sampling, info.num_layers, len(tokens))
+        return filled
+
     def _check_length(self, prompt: int, new: int | None) -> None:
+        config = self._config
+        if config.max_prompt_tokens is not None and prompt > config.max_prompt_tokens:
+            raise InvalidRequest(
+                f"the prompt has {prompt} tokens; this server takes {config.max_prompt_tokens}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if config.max_output_tokens is not None and (new or 0) > config.max_output_tokens:
+            raise InvalidRequest(
+                f"{new} new tokens are asked for; this server gives {config.max_output_tokens}", param="max_new_tokens"
+            )
         for limit, what in (
             (self.info.context_length, "the model's context is"),
             (self.info.pool_tokens, "the KV pool holds"),
         ):
-            if prompt + (new or 1) > limit:
+            if prompt + (wanted := 1 if new is None else new) > limit:
                 raise InvalidRequest(
-                    f"the prompt has {prompt} tokens and {new or 1} new ones may follow, but {what} {limit} tokens",
+                    f"the prompt has {prompt} tokens and {wanted} new ones may follow, but {what} {limit} tokens",
                     param="prompt" if prompt >= limit else "max_new_tokens",
                     code="context_length_exceeded",
                 )
+
+    def _check_guidance(self, prompt: int, params: DiffusionParams) -> None:
+        """Guidance needs pages for a second canvas."""
+        page_size = self.info.page_size
+        pages = -(-(prompt + (params.gen_length or 0)) // page_size)
+        if params.cfg_scale and 2 * pages * page_size > self.info.pool_tokens:
+            raise InvalidRequest(
+                f"guidance needs 2 x {pages * page_size} tokens of the KV pool, which holds {self.info.pool_tokens}",
+                param="diffusion.cfg_scale",
+                code="context_length_exceeded",
+            )
 
     def submit(self, submission: Submission, tokens: list[int], index: int, on_output: OnOutput) -> None:
         """Send a submission's completions to the engine.
@@ -105,18 +174,18 @@ class Frontend:
 
         Raises:
             InvalidRequest: if the request id is in use.
-            Overloaded: if too many completions are open.
+            Overloaded, RateLimited: if too much is open.
         """
-        if self._max_open is not None and len(self._open) + submission.sampling.n > self._max_open:
-            raise Overloaded(
-                f"{len(self._open)} requests are open, and no more than {self._max_open} may be; try again"
-            )
+        if self._bounded:
+            self._admission.check(submission.account, submission.sampling.n, len(tokens))
         if submission.rid in self._by_submission:
             raise InvalidRequest(f"request id {submission.rid!r} is in use", param="rid")
         key = array("i", tokens).tobytes()
         sampling = submission.sampling
         now = time.monotonic()
         fields = sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
+        if sampling.max_new_tokens is None:
+            fields["max_new_tokens"] = self._most_output(len(tokens))
         self._by_submission[submission.rid] = rids = set()
         self._serial += 1
         for choice in range(sampling.n):
@@ -124,7 +193,9 @@ class Frontend:
             rid = f"{submission.rid}/{choice}#{self._serial}"
             seed = None if sampling.seed is None else (sampling.seed + choice) % (1 << 63)
             text = TextStream(self.tokenizer, sampling)
-            self._open[rid] = Choice(submission, index, choice, len(tokens), text, on_output, now)
+            waiting = 0 if choice else len(tokens)
+            self._open[rid] = Choice(submission, index, choice, len(tokens), text, on_output, now, waiting)
+            self._admission.enter(submission.account, waiting)
             rids.add(rid)
             self._send(
                 AddRequest(
@@ -135,8 +206,15 @@ class Frontend:
                     logprobs=submission.logprobs,
                     prompt_logprobs_from=submission.prompt_logprobs_from if choice == 0 else None,
                     priority=submission.priority,
+                    diffusion=None if submission.diffusion is None else submission.diffusion.model_dump(),
                 )
             )
+
+    def _most_output(self, prompt: int) -> int | None:
+        """How much may follow a prompt that does not say it, where there is a bound; None: what the context holds."""
+        if self._config.max_output_tokens is None:
+            return None
+        return min(self._config.max_output_tokens, self.info.context_length - prompt, self.info.pool_tokens - prompt)
 
     def abort(self, rid: str | None) -> None:
         """Ask the engine to end a submission, or all (None); each open completion still gets its last Output."""
@@ -149,6 +227,13 @@ class Frontend:
         for choice in list(self._by_submission.get(rid, ())):
             self._send(Abort(choice))
             self._close(choice)
+
+    def fail(self, rid: str, error: RametError) -> None:
+        """End one completion with `error`."""
+        if (choice := self._open.get(rid)) is not None:
+            self._send(Abort(rid))
+            self._close(rid)
+            choice.on_output(error)
 
     def fail_all(self, error: RametError) -> None:
         """The engine is gone: every open completion ends with `error`."""
@@ -167,12 +252,13 @@ class Frontend:
         if event.prompt_logprobs is not None:
             choice.prompt_logprobs = (choice.prompt_logprobs or []) + event.prompt_logprobs
         choice.cached_tokens = event.cached_tokens or choice.cached_tokens
-        if not event.tokens and event.finish is None:
+        if not event.tokens and event.finish is None and event.canvas is None:
             return
         if event.finish is not None and event.finish.type == "error":
             self._close(event.rid)
             choice.on_output(RametError(event.finish.message or "the engine could not serve this request"))
             return
+        self._begin(choice)
         output = self._advance(choice, event)
         if output.finish is not None:
             self._close(event.rid)
@@ -184,6 +270,7 @@ class Frontend:
         choice.tokens.extend(event.tokens)
         if event.tokens:
             choice.queue_s, choice.prefill_s = event.queue_s, event.prefill_s
+        choice.reuse = event.reuse or choice.reuse
         finish = event.finish
         may_stop = len(choice.tokens) >= choice.submission.sampling.min_new_tokens
         delta = choice.text.push(event.tokens, may_stop, last=finish is not None)
@@ -207,10 +294,19 @@ class Frontend:
             queue_s=choice.queue_s,
             prefill_s=choice.prefill_s,
             e2e_s=time.monotonic() - choice.started_s,
+            reuse=choice.reuse,
+            canvas=event.canvas,
         )
+
+    def _begin(self, choice: Choice) -> None:
+        if choice.waiting_tokens:
+            self._admission.begin(choice.submission.account, choice.waiting_tokens)
+            choice.waiting_tokens = 0
 
     def _close(self, rid: str) -> None:
         choice = self._open.pop(rid)
+        self._begin(choice)
+        self._admission.leave(choice.submission.account)
         rids = self._by_submission[choice.submission.rid]
         rids.discard(rid)
         if not rids:

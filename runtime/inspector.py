@@ -75,7 +75,7 @@ def describe(request: Request, now_s: float) -> dict[str, Any]:
         "prompt_tokens": request.prompt_len,
         "cached_tokens": max(request.cached_tokens, 0),
         "computed_tokens": request.num_computed,
-        "output_tokens": len(request.tokens) - request.prompt_len,
+        "output_tokens": request.num_output,
         "max_tokens": request.max_tokens - request.prompt_len,
         "age_s": now_s - request.arrival_s,
         "waiting": request.node is None and not request.pages,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from runtime.diffusion_params import DiffusionParams
 from runtime.protocol import Finish, TokenLogprob
 from runtime.sampling_params import SamplingParams
 
@@ -33,21 +35,27 @@ class Submission:
         prompt: text, or token ids.
         sampling: its `max_new_tokens` may be None for as many as the context holds.
         rid: request id; unique among live requests.
+        account: whose it is; open requests are counted by it.
         namespace: requests of different namespaces never share cached pages.
         logprobs: number of alternatives to report per output token; None: no log-probabilities.
         prompt_logprobs_from: position from which prompt tokens get log-probabilities; None: none.
         priority: larger goes first among waiting requests.
         add_special_tokens: whether tokenizing a text prompt adds the model's BOS (a chat template has it already).
+        diffusion: how a diffusion model denoises; None: its defaults, and for causal models.
+        shared_text: text that the prompt begins with and others do, too, where `diffusion` says nothing of it.
     """
 
     prompt: Prompt
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams())
     rid: str = field(default_factory=new_rid)
+    account: str = ""
     namespace: str = ""
     logprobs: int | None = None
     prompt_logprobs_from: int | None = None
     priority: int = 0
     add_special_tokens: bool = True
+    diffusion: DiffusionParams | None = None
+    shared_text: str | None = None
 
 
 @dataclass(slots=True)
@@ -66,6 +74,8 @@ class Output:
         prompt_tokens, cached_tokens, completion_tokens: counts; cached ones are prompt tokens read from the cache.
         finish: set on the last Output of a completion, and on no other.
         queue_s, prefill_s, e2e_s: seconds waiting, from admission to the first token, and since submission.
+        reuse: of a diffusion model: what was reused of the shared prefix.
+        canvas: of a diffusion model, where it was asked for: all output positions, decided or masked.
     """
 
     index: int
@@ -84,6 +94,8 @@ class Output:
     queue_s: float
     prefill_s: float
     e2e_s: float
+    reuse: dict[str, Any] | None = None
+    canvas: list[int] | None = None
 
 
 def join_logprobs(first: Logprobs, later: Logprobs) -> Logprobs:

@@ -6,7 +6,6 @@ parent lives, so that no engine outlives its server. Messages travel over two Ze
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -18,7 +17,9 @@ import zmq
 
 from runtime.config import Config
 from runtime.core import EngineCore
+from runtime.cores import open_core
 from runtime.errors import RametError
+from runtime.logs import set_up_logs
 from runtime.models.resolve import resolve_model
 from runtime.protocol import Failed, Outbound, Ready, Shutdown, StepEvents, encode, inbound_decoder
 
@@ -44,7 +45,7 @@ def main() -> int:
     boot = msgspec.json.decode(sys.stdin.buffer.readline(), type=Boot)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     config = Config.model_validate_json(boot.config)
-    logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logs(config.server.log_level, config.server.log_format)
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket, address in ((inbox, boot.inbox), (outbox, boot.outbox)):
@@ -65,7 +66,7 @@ def main() -> int:
 def _start(config: Config, quotas: dict[str, int]) -> EngineCore:
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
-    return EngineCore(config, resolve_model(config.model), quotas)
+    return open_core(config, resolve_model(config.model), quotas)
 
 
 def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:

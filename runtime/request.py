@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from radix import Node
+from runtime.decoding.grammar import Grammar
 from runtime.sampling_params import SamplingParams
 
 
@@ -24,6 +25,7 @@ class Request:
         prompt_logprobs_from: the first prompt position whose log-probability is still owed; None: none are wanted.
         generator: this request's own random stream, so that its tokens do not depend on its neighbours.
         counts: int32 [vocab], how often each token was generated; kept only where a penalty needs it.
+        grammar: what the output must follow, and where it is in that; None: nothing.
         matched_tokens, rank: of a waiting request: what the tree had of it when last looked up, and its place.
         cached_tokens: prompt tokens found in the cache when first admitted; -1 before.
         arrival_s, admitted_s, first_token_s: engine clock, seconds.
@@ -47,6 +49,7 @@ class Request:
     generator: torch.Generator | None = None
     counts: torch.Tensor | None = None
     prompt_ids: torch.Tensor | None = None
+    grammar: Grammar | None = None
     matched_tokens: int = 0
     rank: Any = None
     cached_tokens: int = -1
@@ -63,6 +66,11 @@ class Request:
     def num_output(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether anything is to be generated at all; else the prompt is only read."""
+        return self.max_tokens > self.prompt_len
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -17,7 +17,7 @@ class SamplingParams(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=False)
 
     max_new_tokens: int | None = Field(
-        128, ge=1, le=1 << 20, description="most tokens to generate; null: as many as the context holds"
+        128, ge=0, le=1 << 20, description="most tokens to generate; null: as many as the context holds"
     )
     min_new_tokens: int = Field(0, ge=0, le=1 << 20, description="no end of sequence or stop before that many")
     temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy")
@@ -33,6 +33,12 @@ class SamplingParams(BaseModel):
     ignore_eos: bool = False
     n: int = Field(1, ge=1, le=64, description="completions of the one prompt")
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=1024)
+    json_schema: str | None = Field(
+        None, min_length=2, max_length=1 << 16, description="text of a JSON schema that the output follows"
+    )
+    regex: str | None = Field(
+        None, min_length=1, max_length=1 << 13, description="regular expression that the whole output matches"
+    )
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
     no_stop_trim: bool = Field(False, description="keep the stop string in the text")
 
@@ -44,12 +50,19 @@ class SamplingParams(BaseModel):
         return [value] if isinstance(value, str | int) else value
 
     @property
+    def constrained(self) -> bool:
+        """Whether the output follows a grammar."""
+        return self.json_schema is not None or self.regex is not None
+
+    @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0 or self.top_k == 1
 
     def check(self, vocab_size: int) -> None:
-        """Raise `InvalidRequest` where a value does not fit the model."""
+        """Raise `InvalidRequest` where a value does not fit the model, or another value."""
+        if self.json_schema is not None and self.regex is not None:
+            raise InvalidRequest("json_schema and regex cannot both be followed", param="regex")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise InvalidRequest(
                 f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens, {self.max_new_tokens}",

@@ -5,18 +5,22 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 
 from runtime.client import AsyncEngine
 from runtime.config import Config
 from server import cache, dashboard, errors, generate, openai_chat, openai_completions, routes
+from server.access import AccessLog
 from server.auth import Guard, Tenant
 from server.context import Context
 from server.errors import ErrorBody
+from server.gate import Gate
 from server.limits import BodyLimit
 from server.metrics import Metrics
+from server.traces import add_traces
 
 
-def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant]) -> FastAPI:
+def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate: Gate | None = None) -> FastAPI:
     """The application over a started engine, for those who have a key (for everyone without tenants)."""
     app = FastAPI(
         title="Ramet",
@@ -24,11 +28,19 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant]) -> Fa
         summary="A serving runtime for language models whose heart is a radix tree over token sequences.",
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
-    app.state.context = Context(engine, config, Metrics(engine.info.name), tenants)
+    options = config.server
+    app.state.context = Context(engine, config, Metrics(engine.info.name), tenants, gate or Gate())
     app.state.feed = dashboard.Feed(app.state.context)
     for module in (generate, openai_completions, openai_chat, cache, dashboard, routes):
         app.include_router(module.router)
     errors.install(app)
-    app.add_middleware(BodyLimit, max_bytes=config.server.max_body_bytes)
-    app.add_middleware(Guard, tenants=tenants)  # added last, so it is first: nothing is read for a stranger
+    # What is added last comes first: nothing is read for a stranger.
+    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, patience_s=options.client_timeout)
+    app.add_middleware(Guard, tenants=tenants)
+    if options.cors_origins:
+        origins = options.cors_origins.split(",")
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    if options.otlp_endpoint:
+        add_traces(app, options.otlp_endpoint)
+    app.add_middleware(AccessLog)
     return app

@@ -25,13 +25,8 @@ ENVIRONMENT = "RAMET_API_KEYS"
 # The page itself is the same for everybody; what it shows wants a key.
 OPEN_PATHS = frozenset({"/health", "/", "/dashboard"})
 ADMIN_PATHS = (
-    "/cache/",
-    "/dashboard/",
-    "/flush_cache",
-    "/abort_request",
-    "/server_info",
-    "/get_server_info",
-    "/metrics",
+    *("/cache/", "/dashboard/", "/flush_cache", "/abort_request", "/server_info", "/get_server_info", "/metrics"),
+    *("/pause", "/resume", "/shutdown"),
 )
 # Below an admin's path, but everybody sees what is its own there.
 OWN_PATHS = frozenset({"/cache/tree"})

@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 from runtime.client import AsyncEngine
 from runtime.config import Config
 from server.auth import Tenant
+from server.gate import Gate
 from server.metrics import Metrics
 
 
@@ -21,6 +22,7 @@ class Context:
     config: Config
     metrics: Metrics
     tenants: list[Tenant]
+    gate: Gate
 
     def tenant_name(self, namespace: str) -> str:
         """Whose a cache namespace is, as the operator calls the key; empty on an open server."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,11 +10,12 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from runtime.errors import RametError
-
-log = logging.getLogger("ramet.server")
+from runtime.errors import Overloaded, RametError
 
 RETRY_AFTER_S = 1
+
+# OpenAI's clients would send these twice more within seconds, which makes three of every refused request.
+_NOT_AGAIN = frozenset((408, 409, 429))
 
 _NO_OBJECT = ("missing", "model_attributes_type", "model_type")
 _MAX_NAME = 100
@@ -65,13 +65,15 @@ def error_body(error: RametError) -> dict[str, Any]:
 
 
 def error_response(error: RametError) -> JSONResponse:
-    """The HTTP answer of an error; overload tells when to come back."""
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else None
+    """The HTTP answer of an error; overload tells when to come back, and that not at once."""
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else {}
+    if error.status in _NOT_AGAIN or isinstance(error, Overloaded):
+        headers["X-Should-Retry"] = "false"
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)
 
 
 def install(app: FastAPI) -> None:
-    """Answer every kind of failure in the one schema."""
+    """Answer every kind of failure in the one schema (what is unexpected: see `AccessLog`)."""
 
     @app.exception_handler(RametError)
     async def _ramet(_: Request, error: RametError) -> JSONResponse:
@@ -92,11 +94,6 @@ def install(app: FastAPI) -> None:
         answer = _plain(error.status_code, messages.get(error.status_code, str(error.detail)), "invalid_request_error")
         answer.headers.update(error.headers or {})
         return answer
-
-    @app.exception_handler(Exception)
-    async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return _plain(500, "an internal error occurred", "internal_error")
 
 
 def _plain(status: int, message: str, kind: str, param: str | None = None) -> JSONResponse:

@@ -11,19 +11,24 @@ from server.context import Context
 from server.metrics import Metrics
 
 
-async def open_outputs(context: Context, submissions: list[Submission], names: Mapping[str, str]) -> OutputStream:
+async def open_outputs(
+    context: Context, submissions: list[Submission], names: Mapping[str, str], timeout_s: float | None
+) -> OutputStream:
     """Submit; errors name the request's fields.
 
     Args:
         context: whose engine.
         submissions: what is wanted.
+        timeout_s: what the request allows itself; the server may allow less.
         names: what the request calls the engine's parameters, where the names differ.
 
     Raises:
-        RametError: as `AsyncEngine.open`.
+        RametError: as `AsyncEngine.open`, and Overloaded once the server is about to stop.
     """
+    context.gate.check()
+    limits = [limit for limit in (timeout_s, context.config.scheduler.max_timeout) if limit is not None]
     try:
-        return await context.engine.open(submissions)
+        return await context.engine.open(submissions, min(limits, default=None))
     except InvalidRequest as error:
         param = names.get(error.param, error.param) if error.param else None
         raise InvalidRequest(error.message, param=param, code=error.code) from None

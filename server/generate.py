@@ -13,11 +13,12 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.output import Output, Submission, new_rid, prompts_of
 from runtime.protocol import TokenLogprob
 from runtime.sampling_params import SamplingParams
+from server import examples
 from server.auth import Asker, CacheScope, Tenant
 from server.context import Context, Ctx
 from server.follow import collect, follow, open_outputs
 from server.sse import Events, EventStream, unless_gone
-from server.wire import MAX_BATCH, Body, CacheSalt, Priority, Rid, Sampling, Text, TokenIds
+from server.wire import MAX_BATCH, Body, CacheSalt, Diffusion, Priority, Rid, Sampling, Text, Timeout, TokenIds
 
 router = APIRouter(tags=["generate"])
 
@@ -51,6 +52,8 @@ class GenerateRequest(Body):
     priority: Priority = 0
     cache_salt: CacheSalt | None = None
     cache_scope: CacheScope = "private"
+    timeout_s: Timeout | None = None
+    diffusion: Diffusion | None = None
 
     def names(self) -> dict[str, str]:
         """The request's fields by the engine's names for them."""
@@ -78,12 +81,14 @@ def submissions_of(body: GenerateRequest, tenant: Tenant) -> tuple[list[Submissi
     submissions = [
         Submission(
             prompt=prompt,
-            sampling=params,
+            sampling=params.plain(),
             rid=rid or new_rid(),
+            account=tenant.account,
             namespace=tenant.namespace(body.cache_salt, body.cache_scope),
             logprobs=body.top_logprobs_num if body.return_logprob else None,
             prompt_logprobs_from=body.prompt_logprobs_from,
             priority=body.priority,
+            diffusion=body.diffusion,
         )
         for prompt, params, rid in zip(prompts, sampling, rids, strict=True)
     ]
@@ -98,11 +103,11 @@ def _for_each(value: Any, count: int, param: str) -> list[Any]:
     return value
 
 
-@router.post("/generate", response_model=None)
+@router.post("/generate", response_model=None, responses=examples.GENERATE)
 async def generate(body: GenerateRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """Complete one prompt or several; with `stream`, as server-sent events that end with `[DONE]`."""
     submissions, is_list = submissions_of(body, tenant)
-    outputs = await open_outputs(context, submissions, body.names())
+    outputs = await open_outputs(context, submissions, body.names(), body.timeout_s)
     if body.stream:
         return EventStream(_events(body, submissions, is_list, outputs, context), outputs.close)
     return await unless_gone(request, _answer(body, is_list, outputs, context))
@@ -138,6 +143,9 @@ async def _events(
         else:
             event = _result(output, output.text, output.token_ids[: output.completion_tokens], own)
         event["delta"] = output.delta
+        if output.canvas is not None:
+            event["canvas"] = output.canvas
+            event["canvas_text"] = context.engine.tokenizer.decode(output.canvas, skip_special_tokens=False)
         if is_list:
             event["index"] = index
         yield event
@@ -164,6 +172,7 @@ def _result(output: Output, text: str, token_ids: list[int], logprobs: _Logprobs
         "prefill_time": output.prefill_s,
         "e2e_latency": output.e2e_s,
     }
+    meta |= output.reuse or {}
     return {"text": text, "output_ids": list(token_ids), "meta_info": meta | logprobs.fields()}
 
 

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+
+import numpy as np
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from runtime.errors import DeadlineExceeded, InvalidRequest, RametError
 from server.errors import BodyTooLarge, UnsupportedMediaType, error_response
 
 # A client that still sends does not read; so much more of its body is thrown away, in units of the limit.
 _DRAIN = 8
 
+# Levels of lists and objects. What a template or a JSON schema needs lies far below, what exhausts a stack far above.
+MAX_DEPTH = 64
+
+_BEGINNING = 1 << 12
+
 _JSON = b"application/json"
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 class BodyLimit:
-    """ASGI middleware: bodies over the limit are refused with 413, bodies that are not JSON with 415."""
+    """ASGI middleware: refuses bodies over the limit (413), that come too slowly (408), or are not JSON (415)."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int):
+    def __init__(self, app: ASGIApp, max_bytes: int, patience_s: float):
         self.app = app
         self.max_bytes = max_bytes
+        self.patience_s = patience_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application with a `receive` that has read the body already."""
@@ -26,42 +39,81 @@ class BodyLimit:
             return
         headers = dict(scope["headers"])
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self.max_bytes:
-            await self._refuse(receive, send)
+        if length.isdigit() and (len(length) > 18 or int(length) > self.max_bytes):
+            await self._refuse(self._too_large(), receive, send)
             return
+        try:
+            async with asyncio.timeout(self.patience_s):
+                body = await self._read(receive)
+        except TimeoutError:
+            await self._refuse(DeadlineExceeded("the body did not come in time"), receive, send)
+            return
+        except BodyTooLarge as error:
+            await self._refuse(error, receive, send)
+            return
+        if body is None:
+            return
+        if body and not _is_json(headers.get(b"content-type", _JSON)):
+            wrong = UnsupportedMediaType("the body must be JSON: send the header Content-Type: application/json")
+            await error_response(wrong)(scope, receive, send)
+            return
+        if is_deep(body):
+            deep = InvalidRequest(f"the body is nested more than {MAX_DEPTH} levels deep")
+            await error_response(deep)(scope, receive, send)
+            return
+        if b"content-type" not in headers:
+            scope = {**scope, "headers": [*scope["headers"], (b"content-type", _JSON)]}
+        await self.app(scope, _replay(body, receive), send)
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(f"the body is larger than {self.max_bytes} bytes")
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The body; None if the client has left. Raises BodyTooLarge."""
         chunks, size = [], 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                return
+                return None
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
             if size > self.max_bytes:
-                await self._refuse(receive, send)
-                return
+                raise self._too_large()
             if not message.get("more_body"):
-                break
-        if size and not _is_json(headers.get(b"content-type", _JSON)):
-            error = UnsupportedMediaType("the body must be JSON: send the header Content-Type: application/json")
-            await error_response(error)(scope, receive, send)
-            return
-        if b"content-type" not in headers:
-            scope = {**scope, "headers": [*scope["headers"], (b"content-type", _JSON)]}
-        await self.app(scope, _replay(b"".join(chunks), receive), send)
+                return b"".join(chunks)
 
-    async def _refuse(self, receive: Receive, send: Send) -> None:
-        """Answer 413, and keep the connection long enough for a client that sends before it reads."""
-        response = error_response(BodyTooLarge(f"the body is larger than {self.max_bytes} bytes"))
+    async def _refuse(self, error: RametError, receive: Receive, send: Send) -> None:
+        """Answer, and keep the connection long enough for a client that sends before it reads."""
+        response = error_response(error)
         response.headers["connection"] = "close"
         await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": True})
         left = _DRAIN * self.max_bytes
-        while left > 0:
-            message = await receive()
-            if message["type"] == "http.disconnect" or not message.get("more_body"):
-                break
-            left -= len(message.get("body", b""))
+        try:
+            async with asyncio.timeout(self.patience_s):
+                while left > 0:
+                    message = await receive()
+                    if message["type"] == "http.disconnect" or not message.get("more_body"):
+                        break
+                    left -= len(message.get("body", b""))
+        except TimeoutError:
+            pass
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def is_deep(body: bytes) -> bool:
+    """Whether JSON text is nested more than MAX_DEPTH levels deep."""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return False
+    # What is deep mostly begins so, and is known without looking at megabytes.
+    return _is_deep(body[:_BEGINNING]) or _is_deep(body)
+
+
+def _is_deep(body: bytes) -> bool:
+    brackets = np.frombuffer(_STRING.sub(b"", body).translate(None, _NO_BRACKETS), dtype=np.uint8)
+    # "[" and "{" lie two below "]" and "}", and have the second bit set.
+    steps = np.where(brackets & 2, 1, -1)
+    return bool(len(steps)) and int(steps.cumsum(dtype=np.int32).max()) > MAX_DEPTH
 
 
 def _is_json(content_type: bytes) -> bool:

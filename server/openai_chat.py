@@ -9,15 +9,18 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from runtime.client import OutputStream
+from runtime.errors import InvalidRequest
 from runtime.models.tokenizer import Tokenizer
 from runtime.output import Output, Submission, new_rid
 from runtime.protocol import TokenLogprob
+from server import examples
 from server.auth import Asker
 from server.context import Context, Ctx
 from server.follow import collect, follow, open_outputs
 from server.openai_common import check_model, envelope, finish_reason, usage
 from server.openai_types import ChatRequest
 from server.sse import Events, EventStream, unless_gone
+from server.tools import CallReader, render_chat, writes_tags
 
 router = APIRouter(prefix="/v1", tags=["openai"])
 
@@ -48,45 +51,68 @@ def _model(context: Context) -> dict[str, Any]:
     }
 
 
-@router.post("/chat/completions", response_model=None)
+@router.post("/chat/completions", response_model=None, responses=examples.CHAT)
 async def chat_completions(body: ChatRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """Answer a conversation."""
     check_model(body.model, context)
     body.refuse_unsupported()
     messages = [message.plain() for message in body.messages]
-    render = context.engine.tokenizer.apply_chat_template
-    prompt = await asyncio.to_thread(render, messages, body.add_generation_prompt)
+    schema = body.schema_text()
+    tokenizer = context.engine.tokenizer
+    prompt = await asyncio.to_thread(render_chat, tokenizer, messages, body.offered, body.add_generation_prompt)
     submission = Submission(
         prompt=prompt,
-        sampling=body.sampling(body.max_completion_tokens or body.max_tokens),
+        sampling=body.sampling(body.max_completion_tokens or body.max_tokens, schema),
+        account=tenant.account,
         namespace=tenant.namespace(body.cache_salt, body.cache_scope),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         priority=body.priority,
         add_special_tokens=False,
+        diffusion=body.diffusion,
+        shared_text=await asyncio.to_thread(_system_text, messages, context),
     )
-    outputs = await open_outputs(context, [submission], body.NAMES)
+    outputs = await open_outputs(context, [submission], body.NAMES, body.timeout_s)
     rid = f"chatcmpl-{new_rid()}"
     if body.stream:
         return EventStream(_events(body, rid, outputs, context), outputs.close)
     return await unless_gone(request, _answer(body, rid, outputs, context))
 
 
+def _system_text(messages: list[dict[str, Any]], context: Context) -> str | None:
+    """The prompt's part that ends with the system message, which other conversations have, too; None without one.
+
+    Only diffusion models need to be told: what a causal model computes does not depend on where a prefix ends.
+    """
+    if context.engine.info.diffusion is None or messages[0]["role"] != "system":
+        return None
+    try:
+        return context.engine.tokenizer.apply_chat_template(messages[:1], add_generation_prompt=False)
+    except InvalidRequest:  # a template may want a question
+        return None
+
+
 async def _answer(body: ChatRequest, rid: str, outputs: OutputStream, context: Context) -> dict[str, Any]:
     done = await collect(outputs, context.metrics)
-    choices = [
-        {
-            "index": output.choice,
-            "message": {"role": "assistant", "content": output.text, "refusal": None},
-            "logprobs": _logprobs(body, output, context.engine.tokenizer),
-            "finish_reason": finish_reason(output),
-        }
-        for output in done
-    ]
+    choices = []
+    for output in done:
+        text, calls = _reader(body, context).push(output.text, last=True)
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+        choices.append(
+            {
+                "index": output.choice,
+                "message": message,
+                "logprobs": _logprobs(body, output, context.engine.tokenizer),
+                "finish_reason": _finish_reason(output, bool(calls)),
+            }
+        )
     return {**envelope("chat.completion", rid, context), "choices": choices, "usage": usage(done)}
 
 
 async def _events(body: ChatRequest, rid: str, outputs: OutputStream, context: Context) -> Events:
     last: dict[int, Output] = {}
+    readers: dict[int, CallReader] = {}
     extra: dict[str, Any] = {"usage": None} if body.with_usage else {}
 
     def chunk(choice: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
@@ -96,11 +122,28 @@ async def _events(body: ChatRequest, rid: str, outputs: OutputStream, context: C
     async for output in follow(outputs, context.metrics):
         if output.choice not in last:
             yield chunk(output.choice, {"role": "assistant", "content": ""})
-        last[output.choice] = output
-        delta = {"content": output.delta} if output.delta else {}
-        yield chunk(output.choice, delta, _logprobs(body, output, context.engine.tokenizer), finish_reason(output))
+            readers[output.choice] = _reader(body, context)
+        last[output.choice], reader = output, readers[output.choice]
+        text, calls = reader.push(output.delta, last=output.finish is not None)
+        delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+        finish = _finish_reason(output, bool(reader.num_calls))
+        yield chunk(output.choice, delta, _logprobs(body, output, context.engine.tokenizer), finish)
     if body.with_usage:
         yield {**envelope("chat.completion.chunk", rid, context), "choices": [], "usage": usage(last.values())}
+
+
+def _reader(body: ChatRequest, context: Context) -> CallReader:
+    return CallReader(
+        frozenset(tool.function.name for tool in body.offered),
+        forced=body.must_call,
+        single=not body.parallel_tool_calls,
+        tagged=writes_tags(context.engine.tokenizer),
+    )
+
+
+def _finish_reason(output: Output, called: bool) -> str | None:
+    reason = finish_reason(output)
+    return "tool_calls" if called and reason == "stop" else reason
 
 
 def _logprobs(body: ChatRequest, output: Output, tokenizer: Tokenizer) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from runtime.errors import InvalidRequest
 from runtime.models.tokenizer import Tokenizer
 from runtime.output import Output, Submission, new_rid, prompts_of
 from runtime.protocol import TokenLogprob
+from server import examples
 from server.auth import Asker, Tenant
 from server.context import Context, Ctx
 from server.follow import collect, follow, open_outputs
@@ -38,21 +39,23 @@ def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:
         Submission(
             prompt=prompt,
             sampling=sampling,
+            account=tenant.account,
             namespace=tenant.namespace(body.cache_salt, body.cache_scope),
             logprobs=body.logprobs,
             prompt_logprobs_from=0 if body.echo and body.logprobs is not None else None,
             priority=body.priority,
+            diffusion=body.diffusion,
         )
         for prompt in prompts
     ]
 
 
-@router.post("/completions", response_model=None)
+@router.post("/completions", response_model=None, responses=examples.COMPLETIONS)
 async def completions(body: CompletionRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """Complete one prompt or several."""
     check_model(body.model, context)
     submissions = submissions_of(body, tenant)
-    outputs = await open_outputs(context, submissions, body.NAMES)
+    outputs = await open_outputs(context, submissions, body.NAMES, body.timeout_s)
     rid = f"cmpl-{new_rid()}"
     if body.stream:
         return EventStream(_events(body, rid, submissions, outputs, context), outputs.close)

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
+from pydantic import ConfigDict
 
-from runtime.errors import EngineDead, InvalidRequest
+from runtime.errors import EngineDead, InvalidRequest, Overloaded
 from runtime.output import Submission
 from runtime.sampling_params import SamplingParams
 from server.context import Ctx
@@ -20,9 +21,14 @@ from server.wire import Body, Rid, Text, TokenIds
 
 router = APIRouter(tags=["server"])
 
+# How long a probe of the engine may take.
+_PROBE_S = 60.0
+
 
 class AbortRequest(Body):
     """Which request to end."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"rid": "my-request"}})
 
     rid: Rid | None = None
     abort_all: bool = False
@@ -31,6 +37,8 @@ class AbortRequest(Body):
 class TokenizeRequest(Body):
     """Text to tokenize."""
 
+    model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The capital of France is"}})
+
     model: str | None = None
     prompt: Text | list[Text]
     add_special_tokens: bool = True
@@ -38,6 +46,8 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     """Token ids to make text of."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"tokens": [504, 3575, 282, 4649, 314]}})
 
     model: str | None = None
     tokens: TokenIds | list[TokenIds]
@@ -52,13 +62,43 @@ async def health(context: Ctx) -> Response:
     return PlainTextResponse("ok")
 
 
+@router.get("/ready", response_model=None)
+async def ready(context: Ctx) -> Response:
+    """200 while new requests are served; 503 without an engine, while it is paused, and once the server is stopping."""
+    if not context.engine.alive:
+        raise EngineDead("the engine is not running")
+    context.gate.check()
+    if context.engine.paused:
+        raise Overloaded("the engine is paused")
+    return PlainTextResponse("ok")
+
+
+@router.post("/pause")
+async def pause(context: Ctx) -> dict[str, Any]:
+    """Compute nothing until `/resume`; running requests stand still, new ones wait."""
+    return {"paused": await context.engine.pause(True)}
+
+
+@router.post("/resume")
+async def resume(context: Ctx) -> dict[str, Any]:
+    """Go on after `/pause`."""
+    return {"paused": await context.engine.pause(False)}
+
+
+@router.post("/shutdown", status_code=202)
+async def shutdown(context: Ctx) -> dict[str, Any]:
+    """Stop like on SIGTERM: nothing new is taken, what runs may end within `--drain-time`."""
+    context.gate.close()
+    return {"success": True}
+
+
 @router.get("/health_generate", response_model=None)
 async def health_generate(request: Request, context: Ctx) -> Response:
     """200 once a token has been generated."""
     probe = Submission([0], SamplingParams(max_new_tokens=1, temperature=0), priority=1 << 30)
 
     async def work() -> dict[str, Any]:
-        await collect(await context.engine.open([probe]), context.metrics)
+        await collect(await context.engine.open([probe], _PROBE_S), context.metrics)
         return {"status": "ok"}
 
     return await unless_gone(request, work())

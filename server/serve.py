@@ -7,25 +7,36 @@ import logging
 import signal
 import socket
 import sys
+from types import FrameType
 
 import uvicorn
 
 from runtime.client import AsyncEngine
 from runtime.config import Config
 from runtime.errors import RametError
+from runtime.logs import set_up_logs
 from server.app import create_app
 from server.auth import Tenant, read_keys
+from server.connections import SEND_BUFFER_BYTES, patient
 from server.dashboard import Feed
+from server.gate import Gate
 
 log = logging.getLogger("ramet.server")
 
 EXIT_ENGINE_DIED = 70
+EXIT_FORCED = 1
 
-# How long running requests may go on when the server stops; then they are aborted, which takes a moment.
-_GRACE_S = 5
+# Aborted requests take a moment to tell their clients.
 _ABORT_S = 3
 
+# How often a server that is stopping looks whether anything runs.
+_DRAIN_POLL_S = 0.05
+
 _BACKLOG = 2048
+
+
+class BadCertificate(RametError):
+    """The certificate or its key cannot be read."""
 
 
 class CannotListen(RametError):
@@ -37,7 +48,7 @@ class CannotListen(RametError):
 
 def serve(config: Config) -> int:
     """Serve until SIGTERM or SIGINT (returns 0) or the engine's death (70). Raises RametError if it cannot start."""
-    logging.basicConfig(level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logs(config.server.log_level, config.server.log_format)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
     tenants = read_keys(config.server.api_keys)
@@ -52,6 +63,7 @@ def _bind(config: Config) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind((config.server.host, config.server.port))
     except OSError as error:
         listener.close()
@@ -60,27 +72,44 @@ def _bind(config: Config) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Lets running requests go on for a while when it stops, and ends the others properly."""
+    """Takes nothing new once it was told to stop, lets what runs end within a time, and aborts the rest.
 
-    def __init__(self, settings: uvicorn.Config, engine: AsyncEngine, feed: Feed):
+    It goes on listening meanwhile, so that whoever comes is told to go elsewhere instead of being cut off.
+    """
+
+    def __init__(self, settings: uvicorn.Config, engine: AsyncEngine, gate: Gate, feed: Feed, drain_s: float):
         super().__init__(settings)
         self.engine = engine
+        self.gate = gate
         self.feed = feed
+        self.drain_s = drain_s
+        self._loop = asyncio.get_running_loop()
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal lets what runs end, the second one ends at once."""
+        if self.gate.closed:
+            log.warning("a second signal: running requests are lost")
+            self.force_exit = self.should_exit = True
+            self.engine.kill()
+        self._loop.call_soon_threadsafe(self.gate.close)
+
+    async def drain(self) -> None:
+        """Wait until the server is told to stop, then until nothing runs or the time is over; then stop it."""
+        await self.gate.wait_closed()
         self.feed.close()
-        late = asyncio.get_running_loop().call_later(_GRACE_S, self._abort)
-        try:
-            await super().shutdown(sockets)
-        finally:
-            late.cancel()
-
-    def _abort(self) -> None:
-        if self.engine.alive:
+        log.info("stopping: %d requests run", self.engine.num_open)
+        deadline_s = self._loop.time() + self.drain_s
+        # A request that was let in may not be open in the engine yet: its task is looked at as well.
+        while (self.engine.num_open or self.server_state.tasks) and self._loop.time() < deadline_s:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        if self.engine.alive and self.engine.num_open:
+            log.warning("%d requests did not end in time and are aborted", self.engine.num_open)
             self.engine.abort(None)
+        self.should_exit = True
 
 
 async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant]) -> int:
+    options = config.server
     log.info("loading %s", config.model.model)
     engine = AsyncEngine(config, {tenant.account: tenant.quota for tenant in tenants if tenant.quota is not None})
     await engine.start()
@@ -96,22 +125,41 @@ async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant])
         except OSError as error:  # another server that was loading at the same time was faster
             raise CannotListen(config, error) from None
         host, port = listener.getsockname()[:2]
-        app = create_app(engine, config, tenants)
+        gate = Gate()
+        app = create_app(engine, config, tenants, gate)
         settings = uvicorn.Config(
             app,
-            log_level=config.server.log_level,
+            http=patient(options.client_timeout),
+            log_level=options.log_level,
             log_config=None,
-            timeout_graceful_shutdown=_GRACE_S + _ABORT_S,
+            access_log=False,
+            timeout_graceful_shutdown=_ABORT_S,
+            timeout_keep_alive=options.idle_timeout,
+            proxy_headers=options.trusted_proxies is not None,
+            forwarded_allow_ips=options.trusted_proxies,
+            ssl_certfile=options.ssl_certfile,
+            ssl_keyfile=options.ssl_keyfile,
             server_header=False,
             backlog=_BACKLOG,
         )
-        server = _Server(settings, engine, app.state.feed)
-        log.info("serving on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+        _load(settings)
+        server = _Server(settings, engine, gate, app.state.feed, options.drain_time)
+        scheme = "https" if options.ssl_certfile else "http"
+        log.info("serving on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
         died = asyncio.create_task(_stop_when_dead(engine, server))
+        draining = asyncio.create_task(server.drain())
         await server.serve(sockets=[listener])
-        return EXIT_ENGINE_DIED if died.done() else 0
+        draining.cancel()
+        return EXIT_ENGINE_DIED if died.done() else EXIT_FORCED if server.force_exit else 0
     finally:
         await engine.stop()
+
+
+def _load(settings: uvicorn.Config) -> None:
+    try:
+        settings.load()
+    except (OSError, ValueError) as error:
+        raise BadCertificate(f"--ssl-certfile and --ssl-keyfile cannot be used: {error}") from None
 
 
 async def _stop_when_dead(engine: AsyncEngine, server: uvicorn.Server) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from runtime.diffusion_params import DiffusionParams
 from runtime.sampling_params import SamplingParams
 
 # Prompts in one request.
@@ -64,6 +65,9 @@ CacheSalt = Annotated[
     str, Field(min_length=1, max_length=256, description="requests with different salts never share cached pages")
 ]
 Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31, description="larger goes first among waiting requests")]
+Timeout = Annotated[
+    float, Field(gt=0, le=86_400, description="seconds after which the request ends with an error (408)")
+]
 LogitBias = Annotated[
     dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_with_int_keys), Field(max_length=1024)
 ]
@@ -76,4 +80,18 @@ class Sampling(Body, SamplingParams):
     IGNORED = frozenset({"spaces_between_special_tokens"})
     NULL_COUNTS = frozenset({"max_new_tokens"})
 
+    sampling_seed: int | None = Field(None, ge=0, lt=1 << 63, description="SGLang's name for seed")
     logit_bias: LogitBias = Field(default_factory=dict)
+
+    def plain(self) -> SamplingParams:
+        """The parameters under the engine's names."""
+        fields = {name: getattr(self, name) for name in SamplingParams.model_fields}
+        if self.sampling_seed is not None:
+            fields["seed"] = self.sampling_seed
+        return SamplingParams.model_construct(**fields)
+
+
+class Diffusion(Body, DiffusionParams):
+    """`DiffusionParams` in a request."""
+
+    model_config = ConfigDict(strict=True)

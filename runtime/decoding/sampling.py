@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 
 import torch
 
+from runtime.errors import RametError
 from runtime.protocol import TokenLogprob
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
+
+log = logging.getLogger("ramet.engine")
+
+
+class BadLogits(RametError):
+    """The model computed something that is no number."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's logits for this request are not finite numbers")
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -35,17 +46,34 @@ class Sampler:
         self.device = device
         self._argmax = argmax
 
-    def sample(self, logits: torch.Tensor, requests: list[Request]) -> list[int]:
-        """The next tokens.
+    def sample(self, logits: torch.Tensor, requests: list[Request]) -> list[int | RametError]:
+        """The next tokens; for a request that cannot have one, why: it fails alone.
 
         Args:
             logits: float32 [n, vocab]; not changed.
             requests: whose logits these are.
         """
-        plain = [i for i, r in enumerate(requests) if r.sampling.greedy and not _adjusts(r)]
-        if len(plain) == len(requests):
-            return self._argmax(logits).tolist()
-        return [self._one(row, request) for row, request in zip(logits, requests, strict=True)]
+        best = self._argmax(logits)
+        # argmax takes a NaN for the greatest, so a look at what it chose tells whether there is one in the row.
+        sound = logits.gather(-1, best[:, None])[:, 0].isfinite().tolist()
+        found: list[int | RametError] = []
+        for i, (token, request) in enumerate(zip(best.tolist(), requests, strict=True)):
+            if not sound[i]:
+                found.append(BadLogits())
+            elif request.sampling.greedy and not _adjusts(request):
+                found.append(token)
+            else:
+                found.append(self._try_one(logits[i], request))
+        return found
+
+    def _try_one(self, logits: torch.Tensor, request: Request) -> int | RametError:
+        try:
+            return self._one(logits, request)
+        except RametError as error:
+            return error
+        except Exception as error:
+            log.exception("no token could be chosen for request %s", request.rid)
+            return RametError(f"no token could be chosen: {type(error).__name__}")
 
     def _one(self, logits: torch.Tensor, request: Request) -> int:
         params = request.sampling
@@ -54,16 +82,21 @@ class Sampler:
         token = int(logits.argmax()) if params.greedy else self._draw(logits, request)
         if request.counts is not None:
             request.counts[token] += 1
+        if request.grammar is not None:
+            request.grammar.accept(token)
         return token
 
     def _adjust(self, logits: torch.Tensor, request: Request) -> torch.Tensor:
-        """Apply bias, penalties and the minimum length, in place."""
+        """Apply bias, penalties, the minimum length and the grammar, in place."""
         params = request.sampling
         for token, bias in params.logit_bias.items():
             logits[token] += bias
         if _penalised(params):
             self._penalise(logits, request)
-        if request.num_output < params.min_new_tokens and request.stop_ids:
+        if request.grammar is not None:
+            forbidden = torch.from_numpy(request.grammar.forbidden(len(logits)))
+            logits[forbidden.to(logits.device)] = -math.inf
+        elif request.num_output < params.min_new_tokens and request.stop_ids:
             logits[list(request.stop_ids)] = -math.inf
         return logits
 
@@ -92,7 +125,10 @@ class Sampler:
                 request.generator.manual_seed(request.sampling.seed)
         probs = filter_probs(logits, request.sampling)
         noise = torch.empty_like(probs).exponential_(generator=request.generator)
-        return int((probs / noise).argmax())
+        token = int((probs / noise).argmax())
+        if not probs[token].isfinite():
+            raise BadLogits
+        return token
 
 
 def filter_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -140,4 +176,9 @@ def _penalised(params: SamplingParams) -> bool:
 
 def _adjusts(request: Request) -> bool:
     params = request.sampling
-    return bool(params.logit_bias) or _penalised(params) or request.num_output < params.min_new_tokens
+    return (
+        bool(params.logit_bias)
+        or request.grammar is not None
+        or _penalised(params)
+        or request.num_output < params.min_new_tokens
+    )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -11,16 +13,27 @@ from typing import Any
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from runtime.errors import InvalidRequest, ModelError
+from runtime.errors import InvalidRequest, ModelError, RametError
+from runtime.models.sandbox import Sandbox, TemplateTimeout, start_clock
 from runtime.models.spec import read_json
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 # A UTF-8 character that is not whole has three bytes at most, and every token has one byte at least.
 _INCOMPLETE = 3
+
+
+@contextmanager
+def _no_panic() -> Iterator[None]:
+    """A crash within the library is no Exception, and would end more than the one request."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RametError("the tokenizer failed") from None
 
 
 class Tokenizer:
@@ -53,11 +66,13 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` adds what the model's tokenizer adds (BOS)."""
-        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+        with _no_panic():
+            return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
-        return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+        with _no_panic():
+            return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def id_to_token(self, token: int) -> str | None:
         """The vocabulary's spelling of a token."""
@@ -66,6 +81,10 @@ class Tokenizer:
     def token_to_id(self, token: str) -> int | None:
         """The id of a token by the vocabulary's spelling."""
         return self._fast.token_to_id(token)
+
+    def to_json(self) -> str:
+        """The text of its tokenizer.json."""
+        return self._fast.to_str()
 
     @property
     def vocab_size(self) -> int:
@@ -93,6 +112,7 @@ class Tokenizer:
         """
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions, or start with --chat-template")
+        start_clock()
         try:
             return self._template.render(
                 {
@@ -104,6 +124,8 @@ class Tokenizer:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
+        except TemplateTimeout:
+            raise InvalidRequest("the chat template takes too long with these messages", param="messages") from None
         except Exception as error:  # a template is a program: given odd messages it can raise anything
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
 
@@ -111,9 +133,7 @@ class Tokenizer:
     def _template(self) -> Any:
         if self.chat_template is None:
             return None
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-        )
+        environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

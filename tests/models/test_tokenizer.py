@@ -9,7 +9,8 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
-from runtime.errors import InvalidRequest, ModelError
+from runtime.errors import InvalidRequest, ModelError, RametError
+from runtime.models import sandbox
 from runtime.models.tokenizer import Tokenizer
 
 TEXTS = [
@@ -84,6 +85,28 @@ def test_a_template_that_fails_is_a_client_error(with_template, template):
         with_template(template).apply_chat_template([{"role": "user", "content": "x"}])
 
 
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}"
+FOREVER = LOOP.replace("{", "{{").replace("}", "}}") + "{}{{% endfor %}}{{% endfor %}}"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (FOREVER.format("{% set c = a + b %}"), "too long"),
+        (FOREVER.format("{{ messages[0].role }}"), "too long"),
+        ("{{ 'x' * 10 ** 12 }}", "multiplied"),
+        ("{{ 10 ** 99999999 }}", "exponent"),
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "refuses"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "refuses"),
+        ("{% set _ = messages.append(1) %}", "refuses"),
+    ],
+)
+def test_a_template_reaches_nothing_and_ends(with_template, monkeypatch, template, words):
+    monkeypatch.setattr(sandbox, "TEMPLATE_S", 0.2)
+    with pytest.raises(InvalidRequest, match=words):
+        with_template(template).apply_chat_template([{"role": "user", "content": "x"}])
+
+
 def test_what_published_templates_use(with_template):
     tokenizer = with_template(
         "{% for m in messages %}{% if m.role == 'skip' %}{% continue %}{% endif %}"
@@ -91,6 +114,20 @@ def test_what_published_templates_use(with_template):
     )
     text = tokenizer.apply_chat_template([{"role": "skip"}, {"role": "user", "content": "<é>"}])
     assert text == json.dumps({"role": "user", "content": "<é>"}, ensure_ascii=False) + "<|im_end|>4"
+
+
+def test_a_crash_within_the_library_is_an_error_of_the_one_request(tokenizer, monkeypatch):
+    class PanicException(BaseException):
+        """As pyo3 raises it."""
+
+    class Crashing:
+        def encode(self, *args, **options):
+            raise PanicException("index out of bounds at /a/path")
+
+    monkeypatch.setattr(tokenizer, "_fast", Crashing())
+    with pytest.raises(RametError) as error:
+        tokenizer.encode("x")
+    assert "path" not in error.value.message
 
 
 def test_no_template_and_no_tokenizer(default_model_dir, tmp_path):

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from runtime.protocol import Pause
 from tests.runtime.driver import Driver, make_core
 
 
@@ -109,6 +110,98 @@ def test_a_failing_step_ends_its_requests_and_no_other(tiny_dir, monkeypatch):
     assert "out of something" not in (driver.finish["bad"].message or "")
     driver.together([[1, 2, 3]], max_new_tokens=2)
     assert core.state()["failed_requests"] == 1
+
+
+@pytest.mark.parametrize("out_of_memory", [False, True])
+def test_one_poisoned_request_fails_alone(tiny_dir, monkeypatch, out_of_memory):
+    core = make_core(tiny_dir, prefix_cache=False)
+    driver = Driver(core)
+    prompts = [[i, 20, 30, 40] for i in range(1, 8)]
+    plain = Driver(make_core(tiny_dir, prefix_cache=False)).together(prompts, max_new_tokens=6)
+    run = core.executor.run
+
+    def poisoned(batch):
+        if 7 in batch.tokens[batch.positions == 0].tolist():
+            raise torch.OutOfMemoryError("no memory") if out_of_memory else RuntimeError("a secret")
+        return run(batch)
+
+    monkeypatch.setattr(core.executor, "run", poisoned)
+    for i, prompt in enumerate(prompts):
+        driver.add(str(i), prompt, max_new_tokens=6)
+    driver.run()
+    assert driver.finish["6"].type == "error"
+    assert "secret" not in (driver.finish["6"].message or "")
+    assert [driver.tokens[str(i)] for i in range(6)] == plain[:6]
+    assert core.state()["failed_requests"] == 1
+    assert core.state()["failed_steps"] >= 3
+
+
+def test_a_step_that_is_too_large_for_the_memory_is_run_in_parts(tiny_dir, monkeypatch):
+    prompts = [[i, *range(50, 90)] for i in range(3)]
+    plain = Driver(make_core(tiny_dir)).together(prompts, max_new_tokens=5)
+    core = make_core(tiny_dir)
+    driver = Driver(core)
+    run = core.executor.run
+
+    def small(batch):
+        if len(batch.tokens) > 16:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+        return run(batch)
+
+    monkeypatch.setattr(core.executor, "run", small)
+    assert driver.together(prompts, max_new_tokens=5) == plain
+    assert core.state()["failed_requests"] == 0
+
+
+def test_logits_that_are_no_numbers_end_their_request_alone(tiny_dir, monkeypatch):
+    core = make_core(tiny_dir)
+    driver = Driver(core)
+    (plain,) = Driver(make_core(tiny_dir)).together([[4, 5, 6]], max_new_tokens=4)
+    run = core.executor.run
+
+    def bad(batch):
+        logits = run(batch).clone()
+        rows = batch.tokens[batch.logits_rows] == 9
+        logits[rows] = torch.nan
+        return logits
+
+    monkeypatch.setattr(core.executor, "run", bad)
+    driver.add("greedy", [1, 9], max_new_tokens=4)
+    driver.add("drawn", [2, 9], max_new_tokens=4, temperature=1.0)
+    driver.add("sound", [4, 5, 6], max_new_tokens=4)
+    driver.run()
+    assert driver.finish["greedy"].type == driver.finish["drawn"].type == "error"
+    assert driver.tokens["sound"] == plain
+    state = core.state()
+    assert (state["bad_logits"], state["failed_requests"], state["pages_private"]) == (2, 2, 0)
+
+
+def test_a_prompt_can_be_read_without_an_answer(tiny_dir):
+    driver = Driver(make_core(tiny_dir, chunk_tokens=8))
+    driver.add("read", list(range(40, 60)), max_new_tokens=0, prompt_logprobs_from=0, logprobs=0)
+    driver.run()
+    assert driver.tokens["read"] == []
+    assert driver.finish["read"].type == "length"
+    assert sum(len(event.prompt_logprobs or []) for event in driver.events["read"]) == 20
+
+
+def test_a_paused_engine_accepts_but_computes_nothing(tiny_dir):
+    driver = Driver(make_core(tiny_dir))
+    (plain,) = driver.together([[4, 5, 6]], max_new_tokens=6)
+    driver.add("held", [4, 5, 6], max_new_tokens=6)
+    driver.step()
+    assert driver.core.handle(Pause(1, True)).result == {"paused": True}
+    driver.add("left", [7, 8], max_new_tokens=6)
+    steps = driver.core.counters["steps"]
+    for _ in range(3):
+        driver.step()
+    assert not driver.core.busy
+    assert driver.core.counters["steps"] == steps
+    driver.abort("left")
+    driver.core.handle(Pause(2, False))
+    driver.run()
+    assert driver.tokens["held"] == plain
+    assert driver.finish["left"].type == "abort"
 
 
 def test_stop_token_minimum_and_ignore_eos(tiny_dir):

@@ -115,7 +115,7 @@ def test_a_seed_gives_the_same_tokens_in_any_company(tiny_dir):
         {"top_p": 1.1},
         {"top_k": -2},
         {"min_p": 2},
-        {"max_new_tokens": 0},
+        {"max_new_tokens": -1},
         {"n": 0},
         {"n": 1000},
         {"stop": ["x"] * 17},

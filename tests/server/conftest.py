@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 
 
@@ -49,7 +51,7 @@ class LiveServer:
         return next(int(line.split()[0]) for line in children.stdout.splitlines() if "runtime.process" in line)
 
 
-def start(log: Path, *options: str) -> LiveServer:
+def start(log: Path, *options: str, verify: ssl.SSLContext | bool = True) -> LiveServer:
     """Start `ramet serve` on a free port and wait until it serves."""
     command = [
         sys.executable,
@@ -69,14 +71,14 @@ def start(log: Path, *options: str) -> LiveServer:
             command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"}
         )
     deadline = time.monotonic() + 120
-    while not (found := re.search(r"serving on (http://\S+)", log.read_text())):
+    while not (found := re.search(r"serving on (https?://[^\s\"]+)", log.read_text())):
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
     server = LiveServer(process, found[1], log)
     while True:
         try:
-            if httpx.get(f"{server.url}/health").status_code == 200:
+            if httpx.get(f"{server.url}/health", verify=verify).status_code == 200:
                 return server
         except httpx.TransportError:
             time.sleep(0.05)
@@ -106,3 +108,10 @@ def client(server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=120) as client:
         yield client
     server.check_idle()
+
+
+@pytest.fixture
+def api(client, server) -> Iterator[openai.OpenAI]:
+    """The real client of OpenAI's API."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
+        yield api

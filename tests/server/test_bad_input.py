@@ -26,7 +26,7 @@ BAD = [
     (b'{"text": "x", "sampling_params": {"temperature": -1}}', 400, "sampling_params.temperature"),
     (b'{"text": "x", "sampling_params": {"temperature": NaN}}', 400, "sampling_params.temperature"),
     (b'{"text": "x", "sampling_params": {"top_p": "hot"}}', 400, "sampling_params.top_p"),
-    (b'{"text": "x", "sampling_params": {"max_new_tokens": 0}}', 400, "sampling_params.max_new_tokens"),
+    (b'{"text": "x", "sampling_params": {"max_new_tokens": -1}}', 400, "sampling_params.max_new_tokens"),
     (b'{"text": "x", "sampling_params": {"max_new_tokens": 1e30}}', 400, "sampling_params.max_new_tokens"),
     (b'{"text": "x", "sampling_params": {"max_new_tokens": 9000}}', 400, "sampling_params.max_new_tokens"),
     (b'{"text": "x", "sampling_params": {"n": 1000}}', 400, "sampling_params.n"),
@@ -57,7 +57,11 @@ BAD = [
     (b'{"text": "x", "sampling_params": {"max_new_tokens": "5"}}', 400, "sampling_params.max_new_tokens"),
     (b'{"text": "x", "sampling_params": {"max_new_tokens": ' + b"9" * 5000 + b"}}", 400, None),
     (b'{"text": "x", "sampling_params": {"temperature": Infinity}}', 400, "sampling_params.temperature"),
-    (b'{"text": "x", "sampling_params": {"regex": "a+"}}', 400, "sampling_params.regex"),
+    (b'{"text": "x", "sampling_params": {"regex": "(a"}}', 400, "sampling_params.regex"),
+    (b'{"text": "x", "sampling_params": {"json_schema": "{}", "regex": "a"}}', 400, "sampling_params.regex"),
+    (b'{"text": "x", "sampling_params": {"json_schema": "[]"}}', 400, "sampling_params.json_schema"),
+    (b'{"text": "x", "sampling_params": {"regex": "' + b"a" * 9000 + b'"}}', 400, "sampling_params.regex"),
+    (b'{"text": "x", "timeout_s": 0}', 400, "timeout_s"),
     (b'{"text": "x", "sampling_params": {"stop": ["a", ""]}}', 400, "sampling_params.stop.1"),
     (b'{"text": "x", "sampling_params": {"logit_bias": {"99999999": 1}}}', 400, "sampling_params.logit_bias"),
     (b'{"text": ["x", "y"], "sampling_params": [{}, {"top_p": 3}]}', 400, "sampling_params.1.top_p"),
@@ -154,3 +158,22 @@ def test_bad_input_to_other_routes(client, path, body, param):
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert param is None or error["param"] == param
+
+
+def test_the_openapi_document_is_complete(client):
+    document = client.get("/openapi.json").json()
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            assert operation.get("description"), f"{method} {path}"
+            assert {"4XX", "5XX"} <= operation["responses"].keys()
+            assert "422" not in operation["responses"]
+    for name in ("GenerateRequest", "ChatRequest", "CompletionRequest", "TokenizeRequest", "PinRequest"):
+        assert document["components"]["schemas"][name]["example"]
+    for path in ("/generate", "/v1/chat/completions", "/v1/completions"):
+        content = document["paths"][path]["post"]["responses"]["200"]["content"]
+        assert content.keys() == {"application/json", "text/event-stream"}
+        example = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        body = document["components"]["schemas"][example["$ref"].rsplit("/", 1)[1]]["example"]
+        if "model" in body:
+            body = {**body, "model": "smollm2", "max_tokens": 2}
+        assert client.post(path, json=body).status_code == 200

@@ -24,7 +24,7 @@ def exchange(chunks, headers=()):
         seen.append((dict(scope["headers"]), (await receive())["body"]))
 
     scope = {"type": "http", "method": "POST", "headers": list(headers)}
-    asyncio.run(BodyLimit(app, LIMIT)(scope, receive, send))
+    asyncio.run(BodyLimit(app, LIMIT, 5)(scope, receive, send))
     return sent, seen, len(chunks) - len(left)
 
 

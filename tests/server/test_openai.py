@@ -9,12 +9,6 @@ MODEL = "smollm2"
 CHAT = [{"role": "user", "content": "Say hello."}]
 
 
-@pytest.fixture
-def api(client, server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as api:
-        yield api
-
-
 def test_models(api):
     assert [model.id for model in api.models.list()] == [MODEL]
     assert api.models.retrieve(MODEL).object == "model"
@@ -105,8 +99,10 @@ def test_fields_that_change_nothing_are_ignored(api):
         ({"n": 0}, "n"),
         ({"max_tokens": 9000}, "max_tokens"),
         ({"stop": ["x"] * 20}, "stop"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, None),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),

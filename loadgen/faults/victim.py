@@ -1,0 +1,208 @@
+"""A server of one's own that is treated badly, and what it looks like afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from loadgen.local_server import start_server
+
+_IDLE_S = 60.0
+# Memory may grow by so much of what it was.
+MEMORY_SHARE = 0.05
+
+
+@dataclass
+class Finding:
+    """What came of a case.
+
+    Attributes:
+        done: what was done, in words.
+        seen: what was measured, in words.
+        problems: what should not have been; empty if the server stood the test.
+        facts: figures for JSON.
+    """
+
+    done: str
+    seen: str = ""
+    problems: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Victim:
+    """One server process and a client for it.
+
+    Attributes:
+        process: the server's.
+        url: where it listens.
+        start_s: how long it took to start.
+        http: the client; it keeps no connections.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, start_s: float, http: aiohttp.ClientSession):
+        self.process = process
+        self.url = url
+        self.start_s = start_s
+        self.http = http
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port, for what talks in bytes."""
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    async def post(self, path: str, **body: Any) -> tuple[int, Any]:
+        """Status and JSON of a request."""
+        async with self.http.post(self.url + path, json=body) as answer:
+            return answer.status, await answer.json(content_type=None)
+
+    async def get(self, path: str) -> Any:
+        """JSON of a route."""
+        async with self.http.get(self.url + path) as answer:
+            return await answer.json(content_type=None)
+
+    async def ready(self) -> bool:
+        """Whether it serves."""
+        try:
+            async with self.http.get(f"{self.url}/ready") as answer:
+                return answer.status == 200
+        except aiohttp.ClientError:
+            return False
+
+    async def generate(self, prompt: list[int], tokens: int, **body: Any) -> tuple[int, Any]:
+        """Complete token ids greedily, whatever the model would end with."""
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        return await self.post("/generate", input_ids=prompt, sampling_params=sampling, **body)
+
+    async def state(self) -> dict[str, Any]:
+        """The engine's counters and gauges."""
+        return (await self.get("/server_info"))["state"]
+
+    def engine_pid(self) -> int:
+        """The process id of the engine. Raises RuntimeError if there is none."""
+        for pid in _children(self.process.pid):
+            if b"runtime.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+        raise RuntimeError("the server has no engine process")
+
+    def memory(self) -> dict[str, float]:
+        """Resident MiB of both processes."""
+        return {"server": _resident(self.process.pid), "engine": _resident(self.engine_pid())}
+
+    async def warm_up(self, draw: random.Random) -> None:
+        """Touch all of the pool, and everything that is loaded with the first request."""
+        info = (await self.get("/server_info"))["model"]
+        length = min(1024, info["context_length"] - 64, info["pool_tokens"] // 2)
+        await asyncio.gather(*(self.generate(ids(draw, 40), 16) for _ in range(32)))
+        await asyncio.gather(*(self.generate(ids(draw, length), 8) for _ in range(info["pool_tokens"] // length + 1)))
+
+    async def problems(self, before: dict[str, float] | None = None) -> list[str]:
+        """What is wrong once nothing runs any more: lost pages, locked nodes, grown memory, no answer."""
+        found = []
+        deadline = time.monotonic() + _IDLE_S
+        while (state := await self.state())["running"] or state["waiting"] or state["pages_private"]:
+            if time.monotonic() > deadline:
+                found.append(f"{state['running']} requests still run, {state['waiting']} wait")
+                break
+            await asyncio.sleep(0.1)
+        if state["pages_free"] + state["pages_tree"] + state["pages_private"] != state["pages_total"]:
+            found.append("pages are lost")
+        if state["pages_locked"] or state["pages_private"]:
+            found.append(f"{state['pages_locked']} pages locked, {state['pages_private']} private")
+        for name, mib in self.memory().items() if before else ():
+            if before and mib > before[name] * (1 + MEMORY_SHARE):
+                found.append(f"the {name} grew from {before[name]:.0f} to {mib:.0f} MiB")
+        status, _ = await self.generate(ids(random.Random(0), 20), 4)
+        return found if status == 200 else [*found, f"a good request is answered with {status}"]
+
+
+def ids(draw: random.Random, count: int) -> list[int]:
+    """Random token ids."""
+    return [draw.randrange(200, 20_000) for _ in range(count)]
+
+
+@asynccontextmanager
+async def victim(options: Sequence[str]) -> AsyncIterator[Victim]:
+    """A fresh server, ended afterwards whatever state it is in."""
+    started_s = time.monotonic()
+    process, url = await asyncio.to_thread(start_server, options)
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    timeout = aiohttp.ClientTimeout(total=600)
+    try:
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+            yield Victim(process, url, time.monotonic() - started_s, http)
+    finally:
+        process.terminate()
+        try:
+            await asyncio.to_thread(process.wait, 60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+class Wire:
+    """A connection in bytes, for clients that behave badly. To be entered before use."""
+
+    def __init__(self, address: tuple[str, int], receive_buffer: int | None = None):
+        self._socket = socket.socket()
+        self._socket.setblocking(False)
+        if receive_buffer is not None:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self._address = address
+
+    async def __aenter__(self) -> Wire:
+        await asyncio.get_running_loop().sock_connect(self._socket, self._address)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._socket.close()
+
+    async def send(self, data: bytes) -> None:
+        """Send bytes."""
+        await asyncio.get_running_loop().sock_sendall(self._socket, data)
+
+    async def receive(self, count: int = 65_536) -> bytes:
+        """Some bytes; none at the end, also if the connection is reset."""
+        try:
+            return await asyncio.get_running_loop().sock_recv(self._socket, count)
+        except ConnectionError:
+            return b""
+
+    async def receive_all(self) -> bytes:
+        """Everything up to the end."""
+        parts = []
+        while part := await self.receive():
+            parts.append(part)
+        return b"".join(parts)
+
+    def reset(self) -> None:
+        """Close without a farewell: the other side gets a reset."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        self._socket.close()
+
+
+def request(body: bytes | dict[str, Any]) -> bytes:
+    """The bytes of a POST to `/generate`."""
+    data = json.dumps(body).encode() if isinstance(body, dict) else body
+    head = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def _resident(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmRSS"))

@@ -1,0 +1,54 @@
+"""How much may be open at once, on the whole server and for one tenant."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from runtime.config import SchedulerConfig
+from runtime.errors import Overloaded, RateLimited
+
+
+class Admission:
+    """Counts open completions and prompt tokens that wait for their first answer; refuses what is too much.
+
+    Args:
+        config: the bounds.
+    """
+
+    def __init__(self, config: SchedulerConfig):
+        self._config = config
+        self.open: Counter[str] = Counter()
+        self.waiting_tokens: Counter[str] = Counter()
+
+    def check(self, account: str, completions: int, tokens: int) -> None:
+        """Raise Overloaded or RateLimited if `completions` of a prompt of `tokens` are too many now."""
+        config = self._config
+        # What waits may always be one request, or a prompt longer than the bound could never be served.
+        if (queued := self.waiting_tokens.total()) and queued + tokens > config.max_waiting_tokens:
+            raise Overloaded(f"{queued} prompt tokens wait, and no more than {config.max_waiting_tokens} may")
+        if (total := self.open.total()) + completions > config.max_open:
+            raise Overloaded(f"{total} requests are open, and no more than {config.max_open} may be; try again")
+        if config.key_requests is not None and (own := self.open[account]) + completions > config.key_requests:
+            raise RateLimited(f"this key has {own} open requests, and no more than {config.key_requests} are allowed")
+        own = self.waiting_tokens[account]
+        if config.key_tokens is not None and own and own + tokens > config.key_tokens:
+            raise RateLimited(f"{own} prompt tokens of this key wait, and no more than {config.key_tokens} may")
+
+    def enter(self, account: str, tokens: int) -> None:
+        """A completion is open; `tokens` of its prompt wait."""
+        self.open[account] += 1
+        self.waiting_tokens[account] += tokens
+
+    def begin(self, account: str, tokens: int) -> None:
+        """A prompt waits no longer."""
+        self._take(self.waiting_tokens, account, tokens)
+
+    def leave(self, account: str) -> None:
+        """A completion has ended."""
+        self._take(self.open, account, 1)
+
+    @staticmethod
+    def _take(counter: Counter[str], account: str, amount: int) -> None:
+        counter[account] -= amount
+        if not counter[account]:
+            del counter[account]

@@ -1,0 +1,53 @@
+"""Log lines of both processes: text, or one JSON object a line; each says which HTTP request it belongs to."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Literal
+
+LogFormat = Literal["text", "json"]
+
+# The HTTP request that is being served, empty outside of one.
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_TEXT_OF_REQUEST = "%(asctime)s %(levelname)s %(name)s [%(request_id)s]: %(message)s"
+
+
+def set_up_logs(level: str, form: LogFormat) -> None:
+    """Send the log of this process to standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__(_TEXT)
+        self._of_request = logging.Formatter(_TEXT_OF_REQUEST)
+
+    def format(self, record: logging.LogRecord) -> str:
+        if not (found := request_id.get()):
+            return super().format(record)
+        record.request_id = found
+        return self._of_request.format(record)
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if found := request_id.get():
+            line["request_id"] = found
+        # What a call has put into `extra` as `fields`, such as a request's status and duration.
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)

@@ -1,0 +1,49 @@
+"""OpenTelemetry traces, an extra (`pip install ramet[otel]`): a span for every HTTP request."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI
+
+from runtime.errors import RametError
+from runtime.logs import request_id
+
+
+class NoTraces(RametError):
+    """Traces are wanted, but what makes them is not installed."""
+
+
+def add_traces(app: FastAPI, endpoint: str) -> None:
+    """Send a span for every request to an OTLP collector; `traceparent` of a request is taken up.
+
+    Args:
+        app: the application.
+        endpoint: where the collector takes traces over HTTP, e.g. http://127.0.0.1:4318/v1/traces.
+
+    Raises:
+        NoTraces: if the extra is not installed.
+    """
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise NoTraces(f"--otlp-endpoint needs pip install ramet[otel]: {error.name} is missing") from None
+    provider = TracerProvider(resource=Resource({"service.name": "ramet", "service.version": version("ramet")}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+    # What is left is sent when the process ends. Spans for every event of a stream would be thousands a second.
+    app.add_middleware(
+        OpenTelemetryMiddleware,
+        tracer_provider=provider,
+        exclude_spans=["receive", "send"],
+        server_request_hook=_name_request,
+    )
+
+
+def _name_request(span: Any, scope: dict[str, Any]) -> None:
+    if span is not None and span.is_recording():
+        span.set_attribute("ramet.request_id", request_id.get())

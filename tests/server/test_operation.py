@@ -1,0 +1,314 @@
+"""A server as its operators run it: keys with limits, deadlines, pausing, draining, slow clients, logs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+
+from server.access import AccessLog
+from tests.server.conftest import start, stop
+from tests.server.test_faults import LONG, streams
+
+KEYS = {"alice": "alice-secret-key", "bob": "bob-secret-key", "root": "root-secret-key"}
+SECRET = "xylophone quartz"
+ENDLESS = {"text": f"Say {SECRET}:", "sampling_params": {"max_new_tokens": 450, "ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def operated(tiny_dir, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("operated")
+    lines = [f"{name} {key}{' admin' if name == 'root' else ''}" for name, key in KEYS.items()]
+    (directory / "keys").write_text("\n".join(lines))
+    server = start(
+        directory / "log",
+        *("--model", str(tiny_dir), "--pool-tokens", "16384", "--api-keys", str(directory / "keys")),
+        *("--key-requests", "3", "--key-tokens", "400", "--max-prompt-tokens", "480", "--max-output-tokens", "460"),
+        *("--client-timeout", "1", "--cors-origins", "https://a.example", "--trusted-proxies", "127.0.0.1"),
+        *("--log-format", "json", "--log-level", "info", "--debug-invariants"),
+    )
+    yield server
+    assert stop(server) == 0
+    text = (directory / "log").read_text()
+    assert SECRET not in text
+    assert not any(key in text for key in KEYS.values())
+    assert "Traceback" not in text
+    for line in text.splitlines():
+        assert {"time", "level", "logger", "message"} <= json.loads(line).keys()
+
+
+@pytest.fixture
+def ask(operated):
+    def ask(who: str, method: str = "POST", path: str = "/generate", headers=(), **body) -> httpx.Response:
+        headers = {"authorization": f"Bearer {KEYS[who]}", **dict(headers)}
+        return httpx.request(method, operated.url + path, json=body or None, headers=headers, timeout=60)
+
+    def idle() -> None:
+        deadline = time.monotonic() + 30
+        while True:
+            state = ask("root", "GET", "/server_info").json()["state"]
+            if state["running"] == state["waiting"] == state["pages_private"] == state["pages_locked"] == 0:
+                return
+            assert time.monotonic() < deadline, state
+            time.sleep(0.05)
+
+    yield ask
+    idle()
+
+
+def raw(server, who: str, body: bytes, length: int | None = None) -> socket.socket:
+    """A connection on which a request was sent, its answer unread."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(30)
+    connection.connect((host, int(port)))
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[who]}\r\n"
+    connection.sendall(f"{head}Content-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body)
+    return connection
+
+
+def test_a_deadline_frees_everything(ask):
+    answer = ask("alice", **ENDLESS, timeout_s=0.3)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (408, "timeout_error")
+    assert answer.headers["x-should-retry"] == "false"
+    told = ask("alice", **ENDLESS, timeout_s=0.3, stream=True)
+    *parts, error, done = [line for line in told.text.split("\n\n") if line]
+    assert (told.status_code, done) == (200, "data: [DONE]")
+    assert parts
+    assert json.loads(error[6:])["error"]["type"] == "timeout_error"
+
+
+def test_pause_and_resume(ask):
+    assert ask("alice", "POST", "/pause").status_code == 403
+    assert ask("root", "GET", "/ready").status_code == 200
+    assert ask("root", "POST", "/pause").json() == {"paused": True}
+    assert ask("root", "GET", "/ready").status_code == 503
+    assert ask("alice", "GET", "/health").status_code == 200
+    assert ask("alice", **ENDLESS, timeout_s=0.2).status_code == 408
+    found = []
+    short = {"text": "x", "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+    thread = threading.Thread(target=lambda: found.append(ask("bob", **short)))
+    thread.start()
+    while ask("root", "GET", "/server_info").json()["state"]["waiting"] == 0:
+        time.sleep(0.02)
+    assert not found
+    assert ask("root", "POST", "/resume").json() == {"paused": False}
+    thread.join(30)
+    assert found[0].json()["meta_info"]["completion_tokens"] == 3
+
+
+def test_what_one_key_may_have_under_way(ask, operated):
+    open_ones = [raw(operated, "alice", json.dumps({**ENDLESS, "stream": True}).encode()) for _ in range(3)]
+    assert all(b"200 OK" in connection.recv(200) for connection in open_ones)
+    answer = ask("alice", text="x", sampling_params={"max_new_tokens": 1})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert (answer.headers["retry-after"], answer.headers["x-should-retry"]) == ("1", "false")
+    assert ask("bob", text="x", sampling_params={"max_new_tokens": 1}).status_code == 200
+    for connection in open_ones:
+        connection.close()
+
+
+def test_what_one_key_may_let_wait(ask):
+    ask("root", "POST", "/pause")
+    body = {"input_ids": [[5] * 300, [6] * 300], "sampling_params": {"max_new_tokens": 1}}
+    refused = ask("alice", **body)
+    ask("root", "POST", "/resume")
+    assert refused.status_code == 429
+    assert ask("alice", **{**body, "input_ids": [7] * 450}).status_code == 200, "alone it may be longer"
+
+
+def test_lengths_are_bounded(ask):
+    assert ask("alice", input_ids=[1] * 481).json()["error"]["code"] == "context_length_exceeded"
+    answer = ask("alice", text="x", sampling_params={"max_new_tokens": 461})
+    assert answer.json()["error"]["param"] == "sampling_params.max_new_tokens"
+    free = ask("alice", input_ids=[1], sampling_params={"max_new_tokens": None, "ignore_eos": True})
+    assert free.json()["meta_info"]["completion_tokens"] == 460
+
+
+def test_a_client_that_does_not_read_is_cut(ask, operated):
+    """Its answer is far more than buffers hold, and the server does not keep it for ever."""
+    body = {**ENDLESS, "stream": True, "return_logprob": True, "top_logprobs_num": 100}
+    served = operated.log.read_text().count('"path": "/generate"')
+    connection = raw(operated, "alice", json.dumps(body).encode())
+    deadline = time.monotonic() + 60
+    while operated.log.read_text().count('"path": "/generate"') == served:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    received = b""
+    try:
+        while chunk := connection.recv(1 << 20):
+            received += chunk
+    except ConnectionResetError:
+        pass
+    assert received.startswith(b"HTTP/1.1 200")
+    assert b"[DONE]" not in received
+
+
+def test_a_client_that_does_not_send_is_cut(ask, operated):
+    host, port = operated.url.removeprefix("http://").split(":")
+    for sent in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea"):
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(sent)
+            received = b""
+            try:
+                while chunk := connection.recv(4096):
+                    received += chunk
+            except ConnectionResetError:
+                pass
+            assert received.count(b"200 OK") == sent.count(b"\r\n\r\n")
+    connection = raw(operated, "alice", b'{"text": ', length=100)
+    assert connection.recv(4096).startswith(b"HTTP/1.1 408")
+    connection.close()
+
+
+def test_what_is_no_http_and_what_is_too_deep(ask, operated):
+    host, port = operated.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        answer = connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+    deep: dict = {}
+    for _ in range(70):
+        deep = {"a": deep}
+    answer = ask("alice", text="x", deep=deep)
+    assert "nested" in answer.json()["error"]["message"]
+    wide = ask("alice", text="[" * 500, input_ids=None, sampling_params={"max_new_tokens": 1, "stop": ["{" * 90]})
+    assert wide.status_code == 200
+
+
+def test_request_ids_origins_and_proxies(ask, operated):
+    given = ask("alice", "GET", "/v1/models", headers={"x-request-id": "my-own-1", "x-forwarded-for": "192.0.2.7"})
+    assert given.headers["x-request-id"] == "my-own-1"
+    forged = ask("alice", "GET", "/v1/models", headers={"x-request-id": 'a" level='})
+    assert len(forged.headers["x-request-id"]) == 32
+    assert ask("alice", "GET", "/nope").headers["x-request-id"]
+    lines = [json.loads(line) for line in operated.log.read_text().splitlines()]
+    (line,) = [line for line in lines if line.get("request_id") == "my-own-1"]
+    assert (line["status"], line["path"], line["key"], line["client"]) == (200, "/v1/models", "alice", "192.0.2.7")
+    for origin, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
+        answer = ask("alice", "GET", "/v1/models", headers={"origin": origin})
+        assert answer.headers.get("access-control-allow-origin") == allowed
+
+
+def test_an_unexpected_failure_is_logged_once(caplog):
+    sent = []
+
+    async def app(scope, receive, send):
+        raise ValueError("a secret of this machine")
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/x\n", "headers": []}
+    with caplog.at_level("INFO"):
+        asyncio.run(AccessLog(app)(scope, None, send))
+    assert sent[0]["status"] == 500
+    assert b"secret" not in sent[1]["body"]
+    assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"]
+    assert "\n" not in caplog.records[1].getMessage()
+
+
+def test_sigterm_lets_what_runs_end_and_takes_nothing_new(tiny_dir, tmp_path):
+    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192")
+    threads, found = streams(server, 4)
+    server.process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + 20
+    while (answer := httpx.get(f"{server.url}/ready")).status_code == 200:
+        assert time.monotonic() < deadline
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert answer.headers["retry-after"]
+    refused = httpx.post(f"{server.url}/generate", json=LONG)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (503, "overloaded_error")
+    assert server.process.wait(60) == 0
+    for thread in threads:
+        thread.join(20)
+    assert len(found) == 4
+    for lines in found:
+        assert json.loads(lines[-2][6:])["meta_info"]["finish_reason"] == {"type": "length", "length": 400}
+
+
+def test_what_runs_for_too_long_is_aborted(tiny_dir, tmp_path):
+    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192", "--drain-time", "0.1")
+    httpx.post(f"{server.url}/pause")
+    body = {**LONG, "stream": False}
+    found = []
+    thread = threading.Thread(target=lambda: found.append(httpx.post(f"{server.url}/generate", json=body, timeout=60)))
+    thread.start()
+    server.wait(lambda state: state["waiting"] == 1)
+    assert httpx.post(f"{server.url}/shutdown").status_code == 202
+    assert server.process.wait(30) == 0
+    thread.join(20)
+    assert found[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_a_second_signal_ends_at_once(tiny_dir, tmp_path):
+    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192")
+    httpx.post(f"{server.url}/pause")
+    threading.Thread(target=lambda: httpx.post(f"{server.url}/generate", json=LONG, timeout=60), daemon=True).start()
+    server.wait(lambda state: state["waiting"] == 1)
+    server.process.send_signal(signal.SIGTERM)
+    while httpx.get(f"{server.url}/ready").status_code == 200 or "stopping" not in server.log.read_text():
+        time.sleep(0.02)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(20) == 1
+
+
+def test_traces_go_to_a_collector(tiny_dir, tmp_path):
+    pytest.importorskip("opentelemetry.instrumentation.asgi")
+    received = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self):
+            received.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=collector.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
+    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "1024", "--otlp-endpoint", endpoint)
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"x-request-id": "traced-1", "traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
+    body = {"text": SECRET, "stream": True, "sampling_params": {"max_new_tokens": 2}}
+    assert httpx.post(f"{server.url}/generate", json=body, headers=headers, timeout=60).status_code == 200
+    assert stop(server) == 0
+    collector.shutdown()
+    sent = b"".join(data for path, data in received if path == "/v1/traces")
+    assert bytes.fromhex(trace) in sent
+    assert b"traced-1" in sent
+    assert SECRET.encode() not in sent
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+def test_https(tiny_dir, tmp_path):
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    files = ["-keyout", str(tmp_path / "key"), "-out", str(tmp_path / "cert")]
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *files, *names],
+        check=True,
+        capture_output=True,
+    )
+    trusted = ssl.create_default_context(cafile=str(tmp_path / "cert"))
+    options = ["--ssl-certfile", str(tmp_path / "cert"), "--ssl-keyfile", str(tmp_path / "key")]
+    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "1024", *options, verify=trusted)
+    try:
+        assert server.url.startswith("https://")
+        body = {"text": "x", "sampling_params": {"max_new_tokens": 2}}
+        assert httpx.post(f"{server.url}/generate", json=body, verify=trusted, timeout=60).status_code == 200
+    finally:
+        assert stop(server) == 0

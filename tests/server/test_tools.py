@@ -1,0 +1,164 @@
+"""Calls of tools: in prompts, in answers and in streams; against a live server and on the readers alone."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+
+from server.tools import CallReader, Tool, _moved, render_chat
+from tests.server.test_openai import MODEL
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/City"}, "unit": {"enum": ["C", "F"]}},
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+            "$defs": {"City": {"type": "string", "maxLength": 20}},
+        },
+    },
+}
+STOP = {"type": "function", "function": {"name": "stop"}}
+ASK = [{"role": "user", "content": "What is the weather in Paris?"}]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_call_that_must_be_made_is_made(api, choice):
+    options = {"model": MODEL, "messages": ASK, "tools": [WEATHER], "tool_choice": choice, "temperature": 0}
+    answer = api.chat.completions.create(**options, max_tokens=80).choices[0]
+    (call,) = answer.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert (call.type, call.function.name, answer.finish_reason) == ("function", "get_weather", "tool_calls")
+    assert arguments.keys() == {"city", "unit"}
+    assert arguments["unit"] in ("C", "F")
+    assert answer.message.content is None
+    chunks = list(api.chat.completions.create(**options, max_tokens=80, stream=True))
+    told = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
+    assert "".join(part.function.arguments for part in told) == call.function.arguments
+    assert [part.function.name for part in told] == ["get_weather"]
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    turns = [*ASK, answer.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "15 C, rain"}]
+    after = api.chat.completions.create(model=MODEL, messages=turns, tools=[WEATHER], max_tokens=8)
+    assert after.usage.prompt_tokens > 100
+
+
+def test_tools_that_are_not_to_be_called_cost_nothing(api):
+    plain = api.chat.completions.create(model=MODEL, messages=ASK, max_tokens=4, temperature=0)
+    none = api.chat.completions.create(
+        model=MODEL, messages=ASK, max_tokens=4, temperature=0, tools=[WEATHER], tool_choice="none"
+    )
+    assert none.choices[0].message == plain.choices[0].message
+    assert none.usage.prompt_tokens == plain.usage.prompt_tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "white space"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": "perhaps"}, None),
+        ({"tools": [WEATHER], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [STOP] * 129}, "tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "colour"}}}],
+             "tool_choice": "required"},
+            "response_format",
+        ),
+    ],
+)  # fmt: skip
+def test_tools_that_cannot_be_offered_are_refused(api, options, param):
+    with pytest.raises(openai.BadRequestError) as error:
+        api.chat.completions.create(model=MODEL, messages=ASK, **options)
+    if param:
+        assert error.value.body["param"] == param
+
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rom"}}\n</tool_call>'
+NAMES = frozenset({"get_weather", "stop"})
+EXPECTED = ("get_weather", {"city": "Rom"})
+
+
+def read(reader: CallReader, text: str, size: int) -> tuple[str, list]:
+    shown, calls = "", []
+    pieces = [text[i : i + size] for i in range(0, len(text), size)] or [""]
+    for i, piece in enumerate(pieces):
+        new, found = reader.push(piece, last=i == len(pieces) - 1)
+        shown += new
+        calls += [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found]
+    return shown, calls
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("text", "shown", "calls"),
+    [
+        (CALL, "", [EXPECTED]),
+        (f"I look.\n{CALL}\n{CALL}", "I look.", [EXPECTED, EXPECTED]),
+        (f"{CALL} and so on", " and so on", [EXPECTED]),
+        ("a < b <tool", "a < b <tool", []),
+        ("<tool_call>{broken</tool_call>!", "<tool_call>{broken</tool_call>!", []),
+        ('<tool_call>{"name": "unknown"}</tool_call>', '<tool_call>{"name": "unknown"}</tool_call>', []),
+        ('<tool_call>{"name": "stop"}', "", [("stop", {})]),
+        ("<tool_call>" + "[" * 2000, "<tool_call>" + "[" * 2000, []),
+    ],
+)
+def test_calls_between_tags(text, shown, calls, size):
+    assert read(CallReader(NAMES), text, size) == (shown, calls)
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("text", "shown", "calls"),
+    [
+        ('[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Rom"}}]', "", [EXPECTED]),
+        ('{"name": "get_weather", "parameters": {"city": "Rom"}}', "", [EXPECTED]),
+        ('<|python_tag|>{"name": "stop", "parameters": {}}', "", [("stop", {})]),
+        ("[see below]", "[see below]", []),
+        (" It rains.", " It rains.", []),
+        ("", "", []),
+    ],
+)
+def test_texts_that_are_calls(text, shown, calls, size):
+    assert read(CallReader(NAMES, tagged=False), text, size) == (shown, calls)
+
+
+def test_one_call_at_most_where_that_is_wanted():
+    assert read(CallReader(NAMES, single=True), CALL + CALL, 7)[1] == [EXPECTED]
+
+
+def test_without_tools_nothing_is_held_back():
+    assert CallReader(frozenset()).push("<tool_call>", last=False) == ("<tool_call>", [])
+
+
+def test_references_are_moved_with_their_schema():
+    moved = _moved({"$ref": "#/$defs/A", "items": [{"$ref": "#"}, {"$ref": "#/$defs/B/x"}]}, "#/$defs/t/")
+    assert moved == {"$ref": "#/$defs/t/$defs/A", "items": [{"$ref": "#"}, {"$ref": "#/$defs/t/$defs/B/x"}]}
+
+
+class _Template:
+    """A tokenizer as far as prompts go."""
+
+    def __init__(self, chat_template: str):
+        self.chat_template = chat_template
+
+    def apply_chat_template(self, messages, add_generation_prompt, tools):
+        return messages, tools
+
+
+def test_a_template_gets_the_tools_that_it_knows():
+    tool = Tool.model_validate(WEATHER)
+    turns = [{"role": "user", "content": "x"}, {"role": "tool", "content": "y", "tool_call_id": "1"}]
+    messages, tools = render_chat(_Template("{{ tools }} {{ tool_calls }}"), turns, [tool])
+    assert messages == turns
+    assert tools[0]["function"]["name"] == "get_weather"
+    messages, tools = render_chat(_Template("{{ messages }}"), turns, [tool])
+    assert tools is None
+    assert "get_weather" in messages[0]["content"]
+    assert [message["role"] for message in messages] == ["system", "user", "user"]

@@ -1,0 +1,50 @@
+"""What no module may do: unpickle, run remote code, or listen where others can reach it."""
+
+from __future__ import annotations
+
+import ast
+import stat
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("radix", "runtime", "server")
+FORBIDDEN = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+
+
+def modules():
+    for room in ROOMS:
+        for path in (ROOT / room).rglob("*.py"):
+            yield path, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def test_nothing_is_unpickled():
+    seen = 0
+    for path, tree in modules():
+        seen += 1
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                assert not FORBIDDEN & {name.name.split(".")[0] for name in node.names}, path
+            elif isinstance(node, ast.ImportFrom):
+                assert (node.module or "").split(".")[0] not in FORBIDDEN, path
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                assert (node.value.id, node.attr) not in {("torch", "load"), ("np", "load"), ("numpy", "load")}, path
+                assert not node.attr.endswith("_pyobj"), path  # ZeroMQ's own pickling
+    assert seen > 50
+
+
+def test_no_remote_code_is_run():
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+                assert isinstance(node.value, ast.Constant), path
+                assert node.value.value is False, path
+
+
+def test_sockets_between_processes_are_their_owners_alone(server):
+    directories = {
+        Path(line.split()[-1]).parent for line in Path("/proc/net/unix").read_text().splitlines() if "/ramet-" in line
+    }
+    assert directories
+    for directory in directories:
+        if directory.exists():
+            assert stat.S_IMODE(directory.stat().st_mode) == 0o700, directory
