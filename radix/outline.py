@@ -133,7 +133,7 @@ class _Walk:
             hits=node.hits,
             idle_s=max(now - self._used_s[at], 0.0),
             locked=bool(self._locked[at]),
-            pinned=node.pins > 0,
+            pinned=at >= self._num_roots and node.pins > 0,
             held=node.hold_until > now,
             preview=node.key[: preview_tokens * TOKEN_BYTES],
         )
