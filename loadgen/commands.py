@@ -7,8 +7,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from loadgen import (
+    bench_bicache,
     bench_compare,
+    bench_denoise,
     bench_faults,
+    bench_growth,
     bench_policies,
     bench_prefix,
     bench_scheduler,
@@ -38,15 +41,24 @@ BENCHES = {
     "policies": Bench(
         "hit ratio of every eviction policy on a recorded trace", bench_policies.add_arguments, bench_policies.run
     ),
-    "faults": Bench(
-        "what a server survives: cut, slow and broken clients, a killed engine, a long soak",
-        bench_faults.add_arguments,
-        bench_faults.run,
+    "denoise": Bench(
+        "a diffusion model's request with and without reuse", bench_denoise.add_arguments, bench_denoise.run
     ),
     "scheduler": Bench(
         "time to first token under every admission policy (simulated), and what scheduling costs",
         bench_scheduler.add_arguments,
         bench_scheduler.run,
+    ),
+    "faults": Bench(
+        "what a server survives: cut, slow and broken clients, a killed engine, a long soak",
+        bench_faults.add_arguments,
+        bench_faults.run,
+    ),
+    "growth": Bench("how the engine's costs grow with context and batch", bench_growth.add_arguments, bench_growth.run),
+    "bicache": Bench(
+        "accuracy and cost of reusing a shared prefix in a diffusion model",
+        bench_bicache.add_arguments,
+        bench_bicache.run,
     ),
     "tree": Bench("what the radix tree's operations cost, alone", bench_tree.add_arguments, bench_tree.run),
 }

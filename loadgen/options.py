@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import MISSING, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -269,6 +270,12 @@ def bounds(arguments: argparse.Namespace, work: Workload) -> Bounds:
 def slo(arguments: argparse.Namespace) -> Slo | None:
     """The service levels. Raises ValueError."""
     return Slo.parse(arguments.goodput) if arguments.goodput else None
+
+
+def need_matplotlib() -> None:
+    """Raise ValueError where plots cannot be drawn: before a run, not after it."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("plots need matplotlib: pip install 'ramet[bench]'")
 
 
 def seed(arguments: argparse.Namespace) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -75,12 +75,6 @@ class Record:
     def as_dict(self) -> dict[str, Any]:
         """For JSON; times in whole microseconds."""
         return {name: _rounded(value) for name, value in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Record:
-        """The inverse of `as_dict`; fields that are not known are left out."""
-        known = {f.name for f in fields(cls)}
-        return cls(**{name: value for name, value in data.items() if name in known})
 
 
 def _rounded(value: Any) -> Any:

@@ -62,6 +62,19 @@ class AttentionPlan:
 
 
 @dataclass(slots=True)
+class HiddenRows:
+    """Hidden states of some of a step's rows between two layers.
+
+    Attributes:
+        rows: int64 [n], flat rows of the step.
+        states: float32 [n, hidden], contiguous.
+    """
+
+    rows: torch.Tensor
+    states: torch.Tensor
+
+
+@dataclass(slots=True)
 class LayerGroup:
     """Consecutive layers that share one attention plan.
 
@@ -70,12 +83,16 @@ class LayerGroup:
         rows: int64 [T'], the flat rows that are alive in these layers; None: all.
         kv_write: int64 [T'], the pool slot that takes each row's new K and V; -1: not written.
         attention: the plan; rows of its edges count within this group.
+        load: states that rows enter the first layer with, instead of what they had; for rows that join here.
+        save: takes the states with which rows leave the last layer.
     """
 
     layers: range
     rows: torch.Tensor | None
     kv_write: torch.Tensor
     attention: AttentionPlan
+    load: list[HiddenRows] = field(default_factory=list)
+    save: list[HiddenRows] = field(default_factory=list)
 
 
 @dataclass(slots=True)

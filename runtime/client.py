@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from runtime.config import Config
+from runtime.diffusion_params import DiffusionParams
 from runtime.errors import DeadlineExceeded, EngineDead, InvalidRequest, ModelError, PinRefused, RametError
 from runtime.frontend import Frontend
 from runtime.models.resolve import resolve_model
@@ -29,11 +30,14 @@ from runtime.protocol import (
     Call,
     Failed,
     FlushCache,
+    GetOutline,
     GetPins,
+    GetRequests,
     GetState,
     GetTree,
     Inbound,
     ModelInfo,
+    OnNode,
     Pause,
     Ready,
     RemovePin,
@@ -286,11 +290,20 @@ class AsyncEngine:
                 raise PinRefused(answer["refused"])
             if "pin" in answer:
                 return answer["pin"]
-            probe = Submission(tokens, SamplingParams(max_new_tokens=1, temperature=0), namespace=namespace)
+            probe = self._probe(tokens, namespace)
             with await self.open([probe]) as outputs:
                 async for _output in outputs:
                     pass
         raise PinRefused("the prefix was evicted as often as it was computed; try again when the server is less busy")
+
+    def _probe(self, tokens: list[int], namespace: str) -> Submission:
+        """A request that leaves a prefix in the cache."""
+        sampling = SamplingParams(max_new_tokens=1, temperature=0)
+        if self.info.diffusion is None:
+            return Submission(tokens, sampling, namespace=namespace)
+        # One token more, as the row that the first mask is read from is never shared.
+        denoising = DiffusionParams(reuse=True, prefix_tokens=len(tokens), depth=1)
+        return Submission([*tokens, tokens[-1]], sampling, namespace=namespace, diffusion=denoising)
 
     async def unpin(self, pin: str) -> bool:
         """Let a pin go; False if there is none of that id."""
@@ -312,6 +325,21 @@ class AsyncEngine:
     async def tree(self, **asked: Any) -> list[dict[str, Any]]:
         """A page of the tree's nodes as dicts of `radix.NodeView`; `asked` are the fields of `GetTree`."""
         return (await self._call(lambda call: GetTree(call, **asked)))["nodes"]
+
+    async def outline(self, limit: int, preview_tokens: int) -> list[dict[str, Any]]:
+        """The tree in at most `limit` blocks as dicts of `radix.Block`, with `parent` as a place in the list."""
+        while True:
+            answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens))
+            if answer["blocks"] is not None:
+                return answer["blocks"]
+
+    async def requests(self, limit: int) -> list[dict[str, Any]]:
+        """The live requests, oldest first."""
+        return (await self._call(lambda call: GetRequests(call, limit)))["requests"]
+
+    async def on_node(self, verb: Literal["prefix", "unpin", "drop"], page: int, start: int) -> dict[str, Any]:
+        """Tell or change what concerns one node of the tree; see `Inspector`."""
+        return await self._call(lambda call: OnNode(call, verb, page, start))
 
     def _running(self) -> Frontend:
         if self._frontend is None:

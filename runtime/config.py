@@ -116,6 +116,19 @@ class SchedulerConfig(Section):
         return self.max_running + self.max_waiting
 
 
+class DiffusionConfig(Section):
+    """Diffusion models."""
+
+    bicache: bool = Field(True, description="reuse shared prefixes in shallow layers, unless a request says otherwise")
+    depth_table: Path | None = Field(
+        None, description="in how many layers, by ratio; default: the model's own or published one, else 1"
+    )
+    refresh_interval: int = Field(16, ge=1, description="denoising steps between refreshes of the other layers")
+    boundary_memory: float = Field(
+        0.25, ge=0, description="GiB for states with which cached prefixes enter a refresh; 0: computed anew each time"
+    )
+
+
 class EngineConfig(Section):
     """The engine process."""
 
@@ -170,6 +183,7 @@ class Config(Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     cache: CacheConfig = Field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    diffusion: DiffusionConfig = Field(default_factory=DiffusionConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from runtime.config import DEFAULT_MODEL, Config, make_config
-from runtime.core import EngineCore
+from runtime.cores import open_core
 from runtime.errors import EngineDead, RametError
 from runtime.frontend import Frontend
 from runtime.models.resolve import resolve_model
@@ -44,7 +44,7 @@ class Engine:
         """
         self.config = config or make_config(model=model, **options)
         path = resolve_model(self.config.model)
-        self.core = EngineCore(self.config, path)
+        self.core = open_core(self.config, path)
         self.info = self.core.info
         self.tokenizer = Tokenizer.load(path, self.config.model.chat_template)
         self._inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()

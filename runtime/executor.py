@@ -25,7 +25,7 @@ from runtime.native.library import Library, load_best
 log = logging.getLogger("ramet.engine")
 
 # As many as torch would take, $OMP_NUM_THREADS included; read before an executor changes it.
-_ALL_THREADS = torch.get_num_threads()
+ALL_THREADS = torch.get_num_threads()
 
 
 class Executor:
@@ -48,7 +48,7 @@ class Executor:
         model = LlamaModel(self.spec, load_weights(path, self.spec, self.dtype), self.device, ops)
         self.pool = self._make_pool(config)
         if library is not None:
-            native = NativeDecoder(library, model, self.pool, threads=config.engine.threads or _ALL_THREADS)
+            native = NativeDecoder(library, model, self.pool, threads=config.engine.threads or ALL_THREADS)
             self.backend_name, self._forward, self.argmax = native.name, native.forward, native.argmax
             # After each of torch's parallel operations its threads spin for a while, on the cores of the kernels'.
             torch.set_num_threads(1)

@@ -6,10 +6,12 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from runtime.admission import Admission
 from runtime.config import SchedulerConfig
 from runtime.decoding.grammar import check_grammar
+from runtime.diffusion_params import DiffusionParams
 from runtime.errors import InvalidRequest, RametError
 from runtime.models.tokenizer import Tokenizer
 from runtime.output import Output, Submission
@@ -36,6 +38,7 @@ class Choice:
     cached_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    reuse: dict[str, Any] | None = None
 
 
 class Frontend:
@@ -75,7 +78,11 @@ class Frontend:
         return len(self._open)
 
     def encode(self, submission: Submission) -> list[int]:
-        """The checked prompt as token ids; thread-safe. Raises InvalidRequest for what can never be served."""
+        """The checked prompt as token ids, with `submission.diffusion` filled for a diffusion model; thread-safe.
+
+        Raises:
+            InvalidRequest: for what can never be served.
+        """
         prompt, sampling = submission.prompt, submission.sampling
         tokens = (
             self.tokenizer.encode(prompt, add_special_tokens=submission.add_special_tokens)
@@ -96,8 +103,30 @@ class Frontend:
                 f"log-probabilities are wanted from position {start} of a prompt of {len(tokens)} tokens",
                 param="prompt_logprobs_from",
             )
+        if self.info.diffusion is not None:
+            submission.diffusion = self._denoising(submission, tokens)
+            self._check_length(len(tokens), submission.diffusion.gen_length)
+            self._check_guidance(len(tokens), submission.diffusion)
+            return tokens
+        if submission.diffusion is not None:
+            raise InvalidRequest("this model is no diffusion model", param="diffusion")
         self._check_length(len(tokens), sampling.max_new_tokens)
         return tokens
+
+    def _denoising(self, submission: Submission, tokens: list[int]) -> DiffusionParams:
+        """How a submission is denoised, with every default filled in. Raises InvalidRequest."""
+        info = self.info.diffusion
+        assert info is not None
+        if submission.logprobs is not None or submission.prompt_logprobs_from is not None:
+            raise InvalidRequest("log-probabilities are not supported for diffusion models", param="logprobs")
+        params = submission.diffusion or DiffusionParams()
+        if params.prefix_tokens is None and submission.shared_text is not None:
+            shared = self.tokenizer.encode(submission.shared_text, submission.add_special_tokens)
+            differ = (i for i, (mine, theirs) in enumerate(zip(shared, tokens, strict=False)) if mine != theirs)
+            params = params.model_copy(update={"prefix_tokens": next(differ, min(len(shared), len(tokens)))})
+        filled = params.filled(info.algorithm, submission.sampling)
+        filled.check(submission.sampling, info.num_layers, len(tokens))
+        return filled
 
     def _check_length(self, prompt: int, new: int | None) -> None:
         config = self._config
@@ -121,6 +150,17 @@ class Frontend:
                     param="prompt" if prompt >= limit else "max_new_tokens",
                     code="context_length_exceeded",
                 )
+
+    def _check_guidance(self, prompt: int, params: DiffusionParams) -> None:
+        """Guidance needs pages for a second canvas."""
+        page_size = self.info.page_size
+        pages = -(-(prompt + (params.gen_length or 0)) // page_size)
+        if params.cfg_scale and 2 * pages * page_size > self.info.pool_tokens:
+            raise InvalidRequest(
+                f"guidance needs 2 x {pages * page_size} tokens of the KV pool, which holds {self.info.pool_tokens}",
+                param="diffusion.cfg_scale",
+                code="context_length_exceeded",
+            )
 
     def submit(self, submission: Submission, tokens: list[int], index: int, on_output: OnOutput) -> None:
         """Send a submission's completions to the engine.
@@ -166,6 +206,7 @@ class Frontend:
                     logprobs=submission.logprobs,
                     prompt_logprobs_from=submission.prompt_logprobs_from if choice == 0 else None,
                     priority=submission.priority,
+                    diffusion=None if submission.diffusion is None else submission.diffusion.model_dump(),
                 )
             )
 
@@ -211,7 +252,7 @@ class Frontend:
         if event.prompt_logprobs is not None:
             choice.prompt_logprobs = (choice.prompt_logprobs or []) + event.prompt_logprobs
         choice.cached_tokens = event.cached_tokens or choice.cached_tokens
-        if not event.tokens and event.finish is None:
+        if not event.tokens and event.finish is None and event.canvas is None:
             return
         if event.finish is not None and event.finish.type == "error":
             self._close(event.rid)
@@ -229,6 +270,7 @@ class Frontend:
         choice.tokens.extend(event.tokens)
         if event.tokens:
             choice.queue_s, choice.prefill_s = event.queue_s, event.prefill_s
+        choice.reuse = event.reuse or choice.reuse
         finish = event.finish
         may_stop = len(choice.tokens) >= choice.submission.sampling.min_new_tokens
         delta = choice.text.push(event.tokens, may_stop, last=finish is not None)
@@ -252,6 +294,8 @@ class Frontend:
             queue_s=choice.queue_s,
             prefill_s=choice.prefill_s,
             e2e_s=time.monotonic() - choice.started_s,
+            reuse=choice.reuse,
+            canvas=event.canvas,
         )
 
     def _begin(self, choice: Choice) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from runtime.diffusion_params import DiffusionParams
 from runtime.protocol import Finish, TokenLogprob
 from runtime.sampling_params import SamplingParams
 
@@ -39,6 +41,8 @@ class Submission:
         prompt_logprobs_from: position from which prompt tokens get log-probabilities; None: none.
         priority: larger goes first among waiting requests.
         add_special_tokens: whether tokenizing a text prompt adds the model's BOS (a chat template has it already).
+        diffusion: how a diffusion model denoises; None: its defaults, and for causal models.
+        shared_text: text that the prompt begins with and others do, too, where `diffusion` says nothing of it.
     """
 
     prompt: Prompt
@@ -50,6 +54,8 @@ class Submission:
     prompt_logprobs_from: int | None = None
     priority: int = 0
     add_special_tokens: bool = True
+    diffusion: DiffusionParams | None = None
+    shared_text: str | None = None
 
 
 @dataclass(slots=True)
@@ -68,6 +74,8 @@ class Output:
         prompt_tokens, cached_tokens, completion_tokens: counts; cached ones are prompt tokens read from the cache.
         finish: set on the last Output of a completion, and on no other.
         queue_s, prefill_s, e2e_s: seconds waiting, from admission to the first token, and since submission.
+        reuse: of a diffusion model: what was reused of the shared prefix.
+        canvas: of a diffusion model, where it was asked for: all output positions, decided or masked.
     """
 
     index: int
@@ -86,6 +94,8 @@ class Output:
     queue_s: float
     prefill_s: float
     e2e_s: float
+    reuse: dict[str, Any] | None = None
+    canvas: list[int] | None = None
 
 
 def join_logprobs(first: Logprobs, later: Logprobs) -> Logprobs:

@@ -17,6 +17,7 @@ import zmq
 
 from runtime.config import Config
 from runtime.core import EngineCore
+from runtime.cores import open_core
 from runtime.errors import RametError
 from runtime.logs import set_up_logs
 from runtime.models.resolve import resolve_model
@@ -65,7 +66,7 @@ def main() -> int:
 def _start(config: Config, quotas: dict[str, int]) -> EngineCore:
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
-    return EngineCore(config, resolve_model(config.model), quotas)
+    return open_core(config, resolve_model(config.model), quotas)
 
 
 def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:

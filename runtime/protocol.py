@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from runtime.models.diffusion import Algorithm
+
 FinishType = Literal["stop", "length", "abort", "error"]
 
 
@@ -20,6 +22,7 @@ class AddRequest(msgspec.Struct, tag="add"):
         logprobs: how many alternatives to report for every output token; None: no log-probabilities.
         prompt_logprobs_from: position from which prompt tokens get log-probabilities; None: none.
         priority: larger goes first among waiting requests.
+        diffusion: `DiffusionParams.model_dump()`, filled, for a diffusion model.
     """
 
     rid: str
@@ -29,6 +32,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     logprobs: int | None = None
     prompt_logprobs_from: int | None = None
     priority: int = 0
+    diffusion: dict[str, Any] | None = None
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -87,6 +91,30 @@ class GetTree(msgspec.Struct, tag="tree"):
     preview_tokens: int = 0
 
 
+class GetOutline(msgspec.Struct, tag="outline"):
+    """Go on with the walk that makes the tree's outline; see `Inspector.outline`. Answered by `Reply`."""
+
+    call: int
+    limit: int
+    preview_tokens: int = 0
+
+
+class GetRequests(msgspec.Struct, tag="requests"):
+    """Ask for the live requests, oldest first, `limit` at most. Answered by `Reply`."""
+
+    call: int
+    limit: int
+
+
+class OnNode(msgspec.Struct, tag="node"):
+    """Tell or change what concerns one node; see `Inspector`, whose methods the verbs are. Answered by `Reply`."""
+
+    call: int
+    verb: Literal["prefix", "unpin", "drop"]
+    page: int
+    start: int
+
+
 class Pause(msgspec.Struct, tag="pause"):
     """Run no steps from now on, or go on with them. Answered by `Reply`: `{"paused": bool}`."""
 
@@ -98,7 +126,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort what runs and end the engine process."""
 
 
-Call = FlushCache | GetState | AddPin | RemovePin | GetPins | GetTree | Pause
+Call = FlushCache | GetState | AddPin | RemovePin | GetPins | GetTree | GetOutline | GetRequests | OnNode | Pause
 Inbound = AddRequest | Abort | Call | Shutdown
 
 
@@ -122,7 +150,8 @@ class TokenEvent(msgspec.Struct):
     """What one step made for one request; exactly one event of a request has `finish` set, its last.
 
     `cached_tokens` counts prompt tokens whose KV came from the cache at first admission. Times are seconds:
-    `queue_s` from arrival in the engine to first admission, `prefill_s` from there to the first token.
+    `queue_s` from arrival in the engine to first admission, `prefill_s` from there to the first token. Of a diffusion
+    model: `reuse` tells what was reused, `canvas` is what is decided so far, with masks, where it was asked for.
     """
 
     rid: str
@@ -133,6 +162,8 @@ class TokenEvent(msgspec.Struct):
     cached_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    reuse: dict[str, Any] | None = None
+    canvas: list[int] | None = None
 
 
 class StepEvents(msgspec.Struct, tag="events"):
@@ -167,6 +198,22 @@ outbound_decoder = msgspec.msgpack.Decoder(Outbound)
 encode = msgspec.msgpack.Encoder().encode
 
 
+class DiffusionInfo(msgspec.Struct):
+    """What a front end needs to know of a diffusion model.
+
+    Attributes:
+        mask_token_id: stands for what is not decided.
+        algorithm: which sampler is its default.
+        num_layers: most layers that can be reused.
+        depth_table: where the depths of reuse come from.
+    """
+
+    mask_token_id: int
+    algorithm: Algorithm
+    num_layers: int
+    depth_table: str
+
+
 class ModelInfo(msgspec.Struct):
     """What a front end needs to know of the loaded model and pool."""
 
@@ -181,3 +228,4 @@ class ModelInfo(msgspec.Struct):
     attention_backend: str
     page_size: int
     pool_tokens: int
+    diffusion: DiffusionInfo | None = None

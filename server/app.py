@@ -9,7 +9,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from runtime.client import AsyncEngine
 from runtime.config import Config
-from server import cache, errors, generate, openai_chat, openai_completions, routes
+from server import cache, dashboard, errors, generate, openai_chat, openai_completions, routes
 from server.access import AccessLog
 from server.auth import Guard, Tenant
 from server.context import Context
@@ -30,7 +30,8 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate:
     )
     options = config.server
     app.state.context = Context(engine, config, Metrics(engine.info.name), tenants, gate or Gate())
-    for module in (generate, openai_completions, openai_chat, cache, routes):
+    app.state.feed = dashboard.Feed(app.state.context)
+    for module in (generate, openai_completions, openai_chat, cache, dashboard, routes):
         app.include_router(module.router)
     errors.install(app)
     # What is added last comes first: nothing is read for a stranger.

@@ -94,6 +94,19 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     return run_bench(arguments)
 
 
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    from runtime.profile.command import add_arguments
+
+    add_arguments(parser)
+    add_options(parser, "model")
+
+
+def _profile(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from runtime.profile.command import profile, settings_from
+
+    return profile(config_from(parser, arguments), settings_from(parser, arguments), arguments)
+
+
 Command = tuple[
     str,
     Callable[[argparse.ArgumentParser], None],
@@ -103,6 +116,7 @@ _COMMANDS: dict[str, Command] = {
     "serve": ("serve a model over HTTP", add_options, _serve),
     "generate": ("generate from a prompt on the terminal, without a server", _add_generate, _generate),
     "fetch-model": ("fetch and convert a model, and print its directory", _add_fetch, _fetch),
+    "profile": ("measure in how many layers a diffusion model's prefixes can be reused", _add_profile, _profile),
     "bench": ("measure a server or this machine", _add_bench, _bench),
 }
 

@@ -18,7 +18,7 @@ from server.auth import Asker, CacheScope, Tenant
 from server.context import Context, Ctx
 from server.follow import collect, follow, open_outputs
 from server.sse import Events, EventStream, unless_gone
-from server.wire import MAX_BATCH, Body, CacheSalt, Priority, Rid, Sampling, Text, Timeout, TokenIds
+from server.wire import MAX_BATCH, Body, CacheSalt, Diffusion, Priority, Rid, Sampling, Text, Timeout, TokenIds
 
 router = APIRouter(tags=["generate"])
 
@@ -53,6 +53,7 @@ class GenerateRequest(Body):
     cache_salt: CacheSalt | None = None
     cache_scope: CacheScope = "private"
     timeout_s: Timeout | None = None
+    diffusion: Diffusion | None = None
 
     def names(self) -> dict[str, str]:
         """The request's fields by the engine's names for them."""
@@ -87,6 +88,7 @@ def submissions_of(body: GenerateRequest, tenant: Tenant) -> tuple[list[Submissi
             logprobs=body.top_logprobs_num if body.return_logprob else None,
             prompt_logprobs_from=body.prompt_logprobs_from,
             priority=body.priority,
+            diffusion=body.diffusion,
         )
         for prompt, params, rid in zip(prompts, sampling, rids, strict=True)
     ]
@@ -141,6 +143,9 @@ async def _events(
         else:
             event = _result(output, output.text, output.token_ids[: output.completion_tokens], own)
         event["delta"] = output.delta
+        if output.canvas is not None:
+            event["canvas"] = output.canvas
+            event["canvas_text"] = context.engine.tokenizer.decode(output.canvas, skip_special_tokens=False)
         if is_list:
             event["index"] = index
         yield event
@@ -167,6 +172,7 @@ def _result(output: Output, text: str, token_ids: list[int], logprobs: _Logprobs
         "prefill_time": output.prefill_s,
         "e2e_latency": output.e2e_s,
     }
+    meta |= output.reuse or {}
     return {"text": text, "output_ids": list(token_ids), "meta_info": meta | logprobs.fields()}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from runtime.client import OutputStream
+from runtime.errors import InvalidRequest
 from runtime.models.tokenizer import Tokenizer
 from runtime.output import Output, Submission, new_rid
 from runtime.protocol import TokenLogprob
@@ -67,12 +68,27 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx, te
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         priority=body.priority,
         add_special_tokens=False,
+        diffusion=body.diffusion,
+        shared_text=await asyncio.to_thread(_system_text, messages, context),
     )
     outputs = await open_outputs(context, [submission], body.NAMES, body.timeout_s)
     rid = f"chatcmpl-{new_rid()}"
     if body.stream:
         return EventStream(_events(body, rid, outputs, context), outputs.close)
     return await unless_gone(request, _answer(body, rid, outputs, context))
+
+
+def _system_text(messages: list[dict[str, Any]], context: Context) -> str | None:
+    """The prompt's part that ends with the system message, which other conversations have, too; None without one.
+
+    Only diffusion models need to be told: what a causal model computes does not depend on where a prefix ends.
+    """
+    if context.engine.info.diffusion is None or messages[0]["role"] != "system":
+        return None
+    try:
+        return context.engine.tokenizer.apply_chat_template(messages[:1], add_generation_prompt=False)
+    except InvalidRequest:  # a template may want a question
+        return None
 
 
 async def _answer(body: ChatRequest, rid: str, outputs: OutputStream, context: Context) -> dict[str, Any]:

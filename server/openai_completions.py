@@ -44,6 +44,7 @@ def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:
             logprobs=body.logprobs,
             prompt_logprobs_from=0 if body.echo and body.logprobs is not None else None,
             priority=body.priority,
+            diffusion=body.diffusion,
         )
         for prompt in prompts
     ]

@@ -11,7 +11,7 @@ from runtime.errors import InvalidRequest
 from runtime.sampling_params import SamplingParams
 from server.auth import CacheScope
 from server.tools import MAX_TOOLS, NamedTool, Tool, ToolCall, ToolChoice, schema_of_call
-from server.wire import Body, CacheSalt, LogitBias, Priority, Text, Timeout, TokenIds
+from server.wire import Body, CacheSalt, Diffusion, LogitBias, Priority, Text, Timeout, TokenIds
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 NewTokens = Annotated[int, Field(ge=1, le=1 << 20)]
@@ -58,6 +58,7 @@ class CommonRequest(Body):
     cache_salt: CacheSalt | None = None
     cache_scope: CacheScope = "private"
     timeout_s: Timeout | None = None
+    diffusion: Diffusion | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> CommonRequest:

@@ -18,6 +18,7 @@ from runtime.logs import set_up_logs
 from server.app import create_app
 from server.auth import Tenant, read_keys
 from server.connections import SEND_BUFFER_BYTES, patient
+from server.dashboard import Feed
 from server.gate import Gate
 
 log = logging.getLogger("ramet.server")
@@ -76,10 +77,11 @@ class _Server(uvicorn.Server):
     It goes on listening meanwhile, so that whoever comes is told to go elsewhere instead of being cut off.
     """
 
-    def __init__(self, settings: uvicorn.Config, engine: AsyncEngine, gate: Gate, drain_s: float):
+    def __init__(self, settings: uvicorn.Config, engine: AsyncEngine, gate: Gate, feed: Feed, drain_s: float):
         super().__init__(settings)
         self.engine = engine
         self.gate = gate
+        self.feed = feed
         self.drain_s = drain_s
         self._loop = asyncio.get_running_loop()
 
@@ -94,6 +96,7 @@ class _Server(uvicorn.Server):
     async def drain(self) -> None:
         """Wait until the server is told to stop, then until nothing runs or the time is over; then stop it."""
         await self.gate.wait_closed()
+        self.feed.close()
         log.info("stopping: %d requests run", self.engine.num_open)
         deadline_s = self._loop.time() + self.drain_s
         # A request that was let in may not be open in the engine yet: its task is looked at as well.
@@ -122,8 +125,10 @@ async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant])
         except OSError as error:  # another server that was loading at the same time was faster
             raise CannotListen(config, error) from None
         host, port = listener.getsockname()[:2]
+        gate = Gate()
+        app = create_app(engine, config, tenants, gate)
         settings = uvicorn.Config(
-            create_app(engine, config, tenants, gate := Gate()),
+            app,
             http=patient(options.client_timeout),
             log_level=options.log_level,
             log_config=None,
@@ -138,7 +143,7 @@ async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant])
             backlog=_BACKLOG,
         )
         _load(settings)
-        server = _Server(settings, engine, gate, options.drain_time)
+        server = _Server(settings, engine, gate, app.state.feed, options.drain_time)
         scheme = "https" if options.ssl_certfile else "http"
         log.info("serving on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
         died = asyncio.create_task(_stop_when_dead(engine, server))

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from runtime.diffusion_params import DiffusionParams
 from runtime.sampling_params import SamplingParams
 
 # Prompts in one request.
@@ -88,3 +89,9 @@ class Sampling(Body, SamplingParams):
         if self.sampling_seed is not None:
             fields["seed"] = self.sampling_seed
         return SamplingParams.model_construct(**fields)
+
+
+class Diffusion(Body, DiffusionParams):
+    """`DiffusionParams` in a request."""
+
+    model_config = ConfigDict(strict=True)

@@ -11,7 +11,7 @@ from typing import Any
 from loadgen.lengths import Distribution
 from loadgen.prose import CHARS_PER_TOKEN
 from loadgen.session import Message, Role, Session, Turn
-from loadgen.workloads.base import Source, Workload, length
+from loadgen.workloads.base import Source, Workload, length, need_file
 
 _ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _ROLES |= {"tool": "tool", "human": "user", "gpt": "assistant", "chatgpt": "assistant"}
@@ -25,6 +25,9 @@ class File(Workload):
     shuffle: bool = False
     output_tokens: Distribution = length("128")
     think: Distribution = length("0")
+
+    def __post_init__(self) -> None:
+        need_file(self.file)
 
     @property
     def requests(self) -> None:

@@ -54,7 +54,7 @@ class Sampler:
             requests: whose logits these are.
         """
         best = self._argmax(logits)
-        # A hidden state that is no number makes every logit of its row none, so the chosen one tells.
+        # argmax takes a NaN for the greatest, so a look at what it chose tells whether there is one in the row.
         sound = logits.gather(-1, best[:, None])[:, 0].isfinite().tolist()
         found: list[int | RametError] = []
         for i, (token, request) in enumerate(zip(best.tolist(), requests, strict=True)):

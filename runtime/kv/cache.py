@@ -6,7 +6,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 
-from radix import EventLog, Hold, Match, Quotas, RadixTree, make_policy, path
+from radix import EventLog, Hold, Match, Node, Quotas, RadixTree, make_policy, path
 from radix.node import TOKEN_BYTES
 from runtime.config import CacheConfig
 from runtime.kv.allocator import PageAllocator
@@ -81,11 +81,11 @@ class PagedCache:
             # The page to copy from must outlive the eviction that makes room for its copy; where nothing else can
             # be evicted it goes too, and its rows are computed again.
             self.tree.lock(match.partial_node)
-            fresh = self._allocate(need, match.pages, request.namespace)
+            fresh = self.allocate(need, match.pages, request.namespace)
             self.tree.unlock(match.partial_node)
             rows = match.partial_rows if fresh is not None else 0
             if fresh is None:
-                fresh = self._allocate(need, match.pages, request.namespace)
+                fresh = self.allocate(need, match.pages, request.namespace)
         if fresh is None:
             self.tree.unlock(node)
             return False
@@ -100,7 +100,7 @@ class PagedCache:
         """Make sure that the next token's KV has a place; False if memory does not suffice."""
         if len(request.pages) * self.page_size > request.num_computed:
             return True
-        fresh = self._allocate(1, request.pages, request.namespace)
+        fresh = self.allocate(1, request.pages, request.namespace)
         if fresh is None:
             return False
         request.pages.extend(fresh)
@@ -148,15 +148,29 @@ class PagedCache:
         self.allocator.release(pages)
         return len(pages)
 
+    def drop(self, node: Node) -> int:
+        """Drop a node and what lies below it, but for what is in use; returns how many pages."""
+        pages = self.tree.drop(node)
+        self.allocator.release(pages)
+        return len(pages)
+
     def expire(self) -> None:
         """Let go what has had its time: pins, and what the policy does not want to keep."""
         self.pins.expire()
         self.allocator.release(self.tree.expire())
 
-    def _allocate(self, count: int, behind: array[int], namespace: str) -> array[int] | None:
+    def allocate(self, count: int, behind: array[int], namespace: str, cached: int | None = None) -> array[int] | None:
+        """Take free pages, evicting what must go for them; None, with nothing changed, if memory does not suffice.
+
+        Args:
+            count: number of pages.
+            behind: pages that the new ones would best follow.
+            namespace: whose quota they count against.
+            cached: how many of them will be the tree's; default: all.
+        """
         if count > self.num_available:
             return None
-        self.allocator.release(self.tree.make_room(namespace, count))
+        self.allocator.release(self.tree.make_room(namespace, count if cached is None else cached))
         if (short := count - self.allocator.num_free) > 0:
             self.allocator.release(self.tree.evict(short))
         return self.allocator.allocate(count, behind[-1] if behind else -1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from runtime.errors import ModelError
+from runtime.models.publishing import publish
 from runtime.models.spec import ModelSpec
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -56,7 +56,7 @@ def convert_gguf(path: Path, target: Path) -> Path:
             work = Path(directory) / "model"
             work.mkdir()
             _write(path, metadata, tensors, architecture, work)
-            _publish(work, target)
+            publish(work, target)
     except OSError as error:
         raise ModelError(f"cannot write {target}: {error.strerror or error}") from None
     return target
@@ -90,15 +90,6 @@ def _write(path: Path, metadata: dict[str, Any], tensors: list[Any], architectur
     _write_json(work / "generation_config.json", ids)
     _write_tokenizer(path, metadata, work)
     _write_tensors(path, _named(path, tensors, ModelSpec.load(work)), config, architecture, work)
-
-
-def _publish(work: Path, target: Path) -> None:
-    """A rename within one directory is atomic: other processes see the whole model, or none."""
-    try:
-        os.rename(work, target)
-    except OSError:
-        if not (target / "config.json").exists():  # else another process was faster; its copy is as good
-            raise
 
 
 def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: list[Any]) -> dict[str, Any]:

@@ -51,11 +51,15 @@ class LlamaModel:
         """Run one step: writes the new K and V into `pool`, returns float32 logits [S, vocab] of `logits_rows`."""
         hidden = F.embedding(batch.tokens, self.embedding)
         for group in batch.groups:
+            for given in group.load:
+                hidden[given.rows] = given.states.to(hidden.dtype)
             if group.rows is None:
                 hidden = self._run_group(group, hidden, batch.positions, pool, backend)
             else:
                 alive = self._run_group(group, hidden[group.rows], batch.positions[group.rows], pool, backend)
                 hidden = hidden.index_copy(0, group.rows, alive)
+            for wanted in group.save:
+                wanted.states.copy_(hidden[wanted.rows])
         hidden = self.ops.rms_norm(hidden[batch.logits_rows], self.norm, self.spec.rms_norm_eps)
         return F.linear(hidden, self.head).float()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from runtime.config import DEFAULT_MODEL, ModelConfig
 from runtime.errors import ModelError
+from runtime.models.adapters.merge import ADAPTERS, build_adapted
 from runtime.models.default_model import fetch_default
 from runtime.models.spec import ModelSpec
 
@@ -29,10 +30,12 @@ def resolve_model(config: ModelConfig) -> Path:
         return _from_file(path, config.cache_dir)
     if name == DEFAULT_MODEL:
         return fetch_default(config.cache_dir)
+    if name in ADAPTERS:
+        return build_adapted(name, config.cache_dir)
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".gguf" or name.count("/") != 1:
         raise ModelError(
             f"--model {name}: no such directory or file, and not the name of a model on the hub (org/name) "
-            f"nor the default model ({DEFAULT_MODEL})"
+            f"nor a short name ({', '.join((DEFAULT_MODEL, *ADAPTERS))})"
         )
     return _from_hub(name)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from runtime.errors import ModelError
+from runtime.models.diffusion import FAMILIES, DiffusionSpec, as_llama, diffusion_spec, llada_name
 
-SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", *FAMILIES)
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -37,7 +38,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder of the Llama family."""
+    """A decoder of the Llama family; `diffusion` is set where it has no causal mask."""
 
     architecture: str
     model_type: str
@@ -58,6 +59,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     rope: RopeSpec
+    diffusion: DiffusionSpec | None = None
 
     @classmethod
     def load(cls, directory: Path) -> ModelSpec:
@@ -105,6 +107,10 @@ class ModelSpec:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
 
+    def stored_name(self, name: str) -> str:
+        """What the checkpoint calls one of the `expected_tensors`."""
+        return llada_name(name) if self.model_type == "llada" else name
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ModelError."""
@@ -124,12 +130,14 @@ def read_json(path: Path) -> dict[str, Any]:
 def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:
     architecture = (config.get("architectures") or ["(none named)"])[0]
     _refuse_unsupported(config, architecture)
-    family = architecture.removesuffix("ForCausalLM")
+    if architecture == "LLaDAModelLM":
+        config = as_llama(config)
+    family = FAMILIES.get(architecture) or architecture.removesuffix("ForCausalLM")
     attention_bias = bool(config.get("attention_bias", False))
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     spec = ModelSpec(
         architecture=architecture,
-        model_type=config.get("model_type", ""),
+        model_type=config.get("model_type") or "",
         hidden_size=hidden,
         num_layers=_size(config, "num_hidden_layers"),
         num_heads=heads,
@@ -147,6 +155,7 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpe
         eos_token_ids=_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
         bos_token_id=config.get("bos_token_id"),
         rope=_rope(config),
+        diffusion=diffusion_spec(config, architecture),
     )
     if heads % spec.num_kv_heads:
         raise ModelError(

@@ -18,7 +18,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def load_weights(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The tensors of `spec.expected_tensors()` in `dtype`, on the CPU.
+    """The tensors of `spec.expected_tensors()`, under these names, in `dtype`, on the CPU.
 
     Memory holds the result and one tensor more; a stored `lm_head` of a tied model is left in the file.
 
@@ -26,16 +26,17 @@ def load_weights(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> dict[s
         ModelError: if a file is missing or cut short, or a tensor is missing, of another shape or not of a float type.
     """
     expected = spec.expected_tensors()
-    files = _locate(directory, expected)
+    names = {spec.stored_name(name): name for name in expected}
+    files = _locate(directory, list(names))
     total = sum(path.stat().st_size for path in files)
     weights: dict[str, torch.Tensor] = {}
     # None leaves tqdm to find out whether this is a terminal.
     disable = None if total >= _BAR_FROM_BYTES else True
     with tqdm(total=len(expected), desc="loading", unit="tensor", disable=disable) as bar:
-        for path, names in files.items():
+        for path, stored in files.items():
             with _open(path) as file:
-                for name in names:
-                    weights[name] = _read(file, path, name, expected[name], dtype)
+                for name in stored:
+                    weights[names[name]] = _read(file, path, name, expected[names[name]], dtype)
                     bar.update()
     return weights
 
@@ -54,7 +55,7 @@ def _read(file: safe_open, path: Path, name: str, shape: tuple[int, ...], dtype:
     return tensor.clone() if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def _locate(directory: Path, expected: dict[str, tuple[int, ...]]) -> dict[Path, list[str]]:
+def _locate(directory: Path, expected: list[str]) -> dict[Path, list[str]]:
     """Which file holds which of the expected tensors."""
     where = _read_index(directory) or _scan(_find(directory))
     missing = [name for name in expected if name not in where]

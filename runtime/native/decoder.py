@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from runtime.batch import ForwardBatch
+from runtime.batch import ForwardBatch, HiddenRows
 from runtime.kv.pool import KVPool
 from runtime.models import llama
 from runtime.native import library as c
@@ -152,6 +152,16 @@ class NativeDecoder:
             kept.append(tensor.contiguous())
             return kept[-1].data_ptr()
 
+        def hidden_rows(given: list[HiddenRows]) -> Any:
+            several = (c.HiddenRows * len(given))()
+            for to, one in zip(several, given, strict=True):
+                # Not by `pointer`: a contiguous copy would not be the caller's.
+                assert one.states.dtype == torch.float32
+                assert one.states.is_contiguous()
+                to.rows, to.num_rows, to.states = pointer(one.rows), len(one.rows), one.states.data_ptr()
+            kept.append(several)
+            return several
+
         groups = (c.Group * len(batch.groups))()
         for to, group in zip(groups, batch.groups, strict=True):
             positions = batch.positions if group.rows is None else batch.positions[group.rows]
@@ -164,6 +174,8 @@ class NativeDecoder:
             to.kv_write = pointer(group.kv_write)
             to.cosine, to.sine = pointer(cosine), pointer(sine)
             to.spans, to.edges, to.num_edges = plan.spans, plan.edges, plan.num_edges
+            to.load, to.num_load = hidden_rows(group.load), len(group.load)
+            to.save, to.num_save = hidden_rows(group.save), len(group.save)
         if len(self._logits) < len(batch.logits_rows):
             self._logits = torch.empty(len(batch.logits_rows), self.spec.vocab_size)
         logits = self._logits[: len(batch.logits_rows)]

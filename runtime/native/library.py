@@ -75,6 +75,12 @@ class Model(Structure):
     )
 
 
+class HiddenRows(Structure):
+    """Hidden states of some rows; see `src/decoder.h`."""
+
+    _fields_ = (("rows", c_void_p), ("num_rows", c_int64), ("states", c_void_p))
+
+
 class Group(Structure):
     """A layer group of a step; see `src/decoder.h`."""
 
@@ -83,6 +89,8 @@ class Group(Structure):
         *(("rows", c_void_p), ("num_rows", c_int64), ("kv_write", c_void_p)),
         *_fields(pointers="cosine sine"),
         *(("spans", POINTER(Span)), ("edges", POINTER(Edge)), ("num_edges", c_int64)),
+        *(("load", POINTER(HiddenRows)), ("num_load", c_int64)),
+        *(("save", POINTER(HiddenRows)), ("num_save", c_int64)),
     )
 
 

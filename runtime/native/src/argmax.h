@@ -1,4 +1,4 @@
-// Greedy sampling: the first of the highest logits of each row.
+// Greedy sampling: the first of the highest logits of each row, or the first NaN, as in torch.
 #pragma once
 
 #include <algorithm>
@@ -10,14 +10,22 @@ namespace ramet {
 
 inline int64_t argmax(const float* x, int64_t n) {
     Vec tops[4] = {set1(kMinusInfinity), set1(kMinusInfinity), set1(kMinusInfinity), set1(kMinusInfinity)};
+    Vec sums[4] = {zero(), zero(), zero(), zero()};  // no number if there is a NaN
     int64_t i = 0;
     for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
-        for (int j = 0; j < 4; ++j) tops[j] = max(tops[j], load(x + i + j * kLanes));
+        for (int j = 0; j < 4; ++j) {
+            Vec v = load(x + i + j * kLanes);
+            tops[j] = max(tops[j], v), sums[j] = add(sums[j], v);
+        }
     }
     float top = reduce_max(max(max(tops[0], tops[1]), max(tops[2], tops[3])));
-    for (; i < n; ++i) top = std::max(top, x[i]);
-    int64_t found = std::find(x, x + n, top) - x;
-    return found < n ? found : 0;  // not found: nothing but NaN
+    float sum = reduce_add(add(add(sums[0], sums[1]), add(sums[2], sums[3])));
+    for (; i < n; ++i) top = std::max(top, x[i]), sum += x[i];
+    if (sum != sum) {
+        const float* nan = std::find_if(x, x + n, [](float v) { return v != v; });
+        if (nan < x + n) return nan - x;
+    }
+    return std::find(x, x + n, top) - x;
 }
 
 // One row [n] after the other, shared out among the threads.

@@ -30,6 +30,13 @@ struct Model {
     const void* embedding;  // [vocab, hidden] in the head's dtype; null: tied, read out of the head
 };
 
+// See HiddenRows in runtime/batch.py.
+struct HiddenRows {
+    const int64_t* rows;
+    int64_t num_rows;
+    float* states;  // [num_rows, hidden]
+};
+
 // See LayerGroup in runtime/batch.py.
 struct Group {
     int64_t first_layer;
@@ -42,6 +49,10 @@ struct Group {
     const Span* spans;
     const Edge* edges;
     int64_t num_edges;
+    const HiddenRows* load;
+    int64_t num_load;
+    const HiddenRows* save;
+    int64_t num_save;
 };
 
 struct Step {
@@ -78,6 +89,7 @@ class Decoder {
         for (int64_t g = 0; g < step.num_groups; ++g) {
             const Group& group = step.groups[g];
             attention_.plan(group.spans, group.edges, group.num_edges, group.num_rows, team_.size());
+            for (int64_t i = 0; i < group.num_load; ++i) put_states(group.load[i], x);
             if (group.rows != nullptr) {
                 alive_.reserve(group.num_rows * ld_hidden_);
                 copy_rows(x, group.rows, alive_.data(), nullptr, group.num_rows);
@@ -89,6 +101,7 @@ class Decoder {
                 }
             });
             if (group.rows != nullptr) copy_rows(alive_.data(), nullptr, x, group.rows, group.num_rows);
+            for (int64_t i = 0; i < group.num_save; ++i) take_states(group.save[i], x);
         }
         team_.run([&](int thread) {
             normalise(x, step.logits_rows, step.num_logits, model_.norm);
@@ -108,6 +121,17 @@ class Decoder {
         for (int64_t i = 0; i < count; ++i) {
             std::copy_n(from + (from_rows ? from_rows[i] : i) * ld_hidden_, model_.hidden,
                         to + (to_rows ? to_rows[i] : i) * ld_hidden_);
+        }
+    }
+
+    void put_states(const HiddenRows& given, float* x) {
+        for (int64_t i = 0; i < given.num_rows; ++i) {
+            std::copy_n(given.states + i * model_.hidden, model_.hidden, x + given.rows[i] * ld_hidden_);
+        }
+    }
+    void take_states(const HiddenRows& wanted, const float* x) {
+        for (int64_t i = 0; i < wanted.num_rows; ++i) {
+            std::copy_n(x + wanted.rows[i] * ld_hidden_, model_.hidden, wanted.states + i * model_.hidden);
         }
     }
 

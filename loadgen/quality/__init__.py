@@ -1,0 +1,1 @@
+"""What reuse costs in accuracy: tasks, a model of our own that can do them, tables."""

@@ -1,0 +1,84 @@
+"""The ways to treat a shared prefix that are compared, as parameters of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.diffusion_params import DiffusionParams
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What all cases have in common.
+
+    Attributes:
+        room: tokens of the canvas.
+        steps: denoising steps, where a threshold does not end them sooner.
+        block: tokens of a block of the Fast-dLLM cases; the others have one block.
+        interval: R, steps between refreshes.
+        threshold: confidence from which the Fast-dLLM cases decide a token.
+        depth: layers that BiCache reuses; None: by the model's table.
+        layers: of the model.
+    """
+
+    room: int
+    steps: int
+    block: int
+    interval: int
+    threshold: float
+    depth: int | None
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the table.
+
+    Attributes:
+        name: in the table.
+        fields: of `DiffusionParams`, without the prefix's length.
+    """
+
+    name: str
+    fields: dict[str, object]
+
+    @property
+    def is_reusing(self) -> bool:
+        """Whether the prefix has to be encoded before."""
+        return self.fields.get("reuse") is not False
+
+    def params(self, prefix_tokens: int) -> DiffusionParams:
+        """The parameters of a request whose prefix has so many tokens."""
+        return DiffusionParams.model_validate({**self.fields, "prefix_tokens": prefix_tokens})
+
+
+def table_cases(plan: Plan) -> list[Case]:
+    """The rows of the paper's Table 1, and the ablations that it lacks.
+
+    Fast-dLLM alone refreshes the prefix once a block, as it is published; with BiCache under it, the prefix's deep
+    layers at most once in `interval` steps, at a block's beginning.
+    """
+    whole = {"gen_length": plan.room, "steps": plan.steps, "block_length": plan.room, "refresh_interval": plan.interval}
+    blocks = {**whole, "block_length": plan.block, "threshold": plan.threshold}
+    return [
+        Case("no cache", {**whole, "reuse": False}),
+        Case("naive reuse of all layers", {**whole, "depth": plan.layers}),
+        Case("refreshed within the request (d = 0)", {**whole, "depth": 0}),
+        Case("BiCache", {**whole, "depth": plan.depth}),
+        Case("Fast-dLLM, prefix cache", {**blocks, "reuse": False, "cache": "prefix"}),
+        Case("BiCache + Fast-dLLM, prefix cache", {**blocks, "depth": plan.depth, "cache": "prefix"}),
+        Case("Fast-dLLM, dual cache", {**blocks, "reuse": False, "cache": "dual"}),
+        Case("BiCache + Fast-dLLM, dual cache", {**blocks, "depth": plan.depth, "cache": "dual"}),
+    ]
+
+
+def depth_cases(plan: Plan, depths: list[int]) -> list[Case]:
+    """BiCache alone by depth."""
+    whole = {"gen_length": plan.room, "steps": plan.steps, "block_length": plan.room, "refresh_interval": plan.interval}
+    return [Case(f"d = {depth}", {**whole, "depth": depth}) for depth in depths]
+
+
+def interval_cases(plan: Plan, intervals: list[int]) -> list[Case]:
+    """BiCache alone by R."""
+    whole = {"gen_length": plan.room, "steps": plan.steps, "block_length": plan.room, "depth": plan.depth}
+    return [Case(f"R = {interval}", {**whole, "refresh_interval": interval}) for interval in intervals]

@@ -1,0 +1,146 @@
+"""Seeded tasks whose answers depend on the whole prefix: what a reuse of stale prefix rows would get wrong.
+
+Every example is a chat of one system message (the prefix, which requests share) and one user message (the suffix).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from loadgen.quality.vocabulary import Vocabulary
+
+_SYSTEM, _USER, _ASSISTANT = (
+    "<|im_start|>system\n",
+    "<|im_end|>\n<|im_start|>user\n",
+    "<|im_end|>\n<|im_start|>assistant\n",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Token ids of one request.
+
+    Attributes:
+        prefix: the system message, up to where the user's begins.
+        suffix: the user's message, up to where the answer begins.
+        answer: as long as the canvas; ends of text fill what the answer leaves.
+    """
+
+    prefix: list[int]
+    suffix: list[int]
+    answer: list[int]
+
+    @property
+    def ids(self) -> list[int]:
+        """The whole sequence."""
+        return self.prefix + self.suffix + self.answer
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A task's texts: what the system message ends with, and questions about it with their answers."""
+
+    system: str
+    turns: list[tuple[str, str]]
+
+
+Task = Callable[[random.Random, list[str], int, int], Body]
+
+
+def keep(rng: random.Random, words: list[str], room: int, questions: int) -> Body:
+    """Repeat a list in order without the items that the user removes; `room` tokens hold the answer.
+
+    All questions about one list have answers of one length.
+    """
+    kept = room - rng.randint(1, 3)
+    removed = rng.randint(max(1, room // 8), max(2, room // 4))
+    items = rng.sample(words, kept + removed)
+    turns = []
+    for _ in range(questions):
+        out = rng.sample(items, removed)
+        turns.append((f"Remove: {' '.join(out)}", "".join(f" {item}" for item in items if item not in set(out))))
+    return Body(f"Items: {' '.join(items)}", turns)
+
+
+def lookup(rng: random.Random, words: list[str], room: int, questions: int) -> Body:
+    """Give the values of the asked keys in the order in which they are asked for."""
+    asked = room - rng.randint(1, 3)
+    drawn = rng.sample(words, 2 * (asked + rng.randint(1, 4)))
+    values = dict(zip(drawn[::2], drawn[1::2], strict=True))
+    turns = []
+    for _ in range(questions):
+        keys = rng.sample(list(values), asked)
+        turns.append((f"Values of: {' '.join(keys)}", "".join(f" {values[key]}" for key in keys)))
+    return Body("Pairs: " + ", ".join(f"{key} {value}" for key, value in values.items()), turns)
+
+
+def arithmetic(rng: random.Random, words: list[str], room: int, questions: int) -> Body:
+    """Add the prices of pairs of articles: an article and the sum for each, in six tokens at most."""
+    prices = {word: rng.randint(1, 9) for word in rng.sample(words, max(4, room // 3))}
+    turns = []
+    for _ in range(questions):
+        pairs = [rng.sample(list(prices), 2) for _ in range((room - 1) // 6)]
+        question = ", ".join(f"{first} and {second}" for first, second in pairs)
+        answer = "".join(f" {first} {prices[first] + prices[second]}," for first, second in pairs)
+        turns.append((f"Add: {question}", answer))
+    return Body("Prices: " + ", ".join(f"{word} {price}" for word, price in prices.items()), turns)
+
+
+def choice(rng: random.Random, words: list[str], room: int, questions: int) -> Body:
+    """For each question of a list, choose the one of three words that the system message has."""
+    asked = (room - 1) // 2
+    drawn = rng.sample(words, min(len(words), 3 * asked + 4))
+    present, absent = drawn[: asked + 4], drawn[asked + 4 :]
+    turns = []
+    for _ in range(questions):
+        right = rng.sample(present, asked)
+        options = [rng.sample([word, *rng.sample(absent, 2)], 3) for word in right]
+        answer = "".join(f" {'ABC'[o.index(word)]} {word}" for o, word in zip(options, right, strict=True))
+        turns.append(("Which is known? " + "; ".join(" ".join(o) for o in options), answer))
+    return Body(f"Known: {' '.join(present)}", turns)
+
+
+TASKS: dict[str, Task] = {"keep": keep, "lookup": lookup, "arithmetic": arithmetic, "choice": choice}
+
+
+class Source:
+    """Examples of the tasks. The same seed gives the same examples, and different seeds share none but by chance."""
+
+    def __init__(self, vocabulary: Vocabulary, seed: object):
+        self._vocabulary = vocabulary
+        self._seed = seed
+
+    def group(self, task: str, number: int, room: int, questions: int = 1, prefix: int = 0) -> list[Example]:
+        """Requests that share one prefix.
+
+        Args:
+            task: a name of `TASKS`.
+            number: which group.
+            room: tokens of the canvas.
+            questions: how many requests.
+            prefix: tokens of the prefix at least; prose before the task's own text fills it.
+        """
+        vocabulary, key = self._vocabulary, (self._seed, task, number, room)
+        rng = random.Random(repr(key))
+        body = TASKS[task](rng, vocabulary.words, room, questions)
+        start, own = vocabulary.encode(_SYSTEM), vocabulary.encode(f"{body.system}") + vocabulary.encode(_USER)
+        fill = vocabulary.filler(max(0, prefix - len(start) - len(own)), key)
+        shared = start + fill + own
+        turns = ((vocabulary.encode(asked) + vocabulary.encode(_ASSISTANT), answer) for asked, answer in body.turns)
+        return [Example(shared, suffix, self._canvas(answer, room)) for suffix, answer in turns]
+
+    def batch(self, task: str, number: int, room: int, size: int, length: int = 0) -> Iterator[Example]:
+        """Requests with prefixes of their own, all of one length in tokens: `length`, or what the longest needs."""
+        drawn = [(i, self.group(task, number * 4096 + i, room)[0]) for i in range(size)]
+        total = max(length, *(len(example.ids) for _, example in drawn))
+        for i, example in drawn:
+            want = total - len(example.suffix) - room
+            yield self.group(task, number * 4096 + i, room, prefix=want)[0]
+
+    def _canvas(self, answer: str, room: int) -> list[int]:
+        ids = self._vocabulary.encode(answer)
+        if len(ids) >= room:
+            raise ValueError(f"an answer of {len(ids)} tokens and its end do not fit into {room}")
+        return ids + [self._vocabulary.end] * (room - len(ids))

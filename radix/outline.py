@@ -1,0 +1,139 @@
+"""A large tree in few blocks: the heaviest branches in full, the others as a weight of what stands above them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Generator
+from dataclasses import dataclass
+from heapq import heappop, heappush, nlargest
+
+from radix.node import TOKEN_BYTES, Node
+from radix.tree import RadixTree
+
+_SLICE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A node, or the root of a namespace, with the sum of what lies below it.
+
+    Attributes:
+        id: the node's first page id; -1 for a root.
+        parent: the place of the parent in the outline, None for a root.
+        namespace: whose it is.
+        start: tokens that stand before the run; tokens: in it, 0 for a root.
+        total: tokens of the run and of everything below; nodes: likewise.
+        hits: uses after the first.
+        idle_s: seconds since the last use of the node or of anything below.
+        locked, pinned, held: whether live requests keep it, or pins, or a hold.
+        preview: int32 tokens at the run's start, as one bytes object.
+    """
+
+    id: int
+    parent: int | None
+    namespace: str
+    start: int
+    tokens: int
+    total: int
+    nodes: int
+    hits: int
+    idle_s: float
+    locked: bool
+    pinned: bool
+    held: bool
+    preview: bytes
+
+
+def outline(tree: RadixTree, limit: int, preview_tokens: int = 0) -> Generator[None, None, list[Block]]:
+    """Walk the whole tree, a few thousand nodes at a time; returns the `limit` heaviest blocks, parents first.
+
+    A block that is shown has its parent shown. Between two steps the tree may change: what came or went meanwhile is
+    counted or not, and nothing else goes wrong.
+    """
+    walk = _Walk(tree)
+    yield from walk.down()
+    yield from walk.up()
+    return walk.heaviest(limit, preview_tokens)
+
+
+class _Walk:
+    """Nodes level by level, so that parents come first and siblings stand together.
+
+    What is kept of each is numbers in arrays: a hundred thousand small objects would set off the garbage collector.
+    """
+
+    def __init__(self, tree: RadixTree):
+        self._tree = tree
+        self._nodes: list[Node] = [root for _, root in tree.roots()]
+        self._num_roots = len(self._nodes)
+        self._parents = array("q", [-1] * self._num_roots)
+        self._starts = array("q", [0] * self._num_roots)
+        self._first_child = array("q")
+        self._totals = array("q")
+        self._used_s = array("d")
+        self._locked = bytearray()
+        self._counts = array("q")
+
+    def down(self) -> Generator[None, None, None]:
+        at = 0
+        while at < len(self._nodes):
+            node = self._nodes[at]
+            tokens = len(node.key) // TOKEN_BYTES
+            self._first_child.append(len(self._nodes))
+            self._totals.append(tokens)
+            self._used_s.append(node.used_s)
+            self._locked.append(node.refs > node.pins)
+            self._counts.append(at >= self._num_roots)
+            children = node.children.values()
+            self._nodes.extend(children)
+            self._parents.extend([at] * len(children))
+            self._starts.extend([self._starts[at] + tokens] * len(children))
+            at += 1
+            if at % _SLICE == 0:
+                yield
+        self._first_child.append(at)
+
+    def up(self) -> Generator[None, None, None]:
+        for at in range(len(self._nodes) - 1, self._num_roots - 1, -1):
+            parent = self._parents[at]
+            self._totals[parent] += self._totals[at]
+            self._counts[parent] += self._counts[at]
+            self._used_s[parent] = max(self._used_s[parent], self._used_s[at])
+            # Of a path that a pin and a request share, only its end tells that there is more than the pin.
+            self._locked[parent] |= self._locked[at]
+            if at % _SLICE == 0:
+                yield
+
+    def heaviest(self, limit: int, preview_tokens: int) -> list[Block]:
+        now = self._tree.now()
+        shown: list[Block] = []
+        waiting: list[tuple[int, int, int]] = []  # weight, place among all, the parent's place among the shown
+
+        def offer(places: range, parent: int) -> None:
+            for at in nlargest(limit, places, key=self._totals.__getitem__):
+                heappush(waiting, (-self._totals[at], at, parent))
+
+        offer(range(self._num_roots), -1)
+        while waiting and len(shown) < limit:
+            _, at, parent = heappop(waiting)
+            offer(range(self._first_child[at], self._first_child[at + 1]), len(shown))
+            shown.append(self._block(at, parent if parent >= 0 else None, now, preview_tokens))
+        return shown
+
+    def _block(self, at: int, parent: int | None, now: float, preview_tokens: int) -> Block:
+        node = self._nodes[at]
+        return Block(
+            id=node.pages[0] if at >= self._num_roots and node.pages else -1,
+            parent=parent,
+            namespace=node.namespace,
+            start=self._starts[at],
+            tokens=len(node.key) // TOKEN_BYTES,
+            total=self._totals[at],
+            nodes=self._counts[at],
+            hits=node.hits,
+            idle_s=max(now - self._used_s[at], 0.0),
+            locked=bool(self._locked[at]),
+            pinned=node.pins > 0,
+            held=node.hold_until > now,
+            preview=node.key[: preview_tokens * TOKEN_BYTES],
+        )

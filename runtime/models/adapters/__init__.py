@@ -1,0 +1,1 @@
+"""Adapters that ship with Ramet, each a change of the default model."""

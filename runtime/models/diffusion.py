@@ -1,0 +1,112 @@
+"""What sets masked diffusion models apart from the decoders that they are built like: config keys, names, the mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from runtime.errors import ModelError
+
+Algorithm = Literal["low_confidence", "entropy", "maskgit_plus", "topk_margin", "origin"]
+
+# architecture -> the decoder family that it is without its causal mask
+FAMILIES = {"LLaDAModelLM": "Llama", "DreamModel": "Qwen2", "LlamaDiffusionModel": "Llama"}
+
+# Switches of LLaDA's configuration, and the one value of each that its published models have.
+_LLADA_SWITCHES: dict[str, Any] = {
+    "block_type": "llama",
+    "activation_type": "silu",
+    "layer_norm_type": "rms",
+    "rope": True,
+    "alibi": False,
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "attention_layer_norm": False,
+    "input_emb_norm": False,
+    "scale_logits": False,
+    "bias_for_layer_norm": False,
+}
+_LLADA_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ff_norm",
+    "self_attn.q_proj": "q_proj",
+    "self_attn.k_proj": "k_proj",
+    "self_attn.v_proj": "v_proj",
+    "self_attn.o_proj": "attn_out",
+    "mlp.gate_proj": "ff_proj",
+    "mlp.up_proj": "up_proj",
+    "mlp.down_proj": "ff_out",
+}
+_LLADA_OUTER = {"model.embed_tokens": "wte", "model.norm": "ln_f", "lm_head": "ff_out"}
+
+# <|eot_id|>, with which LLaDA's instruct models end a turn; their configuration names only <|endoftext|>.
+_LLADA_END_OF_TURN = 126348
+
+
+@dataclass(frozen=True, slots=True)
+class DiffusionSpec:
+    """A masked diffusion model.
+
+    Attributes:
+        mask_token_id: stands for a token that is not decided.
+        logits_shift: the logits of token i are read from row i - logits_shift.
+        algorithm: how its authors sample from it.
+    """
+
+    mask_token_id: int
+    logits_shift: int
+    algorithm: Algorithm
+
+
+def diffusion_spec(config: dict[str, Any], architecture: str) -> DiffusionSpec | None:
+    """What a configuration says of diffusion; None for a causal model. Raises KeyError, ModelError."""
+    if architecture not in FAMILIES:
+        return None
+    mask, vocab = config["mask_token_id"], config["vocab_size"]
+    if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < vocab:
+        raise ModelError(f"config.json has mask_token_id {mask!r}; it must be one of the {vocab} tokens")
+    if architecture == "LLaDAModelLM":
+        return DiffusionSpec(mask, 0, "low_confidence")
+    if architecture == "DreamModel":
+        return DiffusionSpec(mask, 1, "entropy")
+    shift = config.get("logits_shift", 1)
+    if shift not in (0, 1):
+        raise ModelError(f"config.json has logits_shift {shift!r}; supported are 0 and 1")
+    return DiffusionSpec(mask, shift, "low_confidence")
+
+
+def as_llama(config: dict[str, Any]) -> dict[str, Any]:
+    """LLaDA's configuration in Llama's keys. Raises KeyError, and ModelError for switches that are set otherwise."""
+    for name, value in _LLADA_SWITCHES.items():
+        if (found := config.get(name, value)) != value:
+            raise ModelError(f"config.json has {name} {found!r}; supported is {value!r}")
+    width, heads = config["d_model"], config["n_heads"]
+    vocab = config.get("embedding_size") or config["vocab_size"]
+    eos = config.get("eos_token_id")
+    ends = [eos] if isinstance(eos, int) else list(eos or [])
+    return {
+        "architectures": config.get("architectures"),
+        "model_type": config.get("model_type"),
+        "hidden_size": width,
+        "num_hidden_layers": config["n_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": config.get("n_kv_heads") or (1 if config.get("multi_query_attention") else heads),
+        "intermediate_size": config.get("mlp_hidden_size") or int(config["mlp_ratio"] * width),
+        "vocab_size": vocab,
+        "rms_norm_eps": config.get("rms_norm_eps", 1e-5),
+        "tie_word_embeddings": config.get("weight_tying", False),
+        "max_position_embeddings": config["max_sequence_length"],
+        "rope_theta": config.get("rope_theta", 10000.0),
+        "mask_token_id": config["mask_token_id"],
+        "eos_token_id": [*ends, _LLADA_END_OF_TURN] if vocab > _LLADA_END_OF_TURN else ends,
+        "bos_token_id": config.get("bos_token_id"),
+    }
+
+
+def llada_name(name: str) -> str:
+    """What LLaDA's checkpoints call a tensor of a Llama."""
+    module, _, kind = name.rpartition(".")
+    if module in _LLADA_OUTER:
+        return f"model.transformer.{_LLADA_OUTER[module]}.{kind}"
+    _, _, layer, inner = module.split(".", 3)
+    return f"model.transformer.blocks.{layer}.{_LLADA_LAYER[inner]}.{kind}"

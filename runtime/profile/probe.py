@@ -1,0 +1,124 @@
+"""Runs samples with and without reuse, and compares keys, values and output distributions."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from runtime.decoding.diffusion import Denoiser
+from runtime.denoise.request import DenoiseRequest
+from runtime.diffusion_params import DiffusionParams
+from runtime.executor import Executor
+from runtime.profile.samples import Sample
+from runtime.reuse.bicache import plan_denoise
+from runtime.sampling_params import SamplingParams
+
+_GREEDY = SamplingParams(temperature=0)
+
+
+class Probe:
+    """Samples on an executor whose pool has pages of one token and room for four canvases.
+
+    The prefix is encoded alone into the first rows of the pool; the canvas with reuse follows, the one without reuse
+    has the second half.
+    """
+
+    def __init__(self, executor: Executor):
+        assert executor.pool.page_size == 1
+        self.executor = executor
+        assert executor.spec.diffusion is not None
+        self._diffusion = executor.spec.diffusion
+
+    def similarity(self, sample: Sample, per_token: bool) -> list[float]:
+        """Cosine similarity of the prefix's keys and values, alone and in the full input at the first step, by layer.
+
+        Args:
+            sample: what is run.
+            per_token: the mean of the tokens' similarities; else that of all tokens as one vector (equation 3).
+        """
+        self._run(self._alone(sample))
+        self._run(self._full(sample))
+        n = len(sample.prefix)
+        pool, full = self.executor.pool, 2 * sample.length + n
+        found = []
+        for layer in range(self.executor.spec.num_layers):
+            alone, whole = (
+                torch.cat((pool.k[layer, at : at + n].flatten(1), pool.v[layer, at : at + n].flatten(1)), dim=1).float()
+                for at in (0, full)
+            )
+            if not per_token:
+                alone, whole = alone.reshape(1, -1), whole.reshape(1, -1)
+            found.append(float(F.cosine_similarity(alone.double(), whole.double(), dim=1).mean()))
+        return found
+
+    def divergence(self, sample: Sample, depth: int, steps: int) -> float:
+        """KL divergence in nats of the masks' distributions with reuse from those without, the mean over masks.
+
+        The first steps of the model without reuse are followed; with reuse the prefix is refreshed at each of them, so
+        that what is measured is the depth and not the interval.
+        """
+        self._run(self._alone(sample))
+        full = self._full(sample)
+        found: list[float] = []
+        while len(found) < steps and not full.denoiser.done:
+            reusing = self._reusing(sample, depth)
+            reusing.denoiser = full.denoiser
+            with_reuse = self._log_probs(reusing)
+            without = self._log_probs(full)
+            found.append(float((without.exp() * (without - with_reuse)).sum(-1).mean()))
+            full.denoiser.commit(without)
+        return float(np.mean(found))
+
+    def _log_probs(self, request: DenoiseRequest) -> torch.Tensor:
+        logits = self._run(request).clone()
+        # Never chosen, so it belongs to no distribution; and minus infinity twice is no number.
+        logits[:, self._diffusion.mask_token_id] = -1e4
+        return logits.log_softmax(-1)
+
+    @torch.inference_mode()
+    def _run(self, request: DenoiseRequest) -> torch.Tensor:
+        spec = self.executor.spec
+        batch = plan_denoise(
+            [request.work(spec.num_layers)], spec.num_layers, spec.hidden_size, 1, self.executor.device
+        )
+        return self.executor.run(batch)
+
+    def _alone(self, sample: Sample) -> DenoiseRequest:
+        request = self._reusing(sample, 1)
+        request.is_encoding = True
+        return request
+
+    def _reusing(self, sample: Sample, depth: int) -> DenoiseRequest:
+        n = len(sample.prefix)
+        request = self._request(sample, range(n + sample.length))
+        request.prefix_len, request.depth = n, depth
+        request.encoding = "prefix" if depth else ""
+        if not depth:
+            request.pages = request.pages[n:]
+        return request
+
+    def _full(self, sample: Sample) -> DenoiseRequest:
+        start = 2 * sample.length + len(sample.prefix)
+        return self._request(sample, range(start, start + sample.length))
+
+    def _request(self, sample: Sample, pages: range) -> DenoiseRequest:
+        """A request of one block, of whose masks each step decides one."""
+        prompt = np.array([*sample.prefix, *sample.prompt], dtype=np.int64)
+        params = DiffusionParams(gen_length=sample.gen_length, block_length=sample.gen_length)
+        params = params.filled(self._diffusion.algorithm, _GREEDY)
+        generator = torch.Generator(self.executor.device)
+        return DenoiseRequest(
+            rid="probe",
+            tokens=array("i", prompt.tolist()),
+            prompt_len=len(prompt),
+            sampling=_GREEDY,
+            stop_ids=frozenset(),
+            max_tokens=sample.length,
+            pages=array("i", pages),
+            denoiser=Denoiser(prompt, params, _GREEDY, self._diffusion, generator),
+            params=params,
+            interval=1,
+        )

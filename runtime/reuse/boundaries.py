@@ -1,0 +1,45 @@
+"""Keeps the hidden states with which cached prefixes enter the last reused layer."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+
+
+class BoundaryStore:
+    """Boundary states by encoding and depth, the least recently used first to go.
+
+    They depend on the prefix and the depth alone, so an entry never grows stale. One that is gone is computed again
+    at the next refresh.
+
+    Args:
+        max_bytes: what all entries may hold together; 0 keeps none.
+    """
+
+    def __init__(self, max_bytes: int):
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._entries: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
+
+    def get(self, encoding: str, depth: int) -> torch.Tensor | None:
+        """Float32 [prefix, hidden], or None."""
+        states = self._entries.get((encoding, depth))
+        if states is not None:
+            self._entries.move_to_end((encoding, depth))
+        return states
+
+    def put(self, encoding: str, depth: int, states: torch.Tensor) -> None:
+        """Keep states, if there is room for them at all."""
+        if (encoding, depth) in self._entries or states.nbytes > self.max_bytes:
+            return
+        self._entries[encoding, depth] = states
+        self.num_bytes += states.nbytes
+        while self.num_bytes > self.max_bytes:
+            _, gone = self._entries.popitem(last=False)
+            self.num_bytes -= gone.nbytes
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._entries.clear()
+        self.num_bytes = 0

@@ -1,0 +1,67 @@
+"""Training on a small random model: it learns, goes on where it was ended, and sees what it should."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from loadgen.quality.tasks import TASKS
+from loadgen.quality.train_adapter import Trainer, draw_shape, parse_options
+from runtime.models.adapters.merge import MASK_TOKEN_ID
+
+
+@pytest.fixture
+def trainer(tiny_dir, tmp_path):
+    def make(name: str, *more: str) -> Trainer:
+        fixed = ["--base", str(tiny_dir), "--rank", "4", "--batch-tokens", "256", "--save-minutes", "1e6"]
+        return Trainer(parse_options(["--out", str(tmp_path / name), "--device", "cpu", *fixed, *more]))
+
+    return make
+
+
+def factors(trainer):
+    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(trainer):
+    whole = trainer("whole", "--steps", "6")
+    whole.run()
+    first = trainer("parts", "--steps", "6")
+    first.run(until=3)
+    second = trainer("parts", "--steps", "6")
+    assert second.step == 3
+    second.run()
+    assert second.step == whole.step == 6
+    expected = factors(whole)
+    for name, tensor in factors(second).items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+
+
+def test_it_learns_and_leaves_the_base_alone(trainer, capsys):
+    run = trainer("learning", "--steps", "40", "--lr", "0.1", "--log-every", "10")
+    base = {name: tensor.clone() for name, tensor in run.model.weights.items()}
+    run.run()
+    losses = [float(line.split()[3]) for line in capsys.readouterr().err.splitlines() if line.startswith("step")]
+    assert losses[-1] < 0.8 * losses[0]
+    for name, tensor in run.model.weights.items():
+        assert torch.equal(tensor, base[name])
+
+
+def test_the_mask_has_the_learned_embedding_and_others_their_own(trainer):
+    model = trainer("embedding").model
+    rows = model.embedded(torch.tensor([[MASK_TOKEN_ID, 40]]))[0]
+    assert torch.equal(rows[0], model.mask_embedding)
+    assert torch.equal(rows[1], model.embedding[40])
+
+
+def test_shapes_grow_and_keep_to_the_mix():
+    rng = random.Random(0)
+    early = [draw_shape(rng, 0.1, {"keep": 1, "lookup": 0}) for _ in range(200)]
+    late = [draw_shape(rng, 0.9, {name: 1.0 for name in TASKS}) for _ in range(200)]
+    assert {shape.task for shape in early} == {"keep"}
+    assert {shape.task for shape in late} == set(TASKS)
+    assert max(shape.room for shape in early) < min(shape.room for shape in late)
+    assert not any(shape.length for shape in early)
+    assert any(shape.length for shape in late)

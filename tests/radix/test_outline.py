@@ -1,0 +1,165 @@
+"""The outline of a tree: its sums, what is shown first, and that a tree may change under the walk."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+
+from radix import RadixTree, outline
+
+PAGE = 4
+
+
+def finish(walk):
+    """All of a walk; its result and how many steps it took."""
+    steps = 0
+    while True:
+        try:
+            next(walk)
+            steps += 1
+        except StopIteration as end:
+            return end.value, steps
+
+
+class Filled:
+    """A tree with pages of its own numbering."""
+
+    def __init__(self):
+        self.tree = RadixTree(PAGE)
+        self.pages = 0
+
+    def add(self, tokens, namespace=""):
+        """Insert whole pages of some tokens; returns the node, unlocked."""
+        key = array("i", tokens).tobytes()
+        match = self.tree.match(key, namespace)
+        wanted = len(tokens) // PAGE
+        fresh = array("i", range(self.pages, self.pages + wanted))
+        self.pages += wanted
+        for i, page in enumerate(match.pages):
+            fresh[i] = page
+        self.tree.insert(key, fresh, namespace)
+        match = self.tree.match(key, namespace)
+        node = self.tree.acquire(match)
+        self.tree.unlock(node)
+        return node
+
+
+@pytest.fixture
+def filled():
+    return Filled()
+
+
+def grow(filled, count, seed=1):
+    """Prompts that share beginnings."""
+    rng = random.Random(seed)
+    heads = [[rng.randrange(50) for _ in range(PAGE * rng.randrange(1, 5))] for _ in range(6)]
+    for _ in range(count):
+        head = rng.choice(heads)
+        tail = [rng.randrange(50) for _ in range(PAGE * rng.randrange(1, 6))]
+        filled.add(head + tail, rng.choice(["a/", "b/"]))
+    return filled.tree
+
+
+def test_everything_is_shown_where_there_is_room(filled):
+    tree = grow(filled, 200)
+    shown, _ = finish(outline(tree, 10**6, preview_tokens=2))
+    nodes = {node.pages[0]: node for node in tree.nodes()}
+    blocks = [block for block in shown if block.id >= 0]
+    assert {block.id for block in blocks} == set(nodes)
+    for block in blocks:
+        node = nodes[block.id]
+        assert block.tokens == len(node.pages) * PAGE
+        assert block.preview == node.key[:8]
+        assert block.namespace == node.namespace
+        above, before = node.parent, 0
+        while above is not None:
+            before += len(above.pages) * PAGE
+            above = above.parent
+        assert block.start == before
+    roots = [block for block in shown if block.parent is None]
+    assert {root.namespace for root in roots} == {"a/", "b/"}
+    assert sum(root.total for root in roots) == tree.num_pages * PAGE
+    assert sum(root.nodes for root in roots) == tree.num_nodes
+
+
+@pytest.mark.parametrize("limit", [1, 3, 20, 75])
+def test_the_heaviest_are_shown_and_their_parents_before_them(filled, limit):
+    tree = grow(filled, 300)
+    everything, _ = finish(outline(tree, 10**6))
+    shown, _ = finish(outline(tree, limit))
+    assert len(shown) == limit
+    for i, block in enumerate(shown):
+        if block.parent is None:
+            assert block.id == -1
+        else:
+            above = shown[block.parent]
+            assert block.parent < i
+            assert (above.namespace, above.start + above.tokens) == (block.namespace, block.start)
+            assert above.total >= above.tokens + block.total
+    lightest = min(block.total for block in shown)
+    hidden = sorted((block.total for block in everything), reverse=True)[limit:]
+    assert lightest >= max(hidden, default=0)
+
+
+def test_what_keeps_a_node_is_told(filled):
+    tree = filled.tree
+    shared = list(range(8))
+    pinned = filled.add([*shared, 1, 1, 1, 1])
+    locked = filled.add([*shared, 2, 2, 2, 2])
+    tree.pin(pinned)
+    shown, _ = finish(outline(tree, 100))
+    flags = {block.start: (block.pinned, block.locked) for block in shown if block.id == pinned.pages[0]}
+    assert flags == {8: (True, False)}
+    assert {(b.pinned, b.locked) for b in shown if b.id >= 0 and b.start == 0} == {(True, False)}
+    tree.lock(locked)
+    shown, _ = finish(outline(tree, 100))
+    told = {(b.start, b.id): (b.pinned, b.locked) for b in shown if b.id >= 0}
+    assert told[8, pinned.pages[0]] == (True, False)
+    assert told[8, locked.pages[0]] == (False, True)
+    assert told[0, pinned.parent.pages[0]] == (True, True)
+    tree.unlock(locked)
+    tree.unpin(pinned)
+
+
+def test_a_large_tree_is_walked_in_steps_and_may_change_meanwhile(filled):
+    tree = filled.tree
+    rng = random.Random(3)
+    for number in range(12000):
+        filled.add([number % 97, 1, 1, 1, number, 2, 2, 2])
+    walk = outline(tree, 300)
+    steps = 0
+    while True:
+        try:
+            next(walk)
+        except StopIteration as end:
+            shown = end.value
+            break
+        steps += 1
+        tree.evict(rng.randrange(400))
+        filled.add([rng.randrange(97), 1, 1, 1, 10**6 + steps, 3, 3, 3])
+    assert steps >= 5
+    assert len(shown) == 300
+    tree.check()
+
+
+def test_dropping_takes_what_nobody_uses(filled):
+    tree = filled.tree
+    for last in range(5):
+        filled.add([1, 1, 1, 1, 2, 2, 2, 2, last, 0, 0, 0])
+    other = filled.add([7] * 8)
+    kept = filled.add([1, 1, 1, 1, 2, 2, 2, 2, 3, 0, 0, 0])
+    tree.lock(kept)
+    top = kept.parent
+    freed = tree.drop(top)
+    assert len(freed) == len(set(freed)) == 4
+    assert tree.num_pages == 2 + 1 + len(other.pages)
+    tree.check()
+    tree.unlock(kept)
+    assert len(tree.drop(top)) == 3
+    assert tree.num_pages == len(other.pages)
+    assert tree.stats.evicted["flush"] == 7
+    tree.check()
+    assert list(tree.flush())
+    assert tree.num_pages == 0

@@ -1,0 +1,174 @@
+"""What the page is made from: the routes, what they tell to whom, and what they do to single nodes."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import httpx
+import pytest
+
+from tests.server.conftest import start, stop
+
+KEYS = "boss boss-secret-key admin\nalice alice-secret-key\n"
+
+
+def listen(url, until, headers=None, seconds=60):
+    """Events of the live stream until one fulfils a condition; that one."""
+    deadline = time.monotonic() + seconds
+    with httpx.stream("GET", f"{url}/dashboard/events", headers=headers, timeout=seconds) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        for line in answer.iter_lines():
+            if line.startswith("data: ") and until(event := json.loads(line[6:])):
+                return event
+            assert time.monotonic() < deadline
+    raise AssertionError("the stream ended")
+
+
+def blocks(url, wanted=lambda block: True, headers=None):
+    """The blocks of the first tree in which one is wanted, and that one."""
+
+    def found(event):
+        return any(block["id"] >= 0 and wanted(block) for block in event.get("tree", {}).get("blocks", ()))
+
+    told = listen(url, found, headers)["tree"]["blocks"]
+    return told, next(block for block in told if block["id"] >= 0 and wanted(block))
+
+
+def generate(client, text, **more):
+    body = {"text": text, "sampling_params": {"max_new_tokens": 2, "temperature": 0}, **more}
+    return client.post("/generate", json=body).raise_for_status().json()
+
+
+SAYING = (
+    "Five lighthouse keepers counted forty seven ships before the fog came in, and then none at all for nine days. "
+)
+
+
+@pytest.mark.parametrize("path", ["/", "/dashboard"])
+def test_the_page_loads_nothing_from_elsewhere(client, path):
+    answer = client.get(path)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/html")
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "'unsafe-inline'" not in policy.partition("script-src")[2].partition(";")[0]
+    outside = [part for part in answer.text.split('"') if part.startswith(("http:", "https:", "//"))]
+    assert outside == ["http://www.w3.org/2000/svg"]
+
+
+def test_the_stream_tells_figures_and_tree(client, server):
+    client.post("/flush_cache")
+    generate(client, SAYING)
+    assert listen(server.url, lambda e: "model" in e)["model"]["page_size"] == 16
+    figures = listen(server.url, lambda e: "figures" in e)["figures"]
+    assert figures["pages_total"] == figures["pages_free"] + figures["pages_tree"] + figures["pages_private"]
+    assert figures["ttft_p50_s"] > 0
+    told, block = blocks(server.url, lambda b: b["preview"].startswith("Five lighthouse"))
+    assert (block["start"], block["tokens"] % 16) == (0, 0)
+    root = told[block["parent"]]
+    assert (root["id"], root["parent"]) == (-1, None)
+    assert root["total"] >= block["total"] >= block["tokens"] > 0
+
+
+def test_a_running_request_is_listed_without_its_text(client, server):
+    body = {"text": "Quokkas never", "rid": "shown-request", "stream": True,
+            "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}  # fmt: skip
+    with client.stream("POST", "/generate", json=body) as answer:
+        next(answer.iter_lines())
+        event = listen(
+            server.url, lambda e: any(r["rid"] == "shown-request" for r in e.get("figures", {}).get("requests", ()))
+        )
+    (request,) = [r for r in event["figures"]["requests"] if r["rid"] == "shown-request"]
+    assert request["prompt_tokens"] > 0
+    assert request["max_tokens"] == 400
+    assert not request["waiting"]
+    assert "Quokkas" not in json.dumps(event)
+
+
+def test_a_node_is_pinned_unpinned_and_evicted(client, server):
+    client.post("/flush_cache")
+    generate(client, SAYING * 2)
+    _, block = blocks(server.url)
+    path, start = f"/cache/nodes/{block['id']}", {"start": block["start"]}
+    pinned = client.post(f"{path}/pin", params=start).raise_for_status().json()
+    assert pinned["tokens"] == block["tokens"]
+    assert client.post("/flush_cache").json()["live_tokens"] == block["tokens"]
+    assert client.delete(path, params=start).json() == {"evicted_tokens": 0}
+    _, block = blocks(server.url, lambda b: b["pinned"])
+    assert client.delete(f"{path}/pin", params=start).json() == {"unpinned": [pinned["id"]]}
+    assert client.get("/cache/pins").json()["pins"] == []
+    assert client.delete(path, params=start).json() == {"evicted_tokens": block["tokens"]}
+    assert generate(client, SAYING * 2)["meta_info"]["cached_tokens"] == 0
+    client.post("/flush_cache")
+
+
+def test_a_node_that_is_gone_or_another_is_refused(client, server):
+    client.post("/flush_cache")
+    generate(client, SAYING)
+    _, block = blocks(server.url)
+    path = f"/cache/nodes/{block['id']}"
+    for wrong in (f"{path}?start={block['start'] + 16}", "/cache/nodes/100000000?start=0"):
+        for method, where in (
+            ("POST", wrong.replace("?", "/pin?")),
+            ("DELETE", wrong.replace("?", "/pin?")),
+            ("DELETE", wrong),
+        ):
+            answer = client.request(method, where)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "node_not_found")
+    for bad in (path, f"{path}?start=-1", "/cache/nodes/x?start=0"):
+        assert client.delete(bad).status_code == 400
+    assert generate(client, SAYING)["meta_info"]["cached_tokens"] > 0
+
+
+def test_only_so_many_may_look(client, server):
+    streams = []
+    try:
+        for _ in range(32):
+            stream = client.stream("GET", "/dashboard/events")
+            assert stream.__enter__().status_code == 200
+            streams.append(stream)
+        assert httpx.get(f"{server.url}/dashboard/events", timeout=30).status_code == 503
+    finally:
+        for stream in streams:
+            stream.__exit__(None, None, None)
+    deadline = time.monotonic() + 60
+    while True:  # the server learns of their going a moment later
+        with client.stream("GET", "/dashboard/events") as answer:
+            if answer.status_code == 200:
+                break
+        assert time.monotonic() < deadline
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny_dir, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("guarded")
+    keys = directory / "keys"
+    keys.write_text(KEYS)
+    server = start(directory / "log", "--model", str(tiny_dir), "--pool-tokens", "4096", "--api-keys", str(keys))
+    yield server
+    assert stop(server) == 0
+
+
+def test_without_an_admins_key_the_page_stands_and_the_stream_does_not(guarded):
+    assert httpx.get(f"{guarded.url}/").status_code == 200
+    assert httpx.get(f"{guarded.url}/dashboard").status_code == 200
+    events = f"{guarded.url}/dashboard/events"
+    assert httpx.get(events).status_code == 401
+    alice, boss = ({"Authorization": f"Bearer {name}-secret-key"} for name in ("alice", "boss"))
+    assert httpx.get(events, headers=alice).status_code == 403
+    for method, path in (("POST", "/cache/nodes/0/pin?start=0"), ("DELETE", "/cache/nodes/0?start=0")):
+        assert httpx.request(method, guarded.url + path, headers=alice).status_code == 403
+    httpx.post(f"{guarded.url}/generate", headers=alice, timeout=60,
+               json={"text": SAYING, "sampling_params": {"max_new_tokens": 1}}).raise_for_status()  # fmt: skip
+    told, block = blocks(guarded.url, headers=boss)
+    assert block["namespace"] == told[block["parent"]]["namespace"] == "alice"
+    assert block["preview"].startswith("Five lighthouse")
+
+
+def test_sigterm_does_not_wait_for_those_who_look(tiny_dir, tmp_path):
+    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "4096")
+    with httpx.stream("GET", f"{server.url}/dashboard/events", timeout=60) as answer:
+        next(answer.iter_lines())
+        assert stop(server) == 0

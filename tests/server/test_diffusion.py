@@ -1,0 +1,159 @@
+"""Diffusion models over a live server: /generate, the openai client, pins, and what is refused."""
+
+from __future__ import annotations
+
+import httpx
+import openai
+import pytest
+
+from tests.diffusion.models import save_tiny
+from tests.server.conftest import start, stop
+from tests.server.test_generate import ask, events
+
+GREEDY = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+PROMPT = "A prompt that is long enough to fill some pages, about roots, stems and leaves of aspens, and their names."
+MASK = 3
+
+
+@pytest.fixture(scope="module")
+def denoiser(default_model_dir, tmp_path_factory):
+    """A server of a small random LLaDA; its pages are checked at the end."""
+    directory = tmp_path_factory.mktemp("denoiser")
+    path = save_tiny("llada", directory / "tiny-llada", tokenizer_from=default_model_dir)
+    server = start(directory / "log", "--model", str(path), "--pool-tokens", "4096", "--debug-invariants")
+    yield server
+    server.check_idle()
+    assert stop(server) == 0
+    log = (directory / "log").read_text()
+    assert "Traceback" not in log
+    assert "there is no depth table for this model" in log
+
+
+@pytest.fixture
+def tiny(denoiser):
+    with httpx.Client(base_url=denoiser.url, timeout=60) as client:
+        yield client
+    denoiser.check_idle()
+
+
+def test_generate_and_what_it_says_of_reuse(tiny):
+    tiny.post("/flush_cache")
+    settings = {"steps": 8, "block_length": 8, "prefix_tokens": 16, "depth": 2, "refresh_interval": 3}
+    cold = ask(tiny, text=PROMPT, sampling_params=GREEDY, diffusion=settings)
+    warm = ask(tiny, text=PROMPT, sampling_params=GREEDY, diffusion=settings)
+    assert cold["output_ids"] == warm["output_ids"]
+    assert len(cold["output_ids"]) == 16
+    assert MASK not in cold["output_ids"]
+    for answer, cached in ((cold, 0), (warm, 16)):
+        meta = answer["meta_info"]
+        assert meta["finish_reason"] == {"type": "length", "length": 16}
+        assert (meta["cached_tokens"], meta["shallow_depth"], meta["refreshes"]) == (cached, 2, 3)
+        assert meta["denoise_steps"] == 8
+        assert meta["prefix_ratio"] == pytest.approx(16 / (meta["prompt_tokens"] + 16), abs=1e-4)
+    plain = ask(tiny, text=PROMPT, sampling_params=GREEDY, diffusion={**settings, "reuse": False})
+    assert plain["meta_info"]["shallow_depth"] == plain["meta_info"]["cached_tokens"] == 0
+
+
+def test_a_stream_shows_what_is_settled_and_the_canvas(tiny):
+    settings = {"steps": 8, "block_length": 16, "stream_canvas": True}
+    whole = ask(tiny, text=PROMPT, sampling_params=GREEDY, diffusion=settings)
+    parts = events(tiny, text=PROMPT, sampling_params=GREEDY, diffusion=settings)
+    assert "".join(part["delta"] for part in parts) == parts[-1]["text"] == whole["text"]
+    assert parts[-1]["output_ids"] == parts[-1]["canvas"] == whole["output_ids"]
+    assert MASK in parts[0]["canvas"]
+    assert len({len(part["canvas"]) for part in parts}) == 1
+    for part in parts:
+        assert part["canvas"][: len(part["output_ids"])] == part["output_ids"]
+
+
+def test_chat_shares_its_system_message(tiny, denoiser):
+    tiny.post("/flush_cache")
+    with openai.OpenAI(base_url=f"{denoiser.url}/v1", api_key="none", max_retries=0) as api:
+
+        def chat(question, **options):
+            messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": question}]
+            return api.chat.completions.create(
+                model="tiny-llada", messages=messages, temperature=0, max_tokens=8, **options
+            )
+
+        first, second = chat("Why?"), chat("When?")
+        assert first.usage.prompt_tokens_details.cached_tokens == 0
+        cached = second.usage.prompt_tokens_details.cached_tokens
+        assert 16 <= cached < second.usage.prompt_tokens
+        assert cached % 16 == 0
+        off = chat("When?", extra_body={"diffusion": {"reuse": False}})
+        assert off.usage.prompt_tokens_details.cached_tokens == 0
+        streamed = "".join(part.choices[0].delta.content or "" for part in chat("When?", stream=True))
+        assert streamed == second.choices[0].message.content
+        done = api.completions.create(
+            model="tiny-llada", prompt=PROMPT, max_tokens=8, temperature=0, extra_body={"diffusion": {"steps": 2}}
+        )
+        assert done.usage.completion_tokens <= 8
+
+
+def test_seeds_choices_and_batches(tiny):
+    sampling = {"max_new_tokens": 8, "temperature": 1.0, "seed": 5, "n": 2, "ignore_eos": True}
+    one, two = (ask(tiny, text=PROMPT, sampling_params=sampling) for _ in range(2))
+    assert [a["output_ids"] for a in one] == [a["output_ids"] for a in two]
+    assert one[0]["output_ids"] != one[1]["output_ids"]
+    alone = [ask(tiny, text=text, sampling_params=GREEDY)["output_ids"] for text in (PROMPT, "Hello")]
+    both = ask(tiny, text=[PROMPT, "Hello"], sampling_params=GREEDY)
+    assert [answer["output_ids"] for answer in both] == alone
+
+
+def test_stop_strings_end_it(tiny):
+    whole = ask(tiny, text=PROMPT, sampling_params=GREEDY)["text"]
+    stop = whole[10:14]
+    ended = ask(tiny, text=PROMPT, sampling_params={**GREEDY, "stop": [stop]})
+    assert ended["text"] == whole[: whole.index(stop)]
+    assert ended["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+
+
+def test_a_pin_encodes_the_prefix(tiny):
+    tiny.post("/flush_cache?pins=true")
+    ids = tiny.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"][:16]
+    pin = tiny.post("/cache/pin", json={"input_ids": ids}).json()
+    assert pin["tokens"] == 16
+    tiny.post("/flush_cache")
+    answer = ask(tiny, text=PROMPT, sampling_params=GREEDY, diffusion={"prefix_tokens": 16})
+    assert answer["meta_info"]["cached_tokens"] == 16
+    assert answer["meta_info"]["shallow_depth"] == 1, "there is no table"
+    assert tiny.delete(f"/cache/pins/{pin['id']}").status_code == 200
+    tiny.post("/flush_cache")
+    assert ask(tiny, text=PROMPT, sampling_params=GREEDY)["meta_info"]["cached_tokens"] == 0
+
+
+def test_server_info_and_health(tiny):
+    info = tiny.get("/server_info").json()
+    assert info["model"]["diffusion"]["mask_token_id"] == MASK
+    assert info["model"]["diffusion"]["depth_table"].startswith("none: depth 1")
+    assert info["state"]["denoise_steps"] >= info["state"]["refreshes"]
+    assert tiny.get("/health_generate").status_code == 200
+    assert "ramet:steps_total" in tiny.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"diffusion": {"block_length": 5}}, "diffusion.block_length"),
+        ({"diffusion": {"gen_length": 8, "steps": 3, "block_length": 4}}, "diffusion.steps"),
+        ({"diffusion": {"depth": 5}}, "diffusion.depth"),
+        ({"diffusion": {"prefix_tokens": 500}}, "diffusion.prefix_tokens"),
+        ({"diffusion": {"algorithm": "best"}}, "diffusion.algorithm"),
+        ({"diffusion": {"eps": 0}}, "diffusion.eps"),
+        ({"diffusion": {"what": 1}}, "diffusion.what"),
+        ({"diffusion": {"gen_length": 600}}, "sampling_params.max_new_tokens"),
+        ({"return_logprob": True}, "logprobs"),
+        ({"sampling_params": {**GREEDY, "min_p": 0.5}}, "sampling_params.min_p"),
+    ],
+)
+def test_what_is_refused(tiny, body, param):
+    answer = tiny.post("/generate", json={"text": PROMPT, "sampling_params": GREEDY, **body})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_a_causal_model_does_not_denoise(client):
+    answer = client.post("/generate", json={"text": PROMPT, "sampling_params": GREEDY, "diffusion": {"steps": 4}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "diffusion"

@@ -1,0 +1,194 @@
+"""The page in a real browser: headless Chromium, driven by playwright."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.conftest import start, stop
+
+KEYS = "boss boss-secret-key admin\nalice alice-secret-key\n"
+SAYING = (
+    "Seven bakers argued about one loaf until the bell rang, and after that there was nothing left to argue about. "
+)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Headless Chromium."""
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with api.sync_playwright() as playwright:
+        if program is None and not Path(playwright.chromium.executable_path).exists():
+            pytest.skip("no Chromium is installed")
+        # The sandbox wants privileges that a container seldom has; the pages come from this repository.
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, request):
+    """A new page; what its console complains of fails the test."""
+    page = browser.new_page(viewport={"width": 1280, "height": 1100})
+    page.set_default_timeout(60_000)
+    said = []
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("console", lambda message: said.append(message.text) if message.type == "error" else None)
+    foreign = []
+    page.on(
+        "request", lambda r: foreign.append(r.url) if not r.url.startswith(("http://127.0.0.1:", "data:")) else None
+    )
+    yield page
+    page.close()
+    assert foreign == []
+    assert [text for text in said if "status of 401" not in text and "status of 403" not in text] == []
+
+
+@pytest.fixture(scope="module")
+def guarded(tiny_dir, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("guarded-page")
+    keys = directory / "keys"
+    keys.write_text(KEYS)
+    server = start(directory / "log", "--model", str(tiny_dir), "--pool-tokens", "4096", "--api-keys", str(keys))
+    yield server
+    assert stop(server) == 0
+
+
+def generate(url, text, key=None):
+    body = {"text": text, "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    httpx.post(f"{url}/generate", json=body, headers=headers, timeout=120).raise_for_status()
+
+
+def block(page, text):
+    """The tree's rectangle whose label begins with a text."""
+    page.locator("#icicle text", has_text=text).first.wait_for()
+    return page.locator("#icicle rect[data-name]:not([data-name^='-1@'])").first
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_tree_is_drawn_and_a_node_pinned_unpinned_and_evicted(page, server, scheme):
+    httpx.post(f"{server.url}/flush_cache")
+    generate(server.url, SAYING * 2)
+    page.emulate_media(color_scheme=scheme)
+    page.goto(server.url)
+    background = page.locator("body").evaluate("(body) => getComputedStyle(body).backgroundColor")
+    assert (sum(map(int, background[4:-1].split(", "))) > 384) == (scheme == "light")
+    rect = block(page, "Seven bakers")
+    rect.hover()
+    assert "Seven bakers argued" in page.locator("#tip").inner_text()
+    rect.click()
+    page.get_by_role("button", name="Pin", exact=True).click()
+    page.locator("#icicle rect[data-pinned]").first.wait_for()
+    assert len(httpx.get(f"{server.url}/cache/pins").json()["pins"]) == 1
+    page.locator("#node").get_by_role("button", name="Unpin").click()
+    page.locator("#icicle rect[data-pinned]").first.wait_for(state="detached")
+    assert httpx.get(f"{server.url}/cache/pins").json()["pins"] == []
+    page.get_by_role("button", name="Evict").click()
+    page.locator("#said", has_text="tokens evicted").or_(page.locator("#node", has_text="is gone")).first.wait_for()
+    assert httpx.get(f"{server.url}/cache/stats").json()["pages_tree"] == 0
+
+
+def test_figures_and_requests_move(page, server):
+    page.goto(server.url)
+    page.locator("#chart-pool .value", has_text="% in use").wait_for()
+    page.locator("#prompt").fill("Once upon a time there lived")
+    page.locator("#tokens").fill("300")
+    page.get_by_role("button", name="Generate").click()
+    page.locator("#requests td", has_text="decode").first.wait_for()
+    page.locator("#chart-requests .value", has_text="1 running").wait_for()
+    page.get_by_role("button", name="Stop").click()
+    page.locator("#chart-requests .value", has_text="0 running").wait_for()
+    assert page.locator("#chart-requests path").count() == 2
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_playground_shows_what_was_reused(page, server, stream):
+    httpx.post(f"{server.url}/flush_cache")
+    prompt = SAYING + "So what did they eat?"
+    page.goto(server.url)
+    page.locator("#prompt").fill(prompt)
+    page.locator("#tokens").fill("5")
+    page.locator("#stream").set_checked(stream)
+    shown = []
+    for _ in range(2):
+        page.get_by_role("button", name="Generate").click()
+        page.locator("#told", has_text="5 generated").wait_for()
+        page.locator("#stop:disabled").wait_for()
+        shown.append([page.locator(f"#answer .{kind}").text_content() for kind in ("reused", "computed")])
+        shown[-1].append(page.locator("#output").text_content())
+        page.locator("#told").evaluate("(told) => told.textContent = ''")
+    (_, cold, first), (warm, rest, second) = shown
+    assert cold == warm + rest == prompt
+    assert SAYING.startswith(warm[:20])
+    assert len(warm) > len(SAYING) // 2
+    assert first == second
+    body = {"text": prompt, "sampling_params": {"max_new_tokens": 5, "temperature": 0}}
+    assert second == httpx.post(f"{server.url}/generate", json=body, timeout=60).json()["text"]
+
+
+def test_text_is_never_markup(page, server):
+    httpx.post(f"{server.url}/flush_cache")
+    evil = "<img src=x onerror=alert(1)><script>document.title='owned'</script> " + SAYING
+    generate(server.url, evil)
+    page.goto(server.url)
+    block(page, "<img").click()
+    page.locator("#prompt").fill(evil)
+    page.locator("#tokens").fill("3")
+    page.get_by_role("button", name="Generate").click()
+    page.locator("#told", has_text="3 generated").wait_for()
+    assert "<img src=x" in page.locator("#answer").text_content()
+    assert page.locator("img").count() == 0
+    assert page.title() == "Ramet"
+    httpx.post(f"{server.url}/flush_cache")
+
+
+def test_no_text_without_an_admins_key(page, guarded):
+    generate(guarded.url, SAYING, "alice-secret-key")
+    page.goto(guarded.url)
+    page.locator("#status", has_text="admin's API key is needed").wait_for()
+    assert "bakers" not in page.content()
+    page.locator("#key").fill("alice-secret-key")
+    page.get_by_role("button", name="Use").click()
+    page.locator("#status", has_text="no admin").wait_for()
+    assert "bakers" not in page.content()
+    page.locator("#key").fill("boss-secret-key")
+    page.get_by_role("button", name="Use").click()
+    page.locator("#status", has_text="live").wait_for()
+    block(page, "Seven bakers")
+    page.locator("#icicle text", has_text="alice").wait_for()
+
+
+def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
+    """The stream of such a tree, played to the page: a root of 100,000 nodes of which 500 are shown."""
+    figures = {"at_s": 0, "running": 0, "waiting": 0, "pages_total": 10**6, "pages_free": 0, "pages_tree": 10**6,
+               "pages_private": 0, "pages_locked": 0, "pages_pinned": 0, "pins": 0, "tree_nodes": 10**5,
+               "queried_tokens": 0, "cached_tokens": 0, "prompt_tokens": 0, "generation_tokens": 0, "requests": [],
+               "evicted_tokens": 0, "retracted_requests": 0, "tokens_per_s": 0, "ttft_p50_s": None,
+               "ttft_p95_s": None}  # fmt: skip
+    common = {
+        "namespace": "",
+        "hits": 1,
+        "locked": False,
+        "pinned": False,
+        "held": False,
+        "preview": "text",
+        "idle_s": 5,
+    }
+    root = common | {"id": -1, "start": 0, "tokens": 0, "total": 16 * 10**6, "nodes": 10**5, "parent": None}
+    rest = [
+        common | {"id": i, "start": 0, "tokens": 160, "total": 16000, "nodes": 100, "parent": 0} for i in range(499)
+    ]
+    tree = {"blocks": [root, *rest], "pins": [], "pinned_tokens": 0, "budget_tokens": 0}
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in ({"figures": figures}, {"tree": tree}))
+    page.route("**/dashboard/events", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    page.goto(server.url)
+    page.locator("#treefigures", has_text="16,000,000 tokens in 100,000 nodes, 499 of them shown").wait_for()
+    # Blocks narrower than a pixel are not drawn, and what is not shown stands as one.
+    assert page.locator("#icicle rect").count() <= 502
+    assert page.locator("#icicle rect[data-rest]").count() == 1
