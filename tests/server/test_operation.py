@@ -51,7 +51,7 @@ def operated(tiny_dir, tmp_path_factory):
 def ask(operated):
     def ask(who: str, method: str = "POST", path: str = "/generate", headers=(), **body) -> httpx.Response:
         headers = {"authorization": f"Bearer {KEYS[who]}", **dict(headers)}
-        return httpx.request(method, operated.url + path, json=body or None, headers=headers, timeout=60)
+        return httpx.request(method, operated.url + path, json=body or None, headers=headers, timeout=300)
 
     def idle() -> None:
         deadline = time.monotonic() + 30
@@ -285,7 +285,7 @@ def test_traces_go_to_a_collector(tiny_dir, tmp_path):
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     headers = {"x-request-id": "traced-1", "traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
     body = {"text": SECRET, "stream": True, "sampling_params": {"max_new_tokens": 2}}
-    assert httpx.post(f"{server.url}/generate", json=body, headers=headers, timeout=60).status_code == 200
+    assert httpx.post(f"{server.url}/generate", json=body, headers=headers, timeout=300).status_code == 200
     assert stop(server) == 0
     collector.shutdown()
     sent = b"".join(data for path, data in received if path == "/v1/traces")
