@@ -7,7 +7,7 @@ from pathlib import Path
 
 from runtime.config import DEFAULT_MODEL, ModelConfig
 from runtime.errors import ModelError
-from runtime.models.adapters.merge import ADAPTERS, build_adapted
+from runtime.models.adapters import ADAPTERS
 from runtime.models.default_model import fetch_default
 from runtime.models.spec import ModelSpec
 
@@ -31,6 +31,9 @@ def resolve_model(config: ModelConfig) -> Path:
     if name == DEFAULT_MODEL:
         return fetch_default(config.cache_dir)
     if name in ADAPTERS:
+        # Takes torch, which a server process does without.
+        from runtime.models.adapters.merge import build_adapted
+
         return build_adapted(name, config.cache_dir)
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".gguf" or name.count("/") != 1:
         raise ModelError(

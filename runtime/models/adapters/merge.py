@@ -22,9 +22,6 @@ from runtime.models.publishing import publish
 from runtime.models.spec import ModelSpec, read_json
 from runtime.models.weights import load_weights
 
-# The short names that `--model` takes; each is an adapter file of this package.
-ADAPTERS = ("smollm2-135m-diffusion",)
-
 # `<empty_output>`: reserved in SmolLM2's vocabulary, and in no text.
 MASK_TOKEN_ID = 16
 MASK_EMBEDDING = "mask_embedding"
