@@ -22,8 +22,10 @@ from runtime.models.publishing import publish
 from runtime.models.spec import ModelSpec, read_json
 from runtime.models.weights import load_weights
 
-# The short names that `--model` takes; each is an adapter file of this package.
-ADAPTERS = ("smollm2-135m-diffusion",)
+_SUFFIX = ".safetensors"
+
+# The short names that `--model` takes: each is an adapter file of this package.
+ADAPTERS = tuple(sorted(f.name.removesuffix(_SUFFIX) for f in files(__package__).iterdir() if f.name.endswith(_SUFFIX)))
 
 # `<empty_output>`: reserved in SmolLM2's vocabulary, and in no text.
 MASK_TOKEN_ID = 16
@@ -38,7 +40,7 @@ def build_adapted(name: str, cache_dir: Path) -> Path:
     Raises:
         ModelError: if the default model cannot be had, the adapter does not fit it, or the disk is full.
     """
-    with as_file(files(__package__) / f"{name}.safetensors") as adapter:
+    with as_file(files(__package__) / f"{name}{_SUFFIX}") as adapter:
         return merge_adapter(fetch_default(cache_dir), adapter, cache_dir / "models", name)
 
 
