@@ -22,14 +22,15 @@ from loadgen.quality.tasks import TASKS, Source
 from loadgen.quality.vocabulary import Vocabulary
 from loadgen.tables import wide_console
 from runtime import Engine
-from runtime.models.adapters.merge import ADAPTERS
 from runtime.models.resolve import resolve_model
+
+_MODEL = "smollm2-135m-diffusion"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The benchmark's options."""
     parser.add_argument("--out", type=Path, default=Path("bicache"), help="directory of records, table and plots")
-    parser.add_argument("--model", default=ADAPTERS[0], help=f"default: {ADAPTERS[0]}")
+    parser.add_argument("--model", default=_MODEL, help=f"a diffusion model adapted to the tasks (default: {_MODEL})")
     parser.add_argument("--dtype", default="auto", help="default: auto")
     parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
     parser.add_argument("--depth-table", type=Path, help="as of `ramet serve`; default: the model's own")

@@ -33,7 +33,8 @@ class ModelConfig(Section):
 
     model: str = Field(
         DEFAULT_MODEL,
-        description="a Hugging Face directory, a GGUF file, a hub name (org/name), or the default model's short name",
+        description="a Hugging Face directory, a GGUF file, a hub name (org/name), or the default model's or an "
+        "adapter's short name",
     )
     served_model_name: str | None = Field(None, description="the name clients use; default: derived from --model")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(

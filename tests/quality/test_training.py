@@ -40,11 +40,11 @@ def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(trainer):
 
 
 def test_it_learns_and_leaves_the_base_alone(trainer, capsys):
-    run = trainer("learning", "--steps", "40", "--lr", "0.1", "--log-every", "10")
+    run = trainer("learning", "--steps", "40", "--lr", "1e-2", "--log-every", "10")
     base = {name: tensor.clone() for name, tensor in run.model.weights.items()}
     run.run()
     losses = [float(line.split()[3]) for line in capsys.readouterr().err.splitlines() if line.startswith("step")]
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < losses[0] - 0.1
     for name, tensor in run.model.weights.items():
         assert torch.equal(tensor, base[name])
 
