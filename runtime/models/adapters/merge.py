@@ -35,7 +35,7 @@ def build_adapted(name: str, cache_dir: Path) -> Path:
     Raises:
         ModelError: if the default model cannot be had, the adapter does not fit it, or the disk is full.
     """
-    with as_file(files(__package__) / f"{name}{'.safetensors'}") as adapter:
+    with as_file(files(__package__) / f"{name}.safetensors") as adapter:
         return merge_adapter(fetch_default(cache_dir), adapter, cache_dir / "models", name)
 
 
