@@ -11,6 +11,8 @@ import msgspec
 from loadgen.record import Record
 from loadgen.session import Conversation
 
+_MOST = 1 << 53  # beyond it a float no longer counts in ones
+
 
 class Rubbish(ValueError):
     """The server sent what is no event of its API."""
@@ -55,7 +57,7 @@ class Answer(ABC):
                 raise ServerError(error.get("message") if isinstance(error, dict) else str(error))
             if self._read(event):
                 self.record.arrivals_s.append(now_s)
-        except (msgspec.DecodeError, TypeError, KeyError, IndexError, AttributeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise Rubbish(f"{error!r} in {data[:200]!r}") from error
 
     def end(self) -> None:
@@ -72,15 +74,22 @@ class Answer(ABC):
 
     def _count(self, prompt: Any, output: Any, cached: Any) -> None:
         record = self.record
-        if isinstance(prompt, int):
-            record.prompt_tokens = prompt
-        if isinstance(output, int):
-            record.output_tokens, record.counted_by = output, "server"
-        if isinstance(cached, int):
-            record.cached_tokens = cached
+        if prompt is not None:
+            record.prompt_tokens = _amount(prompt, int)
+        if output is not None:
+            record.output_tokens, record.counted_by = _amount(output, int), "server"
+        if cached is not None:
+            record.cached_tokens = _amount(cached, int)
 
     def _finish(self, reason: str) -> None:
         self.finished, self.record.finish_reason = True, reason
+
+
+def _amount(value: Any, kinds: Any) -> Any:
+    """A count or a time that figures can be made of. Raises Rubbish."""
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < _MOST:
+        raise Rubbish(f"{value!r} is no count or time")
+    return value
 
 
 class GenerateAnswer(Answer):
@@ -96,8 +105,10 @@ class GenerateAnswer(Answer):
             self.text += event["delta"]
         else:
             self.text = text if text.startswith(self.text) else self.text + text
-        self.record.queue_s = meta.get("queue_time")
-        self.record.prefill_s = meta.get("prefill_time")
+        if (queue_s := meta.get("queue_time")) is not None:
+            self.record.queue_s = _amount(queue_s, (int, float))
+        if (prefill_s := meta.get("prefill_time")) is not None:
+            self.record.prefill_s = _amount(prefill_s, (int, float))
         if reason := meta.get("finish_reason"):
             self._finish(str(reason["type"]))
         return grew
@@ -110,6 +121,9 @@ class OpenAIAnswer(Answer):
         if usage := event.get("usage"):
             details = usage.get("prompt_tokens_details") or {}
             self._count(usage.get("prompt_tokens"), usage.get("completion_tokens"), details.get("cached_tokens"))
+        if timings := event.get("timings"):
+            # llama.cpp's own: `prompt_n` were computed, `cache_n` were not.
+            self._count(None, timings.get("predicted_n"), timings.get("cache_n"))
         text = ""
         for choice in event["choices"]:
             text += self._new_text(choice)

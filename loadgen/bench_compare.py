@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
+from loadgen import options
 from loadgen.record import Record
 
 Statistic = Callable[[np.ndarray], float]
@@ -103,8 +104,8 @@ def ratio_interval(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The comparison's options."""
     parser.add_argument("results", type=Path, nargs="+", metavar="JSON", help="of `serve`; ratios are over the first")
-    parser.add_argument("--draws", type=int, default=1000, help="of the bootstrap; default: 1000")
-    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap; default: 0")
+    parser.add_argument("--draws", type=options.count, default=1000, help="of the bootstrap; default: 1000")
+    parser.add_argument("--seed", type=options.whole, default=0, help="of the bootstrap; default: 0")
 
 
 def run(arguments: argparse.Namespace) -> int:

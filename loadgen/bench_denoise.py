@@ -15,17 +15,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from runtime import Engine, SamplingParams, Submission
 from runtime.config import DEFAULT_MODEL, make_config
-from runtime.denoise.core import DiffusionCore
 from runtime.diffusion_params import DiffusionParams
 from runtime.errors import ModelError
 from runtime.models.resolve import resolve_model
-from runtime.reuse.boundaries import BoundaryStore
+from runtime.output import Submission
+from runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from runtime.denoise.core import DiffusionCore
+    from runtime.engine import Engine
 
 _GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 # A reserved token of the default model's vocabulary, which no text has.
@@ -62,6 +66,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print a table."""
+    # Not at the top: the other commands read these options, too, and do without torch.
+    from runtime.denoise.core import DiffusionCore
+    from runtime.engine import Engine
+
     with tempfile.TemporaryDirectory() as directory:
         model = arguments.model or _without_mask(Path(directory))
         with Engine(model, dtype=arguments.dtype) as engine:
@@ -108,6 +116,8 @@ def _measure(
     arguments: argparse.Namespace, cases: list[Case], engine: Engine, core: DiffusionCore
 ) -> list[list[float]]:
     """Seconds of each run by case; the cases take turns, and each has run once before."""
+    from runtime.reuse.boundaries import BoundaryStore
+
     draw = random.Random(0)
     tokens = [draw.randrange(engine.info.vocab_size) for _ in range(arguments.prefix + arguments.prompt)]
     seconds: list[list[float]] = [[] for _ in cases]

@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from loadgen import options
+
+if TYPE_CHECKING:
+    from loadgen.run import Result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,17 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run; 0 if a request succeeded, 1 if none did, 130 if the user ended it."""
-    from loadgen.files import write_csv, write_json
     from loadgen.progress import live
-    from loadgen.run import Plan, execute, prepare
+    from loadgen.run import Plan, execute
     from loadgen.tables import run_tables, wide_console
-    from loadgen.target import Target, TargetError
+    from loadgen.target import TargetError
 
     console = wide_console()
-    target = Target(
-        arguments.name or arguments.url, arguments.url, arguments.api, arguments.model, arguments.api_key or None
-    )
+    target = options.target(arguments, arguments.name or arguments.url, arguments.url)
     try:
+        if arguments.html:
+            options.need_matplotlib()
         work = options.workload(arguments)
         plan = Plan(
             workload=work,
@@ -50,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
             slo=options.slo(arguments),
             patience=options.patience(arguments),
         )
-        prepared = prepare(target, options.fixed_output(arguments), arguments.temperature, arguments.extra_body)
+        prepared = options.prepared(arguments, target)
         title = f"{arguments.workload} on {target.name}, {plan.arrivals}, seed {plan.seed}"
         console.print(title)
         result = execute(prepared, plan, lambda load: live(load, console, title))
@@ -58,6 +61,17 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"ramet bench: {error}", file=sys.stderr)
         return 2
     console.print(run_tables(result))
+    try:
+        _write(arguments, title, result)
+    except OSError as error:
+        print(f"ramet bench: {error}", file=sys.stderr)
+        return 2
+    return 130 if result.interrupted else int(result.summary["completed"] == 0)
+
+
+def _write(arguments: argparse.Namespace, title: str, result: Result) -> None:
+    from loadgen.files import write_csv, write_json
+
     if arguments.json:
         write_json(arguments.json, result.as_dict())
     if arguments.csv:
@@ -66,4 +80,3 @@ def run(arguments: argparse.Namespace) -> int:
         from loadgen.report import write_report
 
         write_report(arguments.html, title, result)
-    return 130 if result.interrupted else int(result.summary["completed"] == 0)

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from loadgen import options
 from loadgen.arrivals import Closed
 from loadgen.lengths import Distribution
 from loadgen.load import Bounds
+from loadgen.suite_table import markdown, run_line, suite_table
 from loadgen.workloads import Workload
 from loadgen.workloads.base import length
 from loadgen.workloads.dialogues import Chat
 from loadgen.workloads.prompts import FewShot, LongDecode, Rag, SharedPrefix, Unique
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from loadgen.run import Plan, Prepared
 
 
 @dataclass(frozen=True)
@@ -56,14 +59,6 @@ CASES = {
     "f": Case("long decode", LongDecode(), (1, 8), rounds=1, least=2),
 }
 
-# Of a run's summary: name, column, factor, digits, and whether more is better.
-_COLUMNS = (
-    ("output_throughput", "output tok/s", 1, 1, True),
-    ("ttft_p50", "TTFT p50 ms", 1000, 0, False),
-    ("tpot_p50", "TPOT p50 ms", 1000, 1, False),
-    ("hit_ratio", "hit %", 100, 1, True),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The suite's options."""
@@ -90,14 +85,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="requests of the workload itself before every run, not counted; default: 0, the cold ones count",
     )
     parser.add_argument("--seed", type=options.whole, help="default: another one every time")
-    parser.add_argument(
-        "--min-tokens", nargs="+", default=[], metavar="NAME", help="servers that take min_tokens, but no ignore_eos"
-    )
     parser.add_argument("--answers", choices=["server", "scripted"], default="server", help="default: server")
     options.add_target(parser)
+    parser.add_argument(
+        "--server-body",
+        type=options.reading(_named_body),
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="more fields of the requests to one of the servers",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="every run's summary; written after every run")
     parser.add_argument("--records", action="store_true", help="every request's record, too")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="the table, for a README")
+
+
+def _named_body(text: str) -> tuple[str, dict[str, Any]]:
+    name, equals, body = text.partition("=")
+    if not equals:
+        raise ValueError("must be NAME=JSON")
+    return name, options.json_object(body)
 
 
 @dataclass(frozen=True)
@@ -114,8 +121,6 @@ class _Run:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the suite; 0 if every run has a complete answer, 1 if one has none, 130 if the user ended it."""
-    from loadgen.files import write_json
-    from loadgen.run import Plan, Prepared, Result, execute
     from loadgen.tables import wide_console
     from loadgen.target import TargetError
 
@@ -123,66 +128,75 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"ramet bench: --cases: no case {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
     console = wide_console()
-    seed = options.seed(arguments)
     rows: list[dict[str, Any]] = []
-
-    def measure(server: Prepared, one: _Run) -> Result:
-        case = CASES[one.case]
-        plan = Plan(
-            workload=_scaled(case.workload, arguments.length_scale),
-            arrivals=Closed(one.concurrency),
-            bounds=Bounds(requests=case.requests(one.concurrency, arguments.scale)),
-            seed=one.seed(seed),
-            warmup=arguments.warmup,
-            prime=arguments.prime,
-            scripted=arguments.answers == "scripted",
-            patience=options.patience(arguments),
-        )
-        result = execute(server, plan)
-        entry = {"case": one.case, "concurrency": one.concurrency, "repeat": one.repeat, "server": server.target.name}
-        data = result.as_dict()
-        if not arguments.records:
-            del data["requests"]
-        rows.append(entry | {"result": data})
-        return result
-
     try:
         servers = _servers(arguments)
         names = [server.target.name for server in servers]
-        for one in _runs(arguments):
-            # Every repeat begins with another server, so that none always follows the same one.
-            for server in servers[one.repeat % len(servers) :] + servers[: one.repeat % len(servers)]:
-                result = measure(server, one)
-                console.print(_line(one, server.target.name, result.summary), highlight=False)
-                if arguments.json:
-                    write_json(
-                        arguments.json, {"format": "ramet-suite-1", "seed": seed, "servers": names, "runs": rows}
-                    )
-                if result.interrupted:
-                    console.print(suite_table(rows, names))
-                    return 130
+        interrupted = _measure_all(arguments, servers, rows, console)
+        console.print(suite_table(rows, names))
+        if arguments.markdown:
+            arguments.markdown.write_text(markdown(rows, names), encoding="utf-8")
     except (TargetError, ValueError, OSError) as error:
         print(f"ramet bench: {error}", file=sys.stderr)
         return 2
-    console.print(suite_table(rows, names))
-    if arguments.markdown:
-        arguments.markdown.write_text(_markdown(rows, names), encoding="utf-8")
-    return int(any(not row["result"]["summary"]["completed"] for row in rows))
+    return 130 if interrupted else int(any(not row["result"]["summary"]["completed"] for row in rows))
 
 
-def _servers(arguments: argparse.Namespace) -> list[Any]:
+def _measure_all(
+    arguments: argparse.Namespace, servers: list[Prepared], rows: list[dict[str, Any]], console: Console
+) -> bool:
+    """Run after run, every one appended to `rows`; whether the user ended it."""
+    from loadgen.files import write_json
+    from loadgen.run import execute
+
+    seed = options.seed(arguments)
+    head = {"format": "ramet-suite-1", "seed": seed, "servers": [server.target.name for server in servers]}
+    for one in _runs(arguments):
+        # Every repeat begins with another server, so that none always follows the same one.
+        for server in servers[one.repeat % len(servers) :] + servers[: one.repeat % len(servers)]:
+            name = server.target.name
+            result = execute(server, _plan(arguments, one, seed))
+            data = result.as_dict()
+            if not arguments.records:
+                del data["requests"]
+            label = {"case": CASES[one.case].title, "letter": one.case}
+            rows.append(label | {"concurrency": one.concurrency, "repeat": one.repeat, "server": name, "result": data})
+            console.print(f"{one.case} x{one.concurrency} #{one.repeat + 1} {name}: {run_line(data)}", highlight=False)
+            if arguments.json:
+                write_json(arguments.json, head | {"runs": rows})
+            if result.interrupted:
+                return True
+    return False
+
+
+def _plan(arguments: argparse.Namespace, one: _Run, seed: int) -> Plan:
+    from loadgen.run import Plan
+
+    case = CASES[one.case]
+    return Plan(
+        workload=_scaled(case.workload, arguments.length_scale),
+        arrivals=Closed(one.concurrency),
+        bounds=Bounds(requests=case.requests(one.concurrency, arguments.scale)),
+        seed=one.seed(seed),
+        warmup=arguments.warmup,
+        prime=arguments.prime,
+        scripted=arguments.answers == "scripted",
+        patience=options.patience(arguments),
+    )
+
+
+def _servers(arguments: argparse.Namespace) -> list[Prepared]:
     """The servers, with one count of words for all: the same prompts for each."""
-    from loadgen.run import prepare
-    from loadgen.target import Target
-
+    bodies = dict(arguments.server_body)
     found = []
     for text in arguments.url:
         name, url = text.split("=", 1) if "=" in text.split("://")[0] else (text, text)
-        fixed = "min_tokens" if name in arguments.min_tokens else options.fixed_output(arguments)
-        target = Target(name, url, arguments.api, arguments.model, arguments.api_key or None)
-        found.append(prepare(target, fixed, arguments.temperature, arguments.extra_body))
+        target = options.target(arguments, name, url)
+        found.append(options.prepared(arguments, target, bodies.pop(name, None)))
     if len({server.target.name for server in found}) < len(found):
         raise ValueError("--url: two servers have the same name")
+    if bodies:
+        raise ValueError(f"--server-body: no server is called {', '.join(bodies)}")
     best = min(found, key=lambda server: server.exactness)
     return [replace(server, cost=best.cost, counted=best.counted) for server in found]
 
@@ -204,93 +218,3 @@ def _scaled(workload: Workload, scale: float) -> Workload:
         for value in [getattr(workload, field.name)]
     }
     return replace(workload, **lengths)  # type: ignore[type-var]
-
-
-def _figure(summary: dict[str, Any], name: str) -> float | None:
-    """A figure of a run by its column's name, None where the run has none."""
-    if name in summary:
-        return summary[name]
-    kind, point = name.split("_")
-    return summary["latency"].get(kind, {}).get(point)
-
-
-def _line(one: _Run, server: str, summary: dict[str, Any]) -> str:
-    shown = [
-        f"{column} {factor * value:.{digits}f}"
-        for name, column, factor, digits, _ in _COLUMNS
-        if (value := _figure(summary, name)) is not None
-    ]
-    failed = summary["requests"] - summary["completed"]
-    return f"{one.case} x{one.concurrency} #{one.repeat + 1} {server}: {', '.join(shown)}, failed {failed}"
-
-
-def _cells(rows: list[dict[str, Any]], servers: Sequence[str]) -> Iterator[list[str]]:
-    """Lines of the table: median and range over the repeats; the first server against the best of the others."""
-    levels = sorted({(row["case"], row["concurrency"]) for row in rows})
-    for case, concurrency in levels:
-        runs = {
-            server: {
-                row["repeat"]: row["result"]["summary"]
-                for row in rows
-                if (row["case"], row["concurrency"], row["server"]) == (case, concurrency, server)
-            }
-            for server in servers
-        }
-        for server in servers:
-            if not (own := runs[server]):
-                continue
-            line = [f"({case}) {CASES[case].title}", f"{concurrency}", server]
-            for name, _, factor, digits, _ in _COLUMNS:
-                values = [value for summary in own.values() if (value := _figure(summary, name)) is not None]
-                line.append(_median([factor * value for value in values], digits))
-            line.append(f"{sum(summary['requests'] - summary['completed'] for summary in own.values())}")
-            line.append(_ratios(runs, servers) if server == servers[0] else "")
-            yield line
-
-
-def _median(values: Sequence[float], digits: int) -> str:
-    if not values:
-        return "-"
-    middle = f"{statistics.median(values):.{digits}f}"
-    return f"{middle} ({min(values):.{digits}f}-{max(values):.{digits}f})" if len(values) > 1 else middle
-
-
-def _ratios(runs: dict[str, dict[int, dict[str, Any]]], servers: Sequence[str]) -> str:
-    """The first server's throughput and TTFT over those of the best other one: medians of paired runs."""
-    shown = []
-    for name, _, _, _, more in _COLUMNS[:2]:
-        ratios = []
-        for repeat, summary in runs[servers[0]].items():
-            others = [_figure(runs[peer][repeat], name) for peer in servers[1:] if repeat in runs[peer]]
-            best = (max if more else min)((value for value in others if value), default=None)
-            own = _figure(summary, name)
-            if best and own is not None:
-                ratios.append(own / best)
-        if ratios:
-            shown.append(f"{statistics.median(ratios):.2f}")
-    return " / ".join(shown)
-
-
-_HEAD = [
-    "workload",
-    "at once",
-    "server",
-    *(column for _, column, *_ in _COLUMNS),
-    "failed",
-    "x best: tok/s / TTFT",
-]
-
-
-def suite_table(rows: list[dict[str, Any]], servers: Sequence[str]) -> Table:
-    """The suite's one table: medians of the repeats, with their range."""
-    table = Table(title="medians of the repeats (least-most); the last column: the first server over the best other")
-    for number, column in enumerate(_HEAD):
-        table.add_column(column, justify="right" if number > 2 else "left")
-    for line in _cells(rows, servers):
-        table.add_row(*line)
-    return table
-
-
-def _markdown(rows: list[dict[str, Any]], servers: Sequence[str]) -> str:
-    lines = [_HEAD, ["---"] * len(_HEAD), *_cells(rows, servers)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -51,11 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     from loadgen.tables import wide_console
     from loadgen.target import TargetError
 
-    if not arguments.goodput or arguments.factor <= 1:
-        print("ramet bench: a sweep needs --goodput, the service level, and a factor above 1", file=sys.stderr)
-        return 2
     console = wide_console()
     try:
+        _check(arguments)
         levels, interrupted = _sweep(arguments, console)
     except (TargetError, ValueError, OSError) as error:
         print(f"ramet bench: {error}", file=sys.stderr)
@@ -74,6 +72,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 130 if interrupted else 0
 
 
+def _check(arguments: argparse.Namespace) -> None:
+    if not arguments.goodput or arguments.factor <= 1 or arguments.share > 1:
+        raise ValueError("a sweep needs --goodput, the service level, a --factor above 1 and a --share of at most 1")
+    if arguments.over == "concurrency" and (arguments.start < 1 or arguments.start % 1):
+        raise ValueError("a sweep over concurrency needs a whole number of at least 1 as --start")
+    if arguments.plot:
+        options.need_matplotlib()
+
+
 def knee(levels: list[Level]) -> float | None:
     """The greatest load below which every level held, None if the first one broke."""
     held = None
@@ -87,11 +94,10 @@ def knee(levels: list[Level]) -> float | None:
 def _sweep(arguments: argparse.Namespace, console: Console) -> tuple[list[Level], bool]:
     """All levels, and whether the user ended it: upwards until one breaks, then halving the gap below it."""
     from loadgen.progress import live
-    from loadgen.run import Plan, execute, prepare
-    from loadgen.target import Target
+    from loadgen.run import Plan, execute
 
-    target = Target(arguments.url, arguments.url, arguments.api, arguments.model, arguments.api_key or None)
-    prepared = prepare(target, options.fixed_output(arguments), arguments.temperature, arguments.extra_body)
+    target = options.target(arguments, arguments.url, arguments.url)
+    prepared = options.prepared(arguments, target)
     work, base = options.workload(arguments), options.seed(arguments)
     levels: list[Level] = []
 
@@ -127,7 +133,7 @@ def _sweep(arguments: argparse.Namespace, console: Console) -> tuple[list[Level]
             return levels, True
         if not held:
             break
-        good, load = load, load * arguments.factor
+        good, load = load, _next(load, arguments)
     else:
         return levels, False
     bad = load
@@ -140,6 +146,11 @@ def _sweep(arguments: argparse.Namespace, console: Console) -> tuple[list[Level]
             return levels, True
         good, bad = (middle, bad) if held else (good, middle)
     return levels, False
+
+
+def _next(load: float, arguments: argparse.Namespace) -> float:
+    grown = load * arguments.factor
+    return max(int(grown), load + 1) if arguments.over == "concurrency" else grown
 
 
 def _table(levels: list[Level], arguments: argparse.Namespace, held: float | None) -> Table:

@@ -68,7 +68,7 @@ class Client:
             async with asyncio.timeout(self._patience.total_s):
                 await self._stream(body, answer, now_s)
         except BaseException as error:
-            record.error, record.message = _kind(error), str(error)[:300] or None
+            record.error, record.message = _kind(error), _printable(str(error)[:300]) or None
             if record.error is None:
                 record.error = "interrupted"
                 raise
@@ -119,8 +119,16 @@ async def _excerpt(response: aiohttp.ClientResponse) -> str:
     return (await response.content.read(1000)).decode(errors="replace")
 
 
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
 def _kind(error: BaseException) -> str | None:
-    """The report's name for a failure, None for a cancellation. What is none of them is a defect, and raised."""
+    """The report's name for a failure, None for a cancellation.
+
+    A connection that is lost is a "reset" before the answer's head and a "cut" after it: an answer that ends with its
+    connection ends alike for both.
+    """
     match error:
         case asyncio.CancelledError():
             return None
@@ -140,4 +148,7 @@ def _kind(error: BaseException) -> str | None:
             return "reset"
         case Rubbish() | aiohttp.ClientError() | ValueError():
             return "rubbish"
+        case Exception():
+            # Ours, most likely; but a run of hours must not be lost to it.
+            return f"defect: {type(error).__name__}"
     raise error

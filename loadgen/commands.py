@@ -12,6 +12,7 @@ from loadgen import (
     bench_denoise,
     bench_policies,
     bench_prefix,
+    bench_scheduler,
     bench_serve,
     bench_suite,
     bench_sweep,
@@ -45,6 +46,11 @@ BENCHES = {
         "accuracy and cost of reusing a shared prefix in a diffusion model",
         bench_bicache.add_arguments,
         bench_bicache.run,
+    ),
+    "scheduler": Bench(
+        "time to first token under every admission policy (simulated), and what scheduling costs",
+        bench_scheduler.add_arguments,
+        bench_scheduler.run,
     ),
     "tree": Bench("what the radix tree's operations cost, alone", bench_tree.add_arguments, bench_tree.run),
 }

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from loadgen.record import Record
 
 _DERIVED = ("ttft_s", "tpot_s", "e2e_s")
@@ -38,7 +40,8 @@ def read_run(path: Path) -> tuple[dict[str, Any], list[Record]]:
         data = json.loads(path.read_text("utf-8"))
         if data["format"] != "ramet-bench-1":
             raise ValueError(f"its format is {data['format']!r}")
-        records = [Record.from_dict(entry) for entry in data["requests"]]
+        records = msgspec.convert(data["requests"], list[Record])
+        cut_s = float(data["cut_s"])
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is not the result of a run: {error}") from None
-    return data, [record for record in records if record.scheduled_s >= data["cut_s"]]
+    return data, [record for record in records if record.scheduled_s >= cut_s]

@@ -12,6 +12,7 @@ from loadgen.arrivals import Arrivals, Closed, Open
 from loadgen.client import Client
 from loadgen.record import Record
 from loadgen.session import Conversation, Message, Session
+from loadgen.tokens import TokenCounter
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
@@ -46,6 +47,7 @@ class Load:
         bounds: Bounds,
         rng: random.Random,
         scripted: bool = False,
+        counter: TokenCounter | None = None,
     ):
         self._client = client
         self._sessions = sessions
@@ -53,6 +55,8 @@ class Load:
         self._bounds = bounds
         self._rng = rng
         self._scripted = scripted
+        self._counter = counter
+        self._untold: list[tuple[Record, str, str]] = []
         self._taken = 0
         self._begun = 0
         self._failures = 0
@@ -75,6 +79,7 @@ class Load:
             if not work.done():
                 work.cancel()
                 await asyncio.wait((work,))
+            self._count_untold()
         if not work.cancelled():
             work.result()
 
@@ -156,7 +161,21 @@ class Load:
     async def _send(self, conversation: Conversation, record: Record) -> str:
         self.running += 1
         try:
-            return await self._client.send(conversation, record, self.now_s)
+            text = await self._client.send(conversation, record, self.now_s)
+            if self._counter is not None and record.ok and record.counted_by != "server":
+                self._untold.append((record, conversation.as_text(), text))
+            return text
         finally:
             self.running -= 1
             self._failures = 0 if record.ok else self._failures + 1
+
+    def _count_untold(self) -> None:
+        """Count what the server did not. At the end, because counting while others wait would falsify their times."""
+        if self._counter is None or not self._untold:
+            return
+        prompts = self._counter.count([prompt for _, prompt, _ in self._untold])
+        outputs = self._counter.count([text for _, _, text in self._untold])
+        for (record, _, _), prompt, output in zip(self._untold, prompts, outputs, strict=True):
+            record.prompt_tokens = prompt if record.prompt_tokens is None else record.prompt_tokens
+            record.output_tokens, record.counted_by = output, "tokenizer"
+        self._untold.clear()

@@ -8,8 +8,9 @@ import os
 import secrets
 from collections.abc import Callable
 from dataclasses import MISSING, fields
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from loadgen.apis import APIS
 from loadgen.arrivals import Arrivals, Closed, Constant, Gamma, Open, Ramp, Recorded
@@ -17,8 +18,13 @@ from loadgen.client import Patience
 from loadgen.lengths import Distribution
 from loadgen.load import Bounds
 from loadgen.slo import LATENCIES, Slo
+from loadgen.target import FIXED_OUTPUT, Target
+from loadgen.tokens import TokenCounter
 from loadgen.workloads import WORKLOADS, Workload
 from loadgen.workloads.trace import Trace
+
+if TYPE_CHECKING:
+    from loadgen.run import Prepared
 
 KEY_VARIABLE = "RAMET_BENCH_API_KEY"
 _DEFAULT_CONCURRENCY = 8
@@ -63,12 +69,18 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--temperature", type=seconds, default=0.0, help="default: 0, greedy")
     group.add_argument(
         "--fixed-output",
-        choices=["ignore_eos", "min_tokens", "off"],
-        default="ignore_eos",
-        help="the field that makes answers as long as is asked for; default: ignore_eos, where the server takes it",
+        choices=["auto", *FIXED_OUTPUT, "off"],
+        default="auto",
+        help="the field that makes answers as long as is asked for; default: the first of them that the server takes",
     )
     group.add_argument(
-        "--extra-body", type=reading(_json_object), default={}, metavar="JSON", help="more fields of every request"
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="the model's tokenizer.json or its directory, to count tokens where the server does not",
+    )
+    group.add_argument(
+        "--extra-body", type=reading(json_object), default={}, metavar="JSON", help="more fields of every request"
     )
     group.add_argument("--timeout", type=positive, default=600.0, metavar="S", help="of a request; default: 600")
     group.add_argument(
@@ -76,16 +88,29 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object. Raises ValueError."""
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError("must be a JSON object")
     return value
 
 
-def fixed_output(arguments: argparse.Namespace) -> str:
-    """The field's name, empty for none."""
-    return "" if arguments.fixed_output == "off" else arguments.fixed_output
+def target(arguments: argparse.Namespace, name: str, url: str) -> Target:
+    """A server."""
+    return Target(name, url, arguments.api, arguments.model, arguments.api_key or None)
+
+
+def prepared(arguments: argparse.Namespace, server: Target, extra: dict[str, Any] | None = None) -> Prepared:
+    """The server, asked what it is; `extra` goes into its requests beside what `--extra-body` gives to all.
+
+    Raises TargetError, and ValueError for a tokenizer that cannot be read.
+    """
+    from loadgen.run import prepare
+
+    field = {"auto": None, "off": ""}.get(arguments.fixed_output, arguments.fixed_output)
+    counter = None if arguments.tokenizer is None else TokenCounter(arguments.tokenizer)
+    return prepare(server, field, arguments.temperature, arguments.extra_body | (extra or {}), counter)
 
 
 def patience(arguments: argparse.Namespace) -> Patience:
@@ -245,6 +270,12 @@ def bounds(arguments: argparse.Namespace, work: Workload) -> Bounds:
 def slo(arguments: argparse.Namespace) -> Slo | None:
     """The service levels. Raises ValueError."""
     return Slo.parse(arguments.goodput) if arguments.goodput else None
+
+
+def need_matplotlib() -> None:
+    """Raise ValueError where plots cannot be drawn: before a run, not after it."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("plots need matplotlib: pip install 'ramet[bench]'")
 
 
 def seed(arguments: argparse.Namespace) -> int:

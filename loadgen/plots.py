@@ -32,6 +32,10 @@ def _figure(height: float = 3.4) -> tuple[Figure, Axes]:
     return figure, axes
 
 
+def _from_zero(axes: Axes, values: Sequence[float]) -> None:
+    axes.set_ylim(0, 1.08 * max(values, default=0) or 1)
+
+
 def svg(figure: Figure) -> str:
     """The figure as one SVG element."""
     import matplotlib
@@ -49,6 +53,7 @@ def run_figures(records: Sequence[Record]) -> dict[str, Figure]:
         "Latencies": _cdfs,
         "Time to first token": _ttft_over_time,
         "Throughput and concurrency": _throughput_over_time,
+        "Throughput over concurrency": _throughput_over_concurrency,
         "Hit ratio": _hits_over_time,
         "Requests": _gantt,
     }
@@ -83,21 +88,16 @@ def _ttft_over_time(records: Sequence[Record]) -> Figure | None:
         axes.plot(failed, np.zeros(len(failed)), "x", color=_FAIL, label="failed")
         axes.legend()
     axes.set(xlabel="seconds, when due", ylabel="TTFT, milliseconds")
-    axes.set_ylim(bottom=0)
+    _from_zero(axes, values)
     return figure
 
 
 def _throughput_over_time(records: Sequence[Record]) -> Figure | None:
-    with_text = [r for r in records if r.arrivals_s]
-    if not with_text:
+    if not any(r.arrivals_s for r in records):
         return None
-    end = max(r.end_s for r in records)
-    edges = np.linspace(0, max(end, 1e-9), _WINDOWS + 1)
-    times = np.concatenate([r.arrivals_s for r in with_text])
-    weights = np.concatenate([np.full(len(r.arrivals_s), r.output_tokens / len(r.arrivals_s)) for r in with_text])
-    tokens, _ = np.histogram(times, edges, weights=weights)
+    edges = np.linspace(0, max(max(r.end_s for r in records), 1e-9), _WINDOWS + 1)
     figure, axes = _figure()
-    axes.stairs(tokens / np.diff(edges), edges, color=_DECODE, fill=True, alpha=0.5, label="output tokens/s")
+    axes.stairs(_throughput(records, edges), edges, color=_DECODE, fill=True, alpha=0.5, label="output tokens/s")
     axes.set(xlabel="seconds", ylabel="output tokens/s")
     axes.set_ylim(bottom=0)
     steps = sorted([(r.sent_s, 1) for r in records] + [(r.end_s, -1) for r in records])
@@ -107,6 +107,34 @@ def _throughput_over_time(records: Sequence[Record]) -> Figure | None:
     other.set_ylabel("requests under way")
     other.set_ylim(bottom=0)
     figure.legend(loc="outside upper right", ncols=2, fontsize=8)
+    return figure
+
+
+def _throughput(records: Sequence[Record], edges: np.ndarray) -> np.ndarray:
+    """Output tokens per second between the edges (seconds)."""
+    with_text = [r for r in records if r.arrivals_s]
+    times = np.concatenate([r.arrivals_s for r in with_text])
+    weights = np.concatenate([np.full(len(r.arrivals_s), r.output_tokens / len(r.arrivals_s)) for r in with_text])
+    tokens, _ = np.histogram(times, edges, weights=weights)
+    return tokens / np.diff(edges)
+
+
+def _under_way(records: Sequence[Record], edges: np.ndarray) -> np.ndarray:
+    """Requests under way between the edges (seconds), on average."""
+    spent = [np.clip(np.minimum(r.end_s, edges[1:]) - np.maximum(r.sent_s, edges[:-1]), 0, None) for r in records]
+    return np.sum(spent, axis=0) / np.diff(edges)
+
+
+def _throughput_over_concurrency(records: Sequence[Record]) -> Figure | None:
+    if not any(r.arrivals_s for r in records):
+        return None
+    edges = np.linspace(0, max(max(r.end_s for r in records), 1e-9), _WINDOWS + 1)
+    figure, axes = _figure()
+    rates = _throughput(records, edges)
+    axes.plot(_under_way(records, edges), rates, "o", color=_DECODE, alpha=0.5, markersize=5)
+    axes.set(xlabel=f"requests under way, mean of a window of {edges[1]:.2g} s", ylabel="output tokens/s")
+    axes.set_xlim(left=0)
+    _from_zero(axes, rates.tolist())
     return figure
 
 
@@ -170,7 +198,7 @@ def sweep_figure(levels: Sequence[Level], over: str, knee: float | None) -> Figu
             axes.axvline(knee, color=_FAIL, linestyle=":", label=f"holds up to {knee:g}")
         axes.set_xscale("log", base=2)
         axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
+        _from_zero(axes, [value for found in series for value in found.values()])
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     axes.set_xlabel({"concurrency": "requests at once", "rate": "sessions per second"}[over])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +17,8 @@ class Record:
         first_s: when the first text came, None if none did.
         end_s: when the answer was complete, or failed.
         arrivals_s: when each piece of the answer came; the first is `first_s`.
-        output_tokens: by the server's count, or one a piece where it tells none (`counted_by` says which).
+        output_tokens: by the server's count, else by a tokenizer that the user gave, else one a piece; `counted_by`
+            says which.
         queue_s, prefill_s: as told by the server, or None.
         error: kind of failure, None for a complete answer.
     """
@@ -74,12 +75,6 @@ class Record:
     def as_dict(self) -> dict[str, Any]:
         """For JSON; times in whole microseconds."""
         return {name: _rounded(value) for name, value in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Record:
-        """The inverse of `as_dict`; fields that are not known are left out."""
-        known = {f.name for f in fields(cls)}
-        return cls(**{name: value for name, value in data.items() if name in known})
 
 
 def _rounded(value: Any) -> Any:

@@ -23,13 +23,16 @@ from loadgen.lag import LagMeter
 from loadgen.load import Bounds, Load
 from loadgen.prose import Cost, Prose
 from loadgen.record import Record
-from loadgen.scrape import difference, scrape
+from loadgen.scrape import Scrape, difference, scrape
 from loadgen.session import Session
 from loadgen.slo import Slo
 from loadgen.summary import summarise
-from loadgen.target import Target, find_model, takes_ignore_eos, word_cost
+from loadgen.target import Target, find_fixed_output, find_model, word_cost
+from loadgen.tokens import TokenCounter
 from loadgen.workloads import Source, Workload
 from loadgen.workloads.prompts import Unique
+
+_SCRAPE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Prepared:
     Attributes:
         counted: how the lengths of words in tokens were found.
         exactness: of that way; 0 is exact.
+        counter: counts what the server does not tell.
     """
 
     target: Target
@@ -79,6 +83,7 @@ class Prepared:
     cost: Cost
     counted: str
     exactness: int
+    counter: TokenCounter | None = None
 
 
 @dataclass
@@ -104,13 +109,19 @@ class Result:
         }
 
 
-def prepare(target: Target, fixed_output: str, temperature: float, extra: dict[str, Any]) -> Prepared:
-    """Ask the server what it is. Raises TargetError."""
+def prepare(
+    target: Target,
+    fixed_output: str | None = None,
+    temperature: float = 0.0,
+    extra: dict[str, Any] | None = None,
+    counter: TokenCounter | None = None,
+) -> Prepared:
+    """Ask the server what it is, and with None for `fixed_output` also what it takes. Raises TargetError."""
     model = find_model(target)
-    if fixed_output == "ignore_eos" and not takes_ignore_eos(target, model):
-        fixed_output = ""
-    cost, counted, exactness = word_cost(target, model, Prose(random.Random(0)))
-    return Prepared(target, Ask(model, fixed_output, temperature, extra), cost, counted, exactness)
+    if fixed_output is None:
+        fixed_output = find_fixed_output(target, model)
+    cost, counted, exactness = word_cost(target, model, Prose(random.Random(0)), counter)
+    return Prepared(target, Ask(model, fixed_output, temperature, extra), cost, counted, exactness, counter)
 
 
 Watch = Callable[[Load], AbstractContextManager[Any]]
@@ -129,21 +140,22 @@ async def _execute(prepared: Prepared, plan: Plan, watch: Watch) -> Result:
     target = prepared.target
     started = datetime.now(UTC)
     sessions = plan.sessions(prepared.cost)
+    rng = random.Random(plan.seed)
     async with Client(target.url, APIS[target.api](), prepared.ask, plan.patience, target.key) as client:
-        await _warm_up(client, prepared, plan)
-        flushed = await asyncio.to_thread(_flush, target) if plan.flush else None
-        await _prime(client, sessions, plan)
-        before = await scrape(target.url, target.key)
-        load = Load(client, sessions, plan.arrivals, plan.bounds, random.Random(plan.seed), plan.scripted)
-        with watch(load):
-            async with LagMeter() as lag:
-                interrupted = await _until_interrupted(load.run())
-        after = await scrape(target.url, target.key)
+        load = Load(client, sessions, plan.arrivals, plan.bounds, rng, plan.scripted, prepared.counter)
+        prelude = _Prelude(prepared, plan, client)
+        interrupted = await _until_interrupted(prelude.run(sessions))
+        async with LagMeter() as lag:
+            if not interrupted:
+                with watch(load):
+                    interrupted = await _until_interrupted(load.run())
+        after = await prelude.scrape()
     counted = [record for record in load.records if record.scheduled_s >= plan.cut_s]
     facts = {
         "started_at": started.isoformat(timespec="seconds"),
         "ended_by": "the user" if interrupted else load.ended_by,
         "server": {"name": target.name, "url": target.url, "api": target.api, "model": prepared.ask.model},
+        "request": {"temperature": prepared.ask.temperature, **(prepared.ask.extra or {})},
         "fixed_output": prepared.ask.fixed_output or "not supported: answers end where the model ends them",
         "prompt_lengths_from": prepared.counted,
         "workload": {"kind": type(plan.workload).__name__} | {k: str(v) for k, v in vars(plan.workload).items()},
@@ -152,10 +164,10 @@ async def _execute(prepared: Prepared, plan: Plan, watch: Watch) -> Result:
         "seed": plan.seed,
         "warmup_requests": plan.warmup,
         "prime_requests": plan.prime,
-        "flushed": flushed,
+        "flushed": prelude.flushed,
         "cut_s": plan.cut_s,
         "client": {"machine": f"{platform.machine()}, {platform.system()}", **lag.result()},
-        "server_metrics": difference(before, after),
+        "server_metrics": difference(prelude.before, after),
     }
     return Result(load.records, facts, summarise(counted, plan.slo), interrupted)
 
@@ -186,26 +198,41 @@ async def _until_interrupted(work: Any) -> bool:
     return interrupted
 
 
-async def _warm_up(client: Client, prepared: Prepared, plan: Plan) -> None:
-    """Short prompts of text that the run does not use, at no more than the run's own concurrency."""
-    if not plan.warmup:
-        return
-    rng = random.Random(f"warm-up {plan.seed}")
-    sessions = Unique().sessions(Source(rng, Prose(rng, prepared.cost)))
-    await _uncounted(client, sessions, plan, plan.warmup)
+@dataclass
+class _Prelude:
+    """What comes before the load: warm-up, flush, priming, and the first look at the server's counters."""
 
+    prepared: Prepared
+    plan: Plan
+    client: Client
+    flushed: bool | None = None
+    before: Scrape | None = None
 
-async def _prime(client: Client, sessions: Iterator[Session], plan: Plan) -> None:
-    """The workload's own first sessions; the run goes on where they end."""
-    if plan.prime:
-        await _uncounted(client, sessions, plan, plan.prime)
+    async def run(self, sessions: Iterator[Session]) -> None:
+        """All of it; the load goes on where the priming ends in `sessions`."""
+        plan = self.plan
+        if plan.warmup:
+            # Text that the run does not use.
+            rng = random.Random(f"warm-up {plan.seed}")
+            await self._uncounted(Unique().sessions(Source(rng, Prose(rng, self.prepared.cost))), plan.warmup)
+        if plan.flush:
+            self.flushed = await asyncio.to_thread(_flush, self.prepared.target)
+        if plan.prime:
+            await self._uncounted(sessions, plan.prime)
+        self.before = await self.scrape()
 
+    async def scrape(self) -> Scrape | None:
+        """The server's counters now; no more patience with them than with a request."""
+        target = self.prepared.target
+        return await scrape(target.url, target.key, min(_SCRAPE_S, self.plan.patience.stall_s))
 
-async def _uncounted(client: Client, sessions: Iterator[Session], plan: Plan, requests: int) -> None:
-    concurrency = plan.arrivals.concurrency if isinstance(plan.arrivals, Closed) else 1
-    bounds = replace(plan.bounds, requests=requests, duration_s=None)
-    rng = random.Random(plan.seed)
-    await Load(client, sessions, Closed(min(concurrency, requests)), bounds, rng, plan.scripted).run()
+    async def _uncounted(self, sessions: Iterator[Session], requests: int) -> None:
+        """At no more than the run's own concurrency."""
+        plan = self.plan
+        concurrency = plan.arrivals.concurrency if isinstance(plan.arrivals, Closed) else 1
+        bounds = replace(plan.bounds, requests=requests, duration_s=None)
+        rng = random.Random(plan.seed)
+        await Load(self.client, sessions, Closed(min(concurrency, requests)), bounds, rng, plan.scripted).run()
 
 
 def _flush(target: Target) -> bool:

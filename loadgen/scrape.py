@@ -36,18 +36,18 @@ def _add(samples: dict[str, float], name: str, value: float) -> None:
     samples[name] = samples.get(name, 0.0) + value
 
 
-async def scrape(url: str, key: str | None) -> Scrape | None:
-    """The server's `/metrics`, None where it has none that can be read."""
+async def scrape(url: str, key: str | None, seconds: float) -> Scrape | None:
+    """The server's `/metrics`, None where it has none that can be read within some seconds."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10), headers=headers) as session,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds), headers=headers) as session,
             session.get(url.rstrip("/") + "/metrics") as response,
         ):
             if response.status != 200:
                 return None
             return Scrape((await _read(response.content)).decode())
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, LookupError):
         return None
 
 

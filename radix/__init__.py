@@ -3,6 +3,7 @@
 from radix.events import Event, EventLog, Removed, Stored
 from radix.hold import Hold
 from radix.node import Node
+from radix.outline import Block, outline
 from radix.policy import POLICIES, Policy, make_policy
 from radix.quotas import Quotas, tenant_of
 from radix.shallow import ShallowMeta
@@ -12,6 +13,7 @@ from radix.view import NodeView, view
 
 __all__ = [
     "POLICIES",
+    "Block",
     "Event",
     "EventLog",
     "Hold",
@@ -26,6 +28,7 @@ __all__ = [
     "Stats",
     "Stored",
     "make_policy",
+    "outline",
     "path",
     "tenant_of",
     "view",

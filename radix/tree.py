@@ -313,6 +313,17 @@ class RadixTree:
         """Give back every unreferenced page."""
         return self._evict(self.num_pages, "flush")
 
+    def drop(self, node: Node) -> array[int]:
+        """Give back every unreferenced page of a node and of what lies below it."""
+        freed, now = array("i"), self._clock()
+        below = [node]
+        for above in below:
+            below.extend(above.children.values())
+        for last in reversed(below):
+            if last.is_free_leaf:
+                self._trim(last, len(last.pages), freed, now, "flush")
+        return freed
+
     def _evict(self, num_pages: int, cause: Cause) -> array[int]:
         freed, now = array("i"), self._clock()
         while len(freed) < num_pages and (node := self._victims.pop(now)) is not None:

@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import zmq
@@ -29,11 +29,14 @@ from runtime.protocol import (
     Call,
     Failed,
     FlushCache,
+    GetOutline,
     GetPins,
+    GetRequests,
     GetState,
     GetTree,
     Inbound,
     ModelInfo,
+    OnNode,
     Ready,
     RemovePin,
     Reply,
@@ -277,6 +280,21 @@ class AsyncEngine:
     async def tree(self, **asked: Any) -> list[dict[str, Any]]:
         """A page of the tree's nodes as dicts of `radix.NodeView`; `asked` are the fields of `GetTree`."""
         return (await self._call(lambda call: GetTree(call, **asked)))["nodes"]
+
+    async def outline(self, limit: int, preview_tokens: int) -> list[dict[str, Any]]:
+        """The tree in at most `limit` blocks as dicts of `radix.Block`, with `parent` as a place in the list."""
+        while True:
+            answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens))
+            if answer["blocks"] is not None:
+                return answer["blocks"]
+
+    async def requests(self, limit: int) -> list[dict[str, Any]]:
+        """The live requests, oldest first."""
+        return (await self._call(lambda call: GetRequests(call, limit)))["requests"]
+
+    async def on_node(self, verb: Literal["prefix", "unpin", "drop"], page: int, start: int) -> dict[str, Any]:
+        """Tell or change what concerns one node of the tree; see `Inspector`."""
+        return await self._call(lambda call: OnNode(call, verb, page, start))
 
     def _running(self) -> Frontend:
         if self._frontend is None:

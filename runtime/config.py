@@ -77,13 +77,20 @@ class CacheConfig(Section):
 class SchedulerConfig(Section):
     """Who takes part in a step."""
 
-    step_tokens: int = Field(1024, ge=1, description="token rows in one step: decode rows first, then prefill")
-    chunk_tokens: int = Field(1024, ge=1, description="most rows that one prompt may take of a step")
+    step_tokens: int | None = Field(
+        None, ge=1, description="token rows in one step, decode rows first; default: 256 on a CPU, 2048 on a GPU"
+    )
+    chunk_tokens: int | None = Field(
+        None, ge=1, description="most rows that one prompt may take of a step; default: all"
+    )
     schedule_policy: SchedulePolicy = Field(
         "balanced", description="who is admitted next; lpm: longest match first, dfs: in the order of the tree"
     )
-    max_overtake: float = Field(
-        10.0, ge=0, description="policy balanced: nobody is overtaken by a request that came that many seconds later"
+    overtake_share: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="policy balanced: share of the work that goes by longest match, not by arrival",
     )
     max_running: int = Field(64, ge=1, description="requests that decode together")
     max_waiting: int = Field(4096, ge=1, description="requests that may wait; more are refused with 503")

@@ -7,6 +7,7 @@ import time
 from array import array
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from radix.stats import Histogram
 from runtime.config import Config
 from runtime.decoding.sampling import Sampler, report_logprobs
 from runtime.executor import Executor
+from runtime.inspector import Inspector, describe
 from runtime.kv.cache import PagedCache
 from runtime.kv.publisher import EventPublisher
 from runtime.models.resolve import model_name
@@ -26,11 +28,14 @@ from runtime.protocol import (
     AddRequest,
     Finish,
     FlushCache,
+    GetOutline,
     GetPins,
+    GetRequests,
     GetState,
     GetTree,
     Inbound,
     ModelInfo,
+    OnNode,
     Outbound,
     RemovePin,
     Reply,
@@ -54,7 +59,8 @@ class EngineCore:
         self.config = config
         self.executor = Executor(config, path)
         self.cache = PagedCache(self.executor.pool, config.cache, quotas)
-        self.scheduler = Scheduler(config.scheduler, self.cache)
+        self.inspector = Inspector(self.cache)
+        self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens)
         spec = self.executor.spec
         self.sampler = Sampler(spec.vocab_size, self.executor.device, self.executor.argmax)
         self.info = ModelInfo(
@@ -126,6 +132,15 @@ class EngineCore:
             return Reply(message.call, self.pins())
         elif isinstance(message, GetTree):
             return Reply(message.call, self.tree(message))
+        elif isinstance(message, GetOutline):
+            return Reply(message.call, self.inspector.outline(message.limit, message.preview_tokens))
+        elif isinstance(message, OnNode):
+            act = getattr(self.inspector, message.verb)
+            return Reply(message.call, act(message.page, message.start))
+        elif isinstance(message, GetRequests):
+            now_s = time.monotonic()
+            live = [describe(request, now_s) for request in islice(self.requests.values(), message.limit)]
+            return Reply(message.call, {"requests": live})
         elif isinstance(message, GetState):
             return Reply(message.call, self.state())
         return None

@@ -91,11 +91,35 @@ class GetTree(msgspec.Struct, tag="tree"):
     preview_tokens: int = 0
 
 
+class GetOutline(msgspec.Struct, tag="outline"):
+    """Go on with the walk that makes the tree's outline; see `Inspector.outline`. Answered by `Reply`."""
+
+    call: int
+    limit: int
+    preview_tokens: int = 0
+
+
+class GetRequests(msgspec.Struct, tag="requests"):
+    """Ask for the live requests, oldest first, `limit` at most. Answered by `Reply`."""
+
+    call: int
+    limit: int
+
+
+class OnNode(msgspec.Struct, tag="node"):
+    """Tell or change what concerns one node; see `Inspector`, whose methods the verbs are. Answered by `Reply`."""
+
+    call: int
+    verb: Literal["prefix", "unpin", "drop"]
+    page: int
+    start: int
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort what runs and end the engine process."""
 
 
-Call = FlushCache | GetState | AddPin | RemovePin | GetPins | GetTree
+Call = FlushCache | GetState | AddPin | RemovePin | GetPins | GetTree | GetOutline | GetRequests | OnNode
 Inbound = AddRequest | Abort | Call | Shutdown
 
 

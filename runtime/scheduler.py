@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 
 from radix import Match
 from runtime.config import SchedulerConfig
@@ -38,11 +39,14 @@ class Scheduler:
     pool alone, all of them end.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: PagedCache):
+    def __init__(self, config: SchedulerConfig, cache: PagedCache, step_tokens: int = 2048):
+        """`step_tokens`: rows of a step where the configuration leaves them open."""
         self.config = config
+        self.step_tokens = config.step_tokens or step_tokens
+        self._chunk_tokens = config.chunk_tokens or self.step_tokens
         self.cache = cache
         self.waiting = Waiting(
-            config.schedule_policy, config.max_overtake, cache.page_size, lambda request: self._match(request)[1]
+            config.schedule_policy, config.overtake_share, cache.page_size, lambda request: self._match(request)[1]
         )
         self.running: list[Request] = []
         self.num_retracted = 0
@@ -66,7 +70,7 @@ class Scheduler:
     def schedule(self) -> list[Work]:
         """The work of the next step; empty only if nothing can run."""
         work = self._decode()
-        budget = self.config.step_tokens - len(work)
+        budget = self.step_tokens - len(work)
         budget = self._prefill(work, budget)
         self._admit(work, budget)
         if not work and self.waiting and self.cache.pins.yield_one():
@@ -76,7 +80,7 @@ class Scheduler:
     def _decode(self) -> list[Work]:
         work: list[Work] = []
         for request in list(self.running):
-            if len(work) == self.config.step_tokens:
+            if len(work) == self.step_tokens:
                 break
             if request.num_remaining != 1 or request not in self.running:
                 continue
@@ -108,7 +112,7 @@ class Scheduler:
         return budget
 
     def _take(self, work: list[Work], request: Request, budget: int) -> int:
-        count = min(request.num_remaining, self.config.chunk_tokens, budget)
+        count = min(request.num_remaining, self._chunk_tokens, budget)
         work.append(Work(request, count))
         return count
 
@@ -117,7 +121,7 @@ class Scheduler:
         # for it instead of computing the same pages twice.
         computing = [r for r in self.running if r.num_remaining > 1]
         self.waiting.refresh()
-        for request in self.waiting.first(2 * self.config.max_running):
+        for request in islice(self.waiting.candidates(self._scarce), 2 * self.config.max_running):
             if budget <= 0 or len(self.running) >= self.config.max_running:
                 return
             match, matched_tokens = self._match(request)
@@ -127,13 +131,17 @@ class Scheduler:
                 continue
             if not self.cache.admit(request, match, headroom=len(self.running)):
                 return
-            self.waiting.remove(request)
+            self.waiting.admit(request, self._scarce())
             self.running.append(request)
             if request.cached_tokens < 0:
                 request.cached_tokens = request.num_computed
             if request.num_remaining > 1:
                 computing.append(request)
             budget -= self._take(work, request, budget)
+
+    def _scarce(self) -> bool:
+        """Whether one more request takes the last place among those that run."""
+        return len(self.running) + 1 >= self.config.max_running
 
     def _match(self, request: Request) -> tuple[Match, int]:
         """What the tree has of a request, and how many tokens that is."""

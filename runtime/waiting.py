@@ -13,10 +13,10 @@ from runtime.config import SchedulePolicy
 from runtime.request import Request
 
 # Waiting requests that are matched anew in one pass, at most, after something was computed that they may share.
-_REFRESHED = 64
+_REFRESHED = 16
 
-# Tokens to compute with which a request has no advantage over one that came `max_overtake` seconds later.
-_DEAR_TOKENS = 4096
+# Credit for overtaking that can be saved up: in tokens, and in places among those that run.
+_MOST_TOKENS, _MOST_PLACES = 32_768.0, 4.0
 
 _Family = tuple[str, bytes]
 
@@ -28,28 +28,34 @@ class Waiting:
     - `priority`: by priority, then arrival. In the policies below, too, a higher priority goes first.
     - `lpm`: longest match first.
     - `dfs`: neighbours in the tree follow each other.
-    - `balanced`: by arrival plus up to `max_overtake` seconds in proportion to the tokens that are left to compute. So
-      nobody is overtaken by a request that came more than `max_overtake` seconds later, and no key changes with time.
+    - `balanced`: by arrival, but a share of the work goes to the longest match. Each admission in order earns credit in
+      proportion to the tokens that it has to compute; whoever overtakes spends as many tokens as it has to compute.
+      So those of which nearly all is cached get through while they still find it there, and nobody waits more than
+      1 / (1 - share) times as long as by arrival, and a bounded number of tokens. Places are earned and spent in the
+      same way while they are scarce.
 
     What the tree has of a request is looked up when it comes, when it could be admitted, and, for a bounded number of
     requests per pass, after another one with the same first page was computed.
 
     Args:
         policy: see above.
-        max_overtake: seconds; for `balanced`.
+        overtake_share: for `balanced`, between 0 and 1.
         page_size: tokens in a page.
         match: how many tokens of a request the tree has now.
     """
 
     def __init__(
-        self, policy: SchedulePolicy, max_overtake: float, page_size: int, match: Callable[[Request], int]
+        self, policy: SchedulePolicy, overtake_share: float, page_size: int, match: Callable[[Request], int]
     ) -> None:
-        self._rank: Callable[[Request], Any] = getattr(self, f"_rank_{policy}")
-        self._by_match = policy in ("lpm", "balanced")
-        self._max_overtake = max_overtake
+        self._order: SortedKeyList = SortedKeyList(key=_RANKS[policy])
+        self._matches: SortedKeyList | None = SortedKeyList(key=lambda request: request.rank)
+        if policy not in ("lpm", "balanced"):
+            self._matches = None
+        self._lpm = policy == "lpm"
+        self._earned = overtake_share / (1 - overtake_share)
+        self._tokens, self._places = _MOST_TOKENS, _MOST_PLACES
         self._page_size = page_size
         self._match = match
-        self._order: SortedKeyList = SortedKeyList(key=lambda request: request.rank)
         self._families: dict[_Family, OrderedDict[Request, None]] = {}
         self._stale: dict[_Family, int] = {}
 
@@ -59,37 +65,59 @@ class Waiting:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._order)
 
-    def first(self, count: int) -> list[Request]:
-        """The next to be admitted."""
-        return list(self._order.islice(0, count))
+    def candidates(self, scarce: Callable[[], bool]) -> Iterator[Request]:
+        """Those to be admitted, the next one first, each once; `scarce`: whether the next place is the last one."""
+        passed: set[Request] = set()
+        while (request := self._next(passed, scarce)) is not None:
+            passed.add(request)
+            yield request
+
+    def _next(self, passed: set[Request], scarce: Callable[[], bool]) -> Request | None:
+        if self._matches is None:
+            return _first(self._order, passed)
+        best = _first(self._matches, passed)
+        if best is None or self._lpm or (self._cost(best) <= self._tokens and (self._places >= 1 or not scarce())):
+            return best
+        return _first(self._order, passed)
 
     def add(self, request: Request) -> None:
         """Let a request wait."""
-        if self._by_match:
-            request.matched_tokens = self._match(request)
-            self._families.setdefault(self._family(request), OrderedDict())[request] = None
-        request.rank = self._rank(request)
         self._order.add(request)
+        if self._matches is not None:
+            request.matched_tokens = self._match(request)
+            request.rank = _match_rank(request)
+            self._matches.add(request)
+            self._families.setdefault(self._family(request), OrderedDict())[request] = None
 
     def remove(self, request: Request) -> None:
         """Take a request out. Raises ValueError if it does not wait."""
         self._order.remove(request)
-        if self._by_match:
+        if self._matches is not None:
+            self._matches.remove(request)
             family = self._family(request)
             del self._families[family][request]
             if not self._families[family]:
                 del self._families[family]
                 self._stale.pop(family, None)
 
+    def admit(self, request: Request, scarce: bool) -> None:
+        """Take out a request that is let in, and book what it earns or spends."""
+        if self._matches is not None and not self._lpm:
+            in_order, cost = request is self._order[0], self._cost(request)
+            self._tokens = min(self._tokens + (self._earned * cost if in_order else -cost), _MOST_TOKENS)
+            if scarce:
+                self._places = min(self._places + (self._earned if in_order else -1), _MOST_PLACES)
+        self.remove(request)
+
     def rank_again(self, request: Request, matched_tokens: int) -> bool:
-        """Book what the tree has of a waiting request now; whether that puts it further back."""
-        if not self._by_match or matched_tokens == request.matched_tokens:
+        """Book what the tree has of a waiting request now; whether it lost its turn by that."""
+        if self._matches is None or matched_tokens == request.matched_tokens:
             return False
-        self._order.remove(request)
+        self._matches.remove(request)
         before, request.matched_tokens = request.rank, matched_tokens
-        request.rank = self._rank(request)
-        self._order.add(request)
-        return request.rank > before
+        request.rank = _match_rank(request)
+        self._matches.add(request)
+        return request.rank > before and (self._lpm or request is not self._order[0])
 
     def computed(self, request: Request) -> None:
         """A running request's KV has come into the tree: those that begin like it may find more now."""
@@ -115,21 +143,22 @@ class Waiting:
         return request.namespace, request.key(self._page_size)
 
     @staticmethod
-    def _rank_fcfs(request: Request) -> Any:
-        return request.sequence
+    def _cost(request: Request) -> int:
+        return len(request.tokens) - request.matched_tokens
 
-    @staticmethod
-    def _rank_priority(request: Request) -> Any:
-        return -request.priority, request.sequence
 
-    @staticmethod
-    def _rank_lpm(request: Request) -> Any:
-        return -request.priority, -request.matched_tokens, request.sequence
+def _first(order: SortedKeyList, passed: set[Request]) -> Request | None:
+    return next((request for request in order if request not in passed), None)
 
-    @staticmethod
-    def _rank_dfs(request: Request) -> Any:
-        return -request.priority, request.namespace, request.key(len(request.tokens)), request.sequence
 
-    def _rank_balanced(self, request: Request) -> Any:
-        dear = min((len(request.tokens) - request.matched_tokens) / _DEAR_TOKENS, 1.0)
-        return -request.priority, request.arrival_s + dear * self._max_overtake, request.sequence
+def _match_rank(request: Request) -> Any:
+    return -request.priority, -request.matched_tokens, request.sequence
+
+
+_RANKS: dict[SchedulePolicy, Callable[[Request], Any]] = {
+    "fcfs": lambda request: request.sequence,
+    "priority": lambda request: (-request.priority, request.sequence),
+    "lpm": lambda request: (-request.priority, request.sequence),
+    "dfs": lambda request: (-request.priority, request.namespace, request.key(len(request.tokens)), request.sequence),
+    "balanced": lambda request: (-request.priority, request.sequence),
+}

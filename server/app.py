@@ -8,7 +8,7 @@ from fastapi import FastAPI
 
 from runtime.client import AsyncEngine
 from runtime.config import Config
-from server import cache, errors, generate, openai_chat, openai_completions, routes
+from server import cache, dashboard, errors, generate, openai_chat, openai_completions, routes
 from server.auth import Guard, Tenant
 from server.context import Context
 from server.errors import ErrorBody
@@ -25,7 +25,8 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant]) -> Fa
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
     )
     app.state.context = Context(engine, config, Metrics(engine.info.name), tenants)
-    for module in (generate, openai_completions, openai_chat, cache, routes):
+    app.state.feed = dashboard.Feed(app.state.context)
+    for module in (generate, openai_completions, openai_chat, cache, dashboard, routes):
         app.include_router(module.router)
     errors.install(app)
     app.add_middleware(BodyLimit, max_bytes=config.server.max_body_bytes)

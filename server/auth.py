@@ -22,8 +22,17 @@ from runtime.errors import RametError
 from server.errors import error_response
 
 ENVIRONMENT = "RAMET_API_KEYS"
-OPEN_PATHS = frozenset({"/health"})
-ADMIN_PATHS = ("/cache/", "/flush_cache", "/abort_request", "/server_info", "/get_server_info", "/metrics")
+# The page itself is the same for everybody; what it shows wants a key.
+OPEN_PATHS = frozenset({"/health", "/", "/dashboard"})
+ADMIN_PATHS = (
+    "/cache/",
+    "/dashboard/",
+    "/flush_cache",
+    "/abort_request",
+    "/server_info",
+    "/get_server_info",
+    "/metrics",
+)
 # Below an admin's path, but everybody sees what is its own there.
 OWN_PATHS = frozenset({"/cache/tree"})
 

@@ -7,6 +7,7 @@ from array import array
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
+from fastapi import Path as PathParameter
 from pydantic import ConfigDict, Field
 
 from runtime.errors import InvalidRequest
@@ -79,6 +80,43 @@ async def unpin(context: Ctx, pin_id: str) -> dict[str, Any]:
     return {"success": True}
 
 
+Page = Annotated[int, PathParameter(ge=0, description="the node's first page, as the tree shows it")]
+Start = Annotated[int, Query(ge=0, description="tokens before the node; a name with another number fits no more")]
+
+
+@router.post("/nodes/{page}/pin")
+async def pin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
+    """Pin the prefix that ends with a node, as long as an operator wants. 404 if the node is gone, 409 over the budget."""
+    found = await context.engine.on_node("prefix", page, start)
+    if not found:
+        raise _gone(page)
+    tokens = array("i")
+    tokens.frombytes(found["tokens"])
+    return await context.engine.pin(tokens.tolist(), found["namespace"], None, None)
+
+
+@router.delete("/nodes/{page}/pin")
+async def unpin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
+    """Let every pin go that keeps a node."""
+    done = await context.engine.on_node("unpin", page, start)
+    if not done["found"]:
+        raise _gone(page)
+    return {"unpinned": done["pins"]}
+
+
+@router.delete("/nodes/{page}")
+async def drop_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
+    """Evict a node and all below it, but for what live requests or pins keep."""
+    done = await context.engine.on_node("drop", page, start)
+    if not done["found"]:
+        raise _gone(page)
+    return {"evicted_tokens": done["tokens"]}
+
+
+def _gone(page: int) -> NotFound:
+    return NotFound(f"there is no such node at page {page} any more", param="page", code="node_not_found")
+
+
 @router.get("/stats")
 async def stats(context: Ctx) -> dict[str, Any]:
     """The engine's counters, histograms and gauges."""
@@ -107,17 +145,16 @@ async def tree(
         limit=limit,
         preview_tokens=preview,
     )
-    names = {known.account: known.name for known in context.tenants}
-    shown = [_show(node, names, context) for node in nodes]
+    shown = [_show(node, context) for node in nodes]
     return {"nodes": shown, "next_cursor": cursor + limit if len(nodes) == limit else None}
 
 
-def _show(node: dict[str, Any], names: dict[str, str], context: Context) -> dict[str, Any]:
+def _show(node: dict[str, Any], context: Context) -> dict[str, Any]:
     """A node with its tenant's name instead of the namespace, which holds a digest and a salt."""
-    account = node.pop("namespace").partition("/")[0]
+    tenant = context.tenant_name(node.pop("namespace"))
     tokens = array("i")
     tokens.frombytes(node.pop("preview"))
-    shown = {**node, "tenant": "public" if account == "public" else names.get(account, "")}
+    shown = {**node, "tenant": tenant}
     return (
         {**shown, "preview": context.engine.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)}
         if tokens

@@ -18,9 +18,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("ramet", description="Serve language models from a radix tree of shared prefixes.")
     parser.add_argument("--version", action="version", version=f"ramet {version('ramet')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    given = sys.argv[1:] if argv is None else argv
     for name, (text, add, _) in _COMMANDS.items():
-        add(commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + "."))
-    arguments = parser.parse_args(argv)
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name in given[:1]:  # the others' options would only cost time: some take torch to know them
+            add(command)
+    arguments = parser.parse_args(given)
     run = _COMMANDS[arguments.command][2]
     try:
         return run(parser, arguments)

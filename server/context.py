@@ -22,6 +22,13 @@ class Context:
     metrics: Metrics
     tenants: list[Tenant]
 
+    def tenant_name(self, namespace: str) -> str:
+        """Whose a cache namespace is, as the operator calls the key; empty on an open server."""
+        account = namespace.partition("/")[0]
+        if account == "public":
+            return account
+        return next((tenant.name for tenant in self.tenants if tenant.account == account), "")
+
 
 def get_context(request: Request) -> Context:
     """The context of the application that serves a request."""

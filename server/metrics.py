@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from runtime.output import Output
-from server.rate import Rate
+from server.rate import Rate, Recent
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 
@@ -73,6 +73,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._state: dict[str, Any] = {}
         self._generated = Rate()
+        self._ttfts = Recent()
         self._registry.register(self)
         self._ttft = self._histograms("Seconds to the first token", *_both("time_to_first_token_seconds"))
         self._itl = self._histograms("Seconds between output tokens", *_both("inter_token_latency_seconds"))
@@ -99,6 +100,7 @@ class Metrics:
         self._generated.add(new)
         if new and previous_s is None:
             _observe(self._ttft, output.e2e_s)
+            self._ttfts.add(output.e2e_s)
             _observe(self._queue, output.queue_s)
             _observe(self._prefill, output.prefill_s)
         elif new and previous_s is not None:
@@ -114,6 +116,14 @@ class Metrics:
         if output.completion_tokens > 1:
             _observe(self._tpot, decode_s / (output.completion_tokens - 1))
         self._success.labels(**self._labels, finished_reason=output.finish.type).inc()
+
+    def now(self) -> dict[str, float | None]:
+        """What happened lately: generated tokens per second, and the time to first token in seconds."""
+        return {
+            "tokens_per_s": self._generated.per_second(),
+            "ttft_p50_s": self._ttfts.percentile(50),
+            "ttft_p95_s": self._ttfts.percentile(95),
+        }
 
     def render(self, state: dict[str, Any]) -> bytes:
         """The exposition text, with the engine's counters and gauges as they are now."""

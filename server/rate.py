@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
+
+
+class Recent:
+    """The last values of something, as long as they are not too old."""
+
+    def __init__(self, window_s: float = 30.0, most: int = 512, clock: Callable[[], float] = time.monotonic):
+        self._window_s = window_s
+        self._clock = clock
+        self._values: deque[tuple[float, float]] = deque(maxlen=most)
+
+    def add(self, value: float) -> None:
+        """Something came now."""
+        self._values.append((self._clock(), value))
+
+    def percentile(self, point: float) -> float | None:
+        """The nearest-rank percentile over the window, None of nothing."""
+        since = self._clock() - self._window_s
+        values = sorted(value for at, value in self._values if at >= since)
+        return values[max(math.ceil(point / 100 * len(values)) - 1, 0)] if values else None
 
 
 class Rate:

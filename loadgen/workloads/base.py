@@ -6,6 +6,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from loadgen.lengths import Distribution
 from loadgen.prose import Prose
@@ -36,3 +37,9 @@ class Workload(ABC):
 def length(text: str) -> Distribution:
     """A default length, in the notation of the command line."""
     return Distribution.parse(text)
+
+
+def need_file(path: Path) -> None:
+    """Raise ValueError where there is none: before a server is asked anything."""
+    if not path.is_file():
+        raise ValueError(f"{path} is no file")

@@ -11,7 +11,7 @@ from typing import Any
 from loadgen.lengths import Distribution
 from loadgen.prose import CHARS_PER_TOKEN
 from loadgen.session import Message, Role, Session, Turn
-from loadgen.workloads.base import Source, Workload, length
+from loadgen.workloads.base import Source, Workload, length, need_file
 
 _ROLES: dict[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _ROLES |= {"tool": "tool", "human": "user", "gpt": "assistant", "chatgpt": "assistant"}
@@ -26,6 +26,9 @@ class File(Workload):
     output_tokens: Distribution = length("128")
     think: Distribution = length("0")
 
+    def __post_init__(self) -> None:
+        need_file(self.file)
+
     @property
     def requests(self) -> None:
         """The file has its own end."""
@@ -36,11 +39,14 @@ class File(Workload):
         entries = list(_entries(self.file))
         if self.shuffle:
             source.rng.shuffle(entries)
+        made = []
         for where, entry in entries:
             try:
-                yield self._session(entry, source)
+                made.append(self._session(entry, source))
             except (KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{where} is neither ShareGPT, OpenAI messages nor a prompt: {error!r}") from error
+        # Only now: a bad entry must be found before the run and not amid it.
+        yield from made
 
     def _session(self, entry: dict[str, Any], source: Source) -> Session:
         body = entry.get("body", entry)  # the form of OpenAI's batch files

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from loadgen.prose import Prose
 from loadgen.session import Message, Session, Turn
-from loadgen.workloads.base import Source, Workload
+from loadgen.workloads.base import Source, Workload, need_file
 
 _BLOCK_TOKENS = 512  # of Mooncake's hashes
 
@@ -49,6 +49,7 @@ class Trace(Workload):
     max_tokens: int = 0
 
     def __post_init__(self) -> None:
+        need_file(self.trace)
         if not (self.speed > 0 and 0 < self.shrink <= 1):
             raise ValueError("speed must be above 0, and shrink above 0 and at most 1")
 

@@ -124,12 +124,12 @@ class Denoiser:
     def _choose_llada(self, logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Gumbel-max with noise in float64, as LLaDA's quality depends on it; confidence without the noise."""
         probs = logits.softmax(-1)
-        if temperature:
-            noise = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
-            noise.exponential_(generator=self._generator)
-            tokens = (restrict(logits, self.sampling).double() - temperature * noise.log()).argmax(-1)
-        else:
-            tokens = logits.argmax(-1)
+        if not temperature:
+            confidence, tokens = probs.max(-1)
+            return tokens, confidence
+        noise = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
+        noise.exponential_(generator=self._generator)
+        tokens = (restrict(logits, self.sampling).double() - temperature * noise.log()).argmax(-1)
         return tokens, probs.gather(1, tokens[:, None])[:, 0]
 
     # -- which -----------------------------------------------------------------------------------------------

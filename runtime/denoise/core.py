@@ -41,7 +41,7 @@ class DiffusionCore(EngineCore):
         self.encodings = Encodings(self.cache)
         self.boundaries = BoundaryStore(int(config.diffusion.boundary_memory * 2**30))
         self.scheduler = DenoiseScheduler(
-            config.scheduler, self.encodings, self.table, self.boundaries, spec.num_layers
+            config.scheduler, self.encodings, self.table, self.boundaries, spec.num_layers, self.executor.step_tokens
         )
         self.info.diffusion = DiffusionInfo(
             self.diffusion.mask_token_id, self.diffusion.algorithm, spec.num_layers, self.table.version

@@ -56,6 +56,11 @@ class DenoiseRequest(Request):
         return len(self.denoiser.tokens)
 
     @property
+    def num_output(self) -> int:
+        """Output tokens that were reported."""
+        return self.num_sent
+
+    @property
     def prefix_ratio(self) -> float:
         """The shared prefix's share of the canvas."""
         return self.prefix_len / self.length

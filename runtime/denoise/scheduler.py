@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import count, islice
 
 from runtime.config import SchedulerConfig
 from runtime.denoise.request import DenoiseRequest, DenoiseWork
@@ -28,11 +28,14 @@ class DenoiseScheduler:
         table: DepthTable,
         boundaries: BoundaryStore,
         num_layers: int,
+        step_tokens: int = 2048,
     ):
+        """`step_tokens`: rows of a step where the configuration leaves them open."""
         self.config = config
+        self.step_tokens = config.step_tokens or step_tokens
         self.encodings, self.cache = encodings, encodings.cache
         self.table, self.boundaries, self.num_layers = table, boundaries, num_layers
-        self.waiting = Waiting(config.schedule_policy, config.max_overtake, self.cache.page_size, self._matched)
+        self.waiting = Waiting(config.schedule_policy, config.overtake_share, self.cache.page_size, self._matched)
         self.running: list[DenoiseRequest] = []
         self.num_retracted = 0
         self._turns = count(1)
@@ -54,7 +57,7 @@ class DenoiseScheduler:
         self._admit()
         if not self.running and self.waiting and self.cache.pins.yield_one():
             return self.schedule()  # only pins stood in the way of a live request
-        budget, turn = self.config.step_tokens, next(self._turns)
+        budget, turn = self.step_tokens, next(self._turns)
         work: list[DenoiseWork] = []
         for request in sorted(self.running, key=lambda request: request.turn):
             item = request.work(self.num_layers)
@@ -68,11 +71,12 @@ class DenoiseScheduler:
     def _admit(self) -> None:
         encoding = {request.encoding for request in self.running if request.is_encoding}
         self.waiting.refresh()
-        for request in self.waiting.first(2 * self.config.max_running):
+        for request in islice(self.waiting.candidates(self._scarce), 2 * self.config.max_running):
             assert isinstance(request, DenoiseRequest)
             if len(self.running) >= self.config.max_running:
                 return
-            self._share(request)
+            if self.waiting.rank_again(request, self._matched(request)):
+                continue
             if request.encoding in encoding:
                 continue  # the prefix is in the tree in a moment
             if not self.encodings.admit(request):
@@ -81,8 +85,12 @@ class DenoiseScheduler:
                 encoding.add(request.encoding)
             request.boundary = self.boundaries.get(request.encoding, request.depth)
             request.cached_tokens = request.num_tree_pages * self.cache.page_size
-            self.waiting.remove(request)
+            self.waiting.admit(request, self._scarce())
             self.running.append(request)
+
+    def _scarce(self) -> bool:
+        """Whether one more request takes the last place among those that run."""
+        return len(self.running) + 1 >= self.config.max_running
 
     def _share(self, request: DenoiseRequest) -> None:
         """Settle which prefix a request shares and in how many layers; neither without reuse, or where it cannot fit.

@@ -6,7 +6,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 
-from radix import EventLog, Hold, Match, Quotas, RadixTree, make_policy, path
+from radix import EventLog, Hold, Match, Node, Quotas, RadixTree, make_policy, path
 from radix.node import TOKEN_BYTES
 from runtime.config import CacheConfig
 from runtime.kv.allocator import PageAllocator
@@ -145,6 +145,12 @@ class PagedCache:
     def flush(self) -> int:
         """Drop all cached pages that no live request uses; returns how many."""
         pages = self.tree.flush()
+        self.allocator.release(pages)
+        return len(pages)
+
+    def drop(self, node: Node) -> int:
+        """Drop a node and what lies below it, but for what is in use; returns how many pages."""
+        pages = self.tree.drop(node)
         self.allocator.release(pages)
         return len(pages)
 

@@ -29,8 +29,9 @@ class Encodings:
 
     @staticmethod
     def namespace(base: str, key: bytes) -> str:
-        """Where the encoding of a prefix lies."""
-        return f"{base}#{hashlib.blake2b(key, digest_size=16).hexdigest()}"
+        """Where the encoding of a prefix lies; `base` may be that very namespace, as the tree names it."""
+        ending = f"#{hashlib.blake2b(key, digest_size=16).hexdigest()}"
+        return base if base.endswith(ending) else base + ending
 
     def match(self, key: bytes, encoding: str) -> Match | None:
         """The pages of a whole encoding; None if some of it is missing."""

@@ -10,13 +10,10 @@ from pydantic import ValidationError
 
 from runtime.config import Config
 from runtime.errors import ModelError
-from runtime.executor import Executor
 from runtime.models.resolve import resolve_model
 from runtime.models.spec import ModelSpec
 from runtime.models.tokenizer import Tokenizer
 from runtime.profile.heat_map import draw_heat_map
-from runtime.profile.probe import Probe
-from runtime.profile.profiler import Profiler, header
 from runtime.profile.records import Records
 from runtime.profile.samples import Samples
 from runtime.profile.settings import ProfileSettings
@@ -51,6 +48,11 @@ def settings_from(parser: argparse.ArgumentParser, arguments: argparse.Namespace
 
 def profile(config: Config, settings: ProfileSettings, arguments: argparse.Namespace) -> int:
     """Measure a model, write table and picture. Raises ModelError."""
+    # Not at the top: the other commands read these options, too, and do without torch.
+    from runtime.executor import Executor
+    from runtime.profile.probe import Probe
+    from runtime.profile.profiler import Profiler, header
+
     path = resolve_model(config.model)
     spec = ModelSpec.load(path)
     if spec.diffusion is None:

@@ -260,6 +260,8 @@ def test_pins_quotas_and_holds_see_encodings(deep_dir):
     namespace = Encodings.namespace("", key)
     assert len(core.cache.tree.match(key, namespace).pages) == 3, "pinned"
     assert core.handle(GetPins(1)).result["pinned_tokens"] == 48
+    again = core.handle(AddPin(1, key, namespace)).result["pin"]
+    assert core.handle(RemovePin(1, again["id"])).result == {"found": True}, "by the name that the tree gives it"
     assert core.handle(RemovePin(1, pin["id"])).result == {"found": True}
     tenant = DenoiseDriver(make_core(deep_dir, tenant_quota=4))
     for i in range(4):

@@ -26,10 +26,11 @@ Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable
 
 
 class BadServer:
-    """Speaks just enough HTTP on 127.0.0.1 to do it wrong; `script` has the connection after each request's bytes."""
+    """Speaks just enough HTTP on 127.0.0.1 to do it wrong; `script` has the connection after each POST, or always."""
 
-    def __init__(self, script: Script):
+    def __init__(self, script: Script, always: bool):
         self._script = script
+        self._always = always
         self._loop = asyncio.new_event_loop()
         self.requests = 0
         self._started = threading.Event()
@@ -57,9 +58,12 @@ class BadServer:
                     line.split(b":")[1] for line in head.lower().split(b"\r\n") if line[:15] == b"content-length:"
                 ]
                 await reader.readexactly(int(lengths[0]) if lengths else 0)
-                if head.startswith(b"POST /v1/"):
+                if head.startswith(b"POST"):
                     self.requests += 1
-                await self._script(reader, writer, head)
+                if head.startswith(b"POST") or self._always:
+                    await self._script(reader, writer, head)
+                else:
+                    writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
                 await writer.drain()
         except (OSError, asyncio.IncompleteReadError):
             pass
@@ -76,8 +80,8 @@ def bad_server() -> Iterator[Callable[[Script], BadServer]]:
     """Makes such servers, and closes them."""
     made: list[BadServer] = []
 
-    def make(script: Script) -> BadServer:
-        made.append(BadServer(script))
+    def make(script: Script, always: bool = False) -> BadServer:
+        made.append(BadServer(script, always))
         return made[-1]
 
     yield make

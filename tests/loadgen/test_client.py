@@ -15,6 +15,7 @@ from loadgen.sse import MAX_EVENT_BYTES, EventSplitter
 from tests.loadgen.helpers import run
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+CHUNKED = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 PIECE = b'data: {"choices": [{"index": 0, "text": " a", "finish_reason": null}]}\n\n'
 LAST = b'data: {"choices": [{"index": 0, "text": " b", "finish_reason": "length"}]}\n\n'
 DONE = b"data: [DONE]\n\n"
@@ -50,7 +51,10 @@ def errors(result):
         ("cut", sends(HEAD)),
         ("empty", sends(HEAD, DONE)),
         ("reset", sends()),
-        ("reset", sends(HEAD, PIECE, then="reset")),
+        ("reset", sends(then="reset")),
+        ("cut", sends(HEAD, PIECE, then="reset")),
+        ("cut", sends(CHUNKED, b"%x\r\n%b\r\n" % (len(PIECE), PIECE), then="reset")),
+        ("cut", sends(CHUNKED, b"%x\r\n%b" % (len(PIECE), PIECE[:9]))),
         ("stall", sends(HEAD, PIECE, then="stall")),
         ("stall", sends(then="stall")),
         ("rubbish", sends(HEAD, b"data: {rubbish\n\n")),
@@ -121,7 +125,8 @@ def test_the_chat_api_counts_from_the_first_text_and_not_from_the_role(bad_serve
     def event(delta, reason=None):
         return b"data: " + json.dumps({"choices": [{"delta": delta, "finish_reason": reason}]}).encode() + b"\n\n"
 
-    usage = b'data: {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": null}}\n\n'
+    counts = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": None}
+    usage = b"data: " + json.dumps({"choices": [], "usage": counts}).encode() + b"\n\n"
     pause = [b": wait\n\n"] * 5
     script = sends(HEAD, event({"role": "assistant", "content": ""}), *pause, event({"reasoning_content": "hm"}),
                    event({"content": "x"}), event({}, "stop"), usage, DONE)  # fmt: skip
@@ -156,6 +161,7 @@ def test_events_are_split_wherever_the_bytes_are_cut(size):
 
 def test_an_endless_event_is_refused():
     splitter = EventSplitter()
+    for _ in range(MAX_EVENT_BYTES // (1 << 20)):
+        splitter.feed(b"x" * (1 << 20))
     with pytest.raises(ValueError, match="bytes"):
-        for _ in range(MAX_EVENT_BYTES // (1 << 20) + 1):
-            splitter.feed(b"x" * (1 << 20))
+        splitter.feed(b"x")

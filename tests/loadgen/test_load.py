@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -72,7 +73,7 @@ def test_turns_follow_each_other_with_time_to_think(bad_server):
         talks.setdefault(record.session, []).append(record)
     for turns in talks.values():
         assert [record.turn for record in turns] == list(range(len(turns)))
-        for before, after in zip(turns, turns[1:], strict=False):
+        for before, after in pairwise(turns):
             assert after.scheduled_s == pytest.approx(before.end_s + 0.1)
             assert after.sent_s >= after.scheduled_s
             assert after.prompt_chars > before.prompt_chars

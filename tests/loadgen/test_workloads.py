@@ -203,7 +203,7 @@ def test_azure_times_and_lengths(tmp_path):
 def test_what_is_no_trace_is_refused(tmp_path, text):
     path = tmp_path / "t"
     path.write_text(text)
-    with pytest.raises(ValueError, match="no requests|line"):
+    with pytest.raises(ValueError, match=r"no requests|line"):
         sessions(Trace(path))
 
 

@@ -82,6 +82,10 @@ class Attention {
             }
             first_slot += rows;
         });
+        // The largest first, so that the threads end together.
+        std::stable_sort(pieces_.begin(), pieces_.end(), [this](const Piece& a, const Piece& b) {
+            return (a.end - a.begin) * tiles(a.rows) > (b.end - b.begin) * tiles(b.rows);
+        });
         // The heads of the same keys lie side by side in memory: one thread takes them all where there is enough work.
         run_ = int64_t(pieces_.size()) >= 8 * threads * shape_.kv_heads ? shape_.kv_heads : 1;
         merges_ = false;
@@ -103,18 +107,17 @@ class Attention {
     // This thread's share, one phase of a team: queries [num_rows, heads, dim] of row stride `ldq`, rotated for their
     // own positions, give out [num_rows, heads, dim] of row stride `ldo`. `merge` must follow if `merges`.
     void run(Team& team, const LayerKV& kv, const float* q, int64_t ldq, float* out, int64_t ldo, Scratch& scratch) {
-        // The last pieces of a causal edge are its largest: they go first.
         const int64_t count = int64_t(pieces_.size());
         for (int64_t next = team.take() * run_; next < count;) {
             const int64_t from = next, to = std::min(from + run_, count);
             next = team.take() * run_;
             for (int64_t i = from; i < to; ++i) {
                 int64_t after = i + 1 < to ? i + 1 : next;
-                if (after < count) prefetch_start(pieces_[count - 1 - after], kv);
+                if (after < count) prefetch_start(pieces_[after], kv);
                 if (shape_.is_bf16) {
-                    attend<bf16>(pieces_[count - 1 - i], kv, q, ldq, out, ldo, scratch);
+                    attend<bf16>(pieces_[i], kv, q, ldq, out, ldo, scratch);
                 } else {
-                    attend<float>(pieces_[count - 1 - i], kv, q, ldq, out, ldo, scratch);
+                    attend<float>(pieces_[i], kv, q, ldq, out, ldo, scratch);
                 }
             }
         }
