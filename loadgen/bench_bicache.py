@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import track
@@ -21,8 +21,11 @@ from loadgen.quality.measure import Cell, Outcome, Records, Runner
 from loadgen.quality.tasks import TASKS, Source
 from loadgen.quality.vocabulary import Vocabulary
 from loadgen.tables import wide_console
-from runtime import Engine
+from runtime.errors import ModelError
 from runtime.models.resolve import resolve_model
+
+if TYPE_CHECKING:
+    from runtime.engine import Engine
 
 _MODEL = "smollm2-135m-diffusion"
 
@@ -51,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure what is missing, print the tables, write them and the plots."""
+    from runtime.engine import Engine
+
     arguments.out.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"model": arguments.model, "dtype": arguments.dtype, "page_size": 1}
     for name in ("threads", "depth_table"):
@@ -79,7 +84,7 @@ class _Bench:
         vocabulary = Vocabulary(path)
         info = engine.info.diffusion
         if info is None:
-            raise SystemExit(f"{arguments.model} is no diffusion model")
+            raise ModelError(f"{arguments.model} is no diffusion model")
         self.source = Source(vocabulary, ("bench", a.seed))
         self.runner = Runner(engine, vocabulary.end)
         self.records = Records(a.out / "records.jsonl")

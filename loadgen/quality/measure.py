@@ -6,12 +6,16 @@ import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loadgen.quality.cases import Case
 from loadgen.quality.tasks import Example, Source
-from runtime import Engine, SamplingParams, Submission
 from runtime.diffusion_params import DiffusionParams
+from runtime.output import Submission
+from runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from runtime.engine import Engine
 
 _GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 

@@ -11,6 +11,9 @@ from pathlib import Path
 # Best first. Each is a library of its own, made from the same sources under other compiler flags.
 ISAS = ("avx512bf16", "avx512", "avx2")
 
+# What `ramet_interface` of a library for these declarations says.
+_INTERFACE = 2
+
 
 def _fields(integers: str = "", pointers: str = "") -> list[tuple[str, type]]:
     return [(name, c_int64) for name in integers.split()] + [(name, c_void_p) for name in pointers.split()]
@@ -104,6 +107,7 @@ class Step(Structure):
 
 
 _INTO_LIBRARY: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "interface": (c_int64, ()),
     "supported": (c_int64, ()),
     "team_create": (c_void_p, (c_int64,)),
     "team_destroy": (None, (c_void_p,)),
@@ -136,7 +140,7 @@ class Library:
     """
 
     def __init__(self, isa: str, path: Path):
-        """Open a library. Raises OSError if it cannot be."""
+        """Open a library. Raises OSError if it cannot be, AttributeError if it lacks a function."""
         self.isa = isa
         self._library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _INTO_LIBRARY.items():
@@ -159,9 +163,9 @@ def load(isa: str) -> Library | None:
         return None
     try:
         library = Library(isa, path)
-    except OSError:
+    except (OSError, AttributeError):  # not for this system, or of a build that lacks a function
         return None
-    return library if library.supported() else None
+    return library if library.interface() == _INTERFACE and library.supported() else None
 
 
 def load_best() -> Library | None:

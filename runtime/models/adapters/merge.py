@@ -9,18 +9,17 @@ import sys
 import tempfile
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from runtime.errors import ModelError
 from runtime.models.default_model import fetch_default
 from runtime.models.publishing import publish
 from runtime.models.spec import ModelSpec, read_json
-from runtime.models.weights import load_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # `<empty_output>`: reserved in SmolLM2's vocabulary, and in no text.
 MASK_TOKEN_ID = 16
@@ -56,6 +55,12 @@ def merge_adapter(base: Path, adapter: Path, models: Path, name: str) -> Path:
         target = models / f"{name}-{hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
     if (target / "config.json").exists():
         return target
+    # Here, as who only asks for the names does without torch.
+    import torch
+    from safetensors.torch import save_file
+
+    from runtime.models.weights import load_weights
+
     print(f"merging {adapter.name} with {base.name} into {target} (once)", file=sys.stderr, flush=True)
     weights = load_weights(base, ModelSpec.load(base), torch.float32)
     _add_adapter(weights, adapter)
