@@ -84,7 +84,7 @@ class Executor:
         library = load_best()
         if library is None:
             log.warning(
-                "the native CPU kernels of this version were not built (is there a C++20 compiler?) or there is no AVX2; "
+                "the native CPU kernels were not built for this version (no C++20 compiler?) or there is no AVX2; "
                 "torch computes instead, several times slower"
             )
         return library
