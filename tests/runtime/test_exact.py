@@ -98,7 +98,7 @@ def test_bfloat16_logits_are_close(default_model_dir, reference, prompts):
     for prompt in prompts:
         seen = {}
         run = core.executor.run
-        core.executor.run = lambda batch, run=run, seen=seen: seen.setdefault("logits", run(batch))
+        core.executor.run = lambda batch, run=run, seen=seen: seen.update(logits=run(batch)) or seen["logits"]
         Driver(core).together([prompt], max_new_tokens=1)
         core.executor.run = run
         with torch.inference_mode():
