@@ -15,6 +15,7 @@ import torch
 
 from radix import tenant_of, view
 from radix.stats import Histogram
+from runtime.batch import ForwardBatch
 from runtime.config import Config
 from runtime.decoding.grammar import GrammarCompiler
 from runtime.decoding.sampling import BadLogits, Sampler, report_logprobs
@@ -232,10 +233,20 @@ class EngineCore:
     def _compute(self, work: list[Work]) -> list[TokenEvent]:
         started = time.monotonic()
         try:
-            batch = plan_prefix(work, self.executor.spec.num_layers, self.info.page_size, self.executor.device)
+            batch = self._plan(work)
             logits = self.executor.run(batch)
         except Exception as error:
             return self._compute_less(work, error)
+        self.counters["steps"] += 1
+        return [event for event in self._book(work, batch, logits, started) if event is not None]
+
+    def _plan(self, work: list[Work]) -> ForwardBatch:
+        return plan_prefix(work, self.executor.spec.num_layers, self.info.page_size, self.executor.device)
+
+    def _book(
+        self, work: list[Work], batch: ForwardBatch, logits: torch.Tensor, started: float
+    ) -> list[TokenEvent | None]:
+        """Make events of a computed step that began at `started`, by the engine's clock."""
         asking = [item for item in work if item.samples and item.request.wants_tokens]
         sampling = sorted(asking, key=lambda item: item.logits.start)
         chosen: dict[str, int | RametError] = {}
@@ -244,12 +255,10 @@ class EngineCore:
             sampled = logits if rows == list(range(len(logits))) else logits[torch.tensor(rows, device=logits.device)]
             tokens = self.sampler.sample(sampled, [item.request for item in sampling])
             chosen = {item.request.rid: token for item, token in zip(sampling, tokens, strict=True)}
-        self.counters["steps"] += 1
         self.counters["generation_tokens"] += len(chosen)
         self.counters["prefill_tokens"] += sum(item.count for item in work if item.request.num_remaining > 1)
         row_s = (time.monotonic() - started) / len(batch.tokens)
-        events = [self._advance(item, logits[item.logits], chosen.get(item.request.rid), row_s) for item in work]
-        return [event for event in events if event is not None]
+        return [self._advance(item, logits[item.logits], chosen.get(item.request.rid), row_s) for item in work]
 
     def _compute_less(self, work: list[Work], error: Exception) -> list[TokenEvent]:
         """After a step that failed: in halves, so that only who is at fault fails; without memory, fewer rows of it."""
@@ -259,9 +268,8 @@ class EngineCore:
             middle = len(work) // 2
             return self._compute(work[:middle]) + self._compute(work[middle:])
         (item,) = work
-        if is_out_of_memory(error) and item.count > 1:
-            log.warning("%d rows did not fit into memory and are run again in halves", item.count)
-            item.count //= 2
+        if is_out_of_memory(error) and item.shrink():
+            log.warning("the rows of request %s did not fit into memory and are run again in halves", item.request.rid)
             return self._compute(work)
         log.error("request %s failed", item.request.rid, exc_info=error)
         return [self._fail(item.request, f"the step that computed this request failed: {type(error).__name__}")]

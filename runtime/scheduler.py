@@ -29,6 +29,13 @@ class Work:
         """Whether the last of these rows gives a new token."""
         return self.count == self.request.num_remaining
 
+    def shrink(self) -> bool:
+        """Leave half of the rows for later steps; False if there is only one."""
+        if self.count == 1:
+            return False
+        self.count //= 2
+        return True
+
 
 class Scheduler:
     """Continuous batching: decode rows first, then chunked prefill of what runs, then admission of what waits.

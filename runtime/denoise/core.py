@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from runtime.batch import ForwardBatch
 from runtime.config import Config
 from runtime.core import EngineCore
 from runtime.decoding.diffusion import Denoiser
@@ -98,19 +99,18 @@ class DiffusionCore(EngineCore):
         self.boundaries.clear()
         return super().flush(pins)
 
-    def _compute(self, work: Sequence[DenoiseWork]) -> list[TokenEvent]:  # type: ignore[override]
-        started = time.monotonic()
-        executor = self.executor
-        spec, page_size = executor.spec, self.info.page_size
-        batch = plan_denoise(work, spec.num_layers, spec.hidden_size, page_size, executor.device)
-        logits = executor.run(batch)
+    def _plan(self, work: list[DenoiseWork]) -> ForwardBatch:  # type: ignore[override]
+        spec = self.executor.spec
+        return plan_denoise(work, spec.num_layers, spec.hidden_size, self.info.page_size, self.executor.device)
+
+    def _book(  # type: ignore[override]
+        self, work: list[DenoiseWork], batch: ForwardBatch, logits: torch.Tensor, started: float
+    ) -> list[TokenEvent | None]:
         row_s = (time.monotonic() - started) / len(batch.tokens)
         self.counters["row_layers"] += sum(
             len(group.layers) * len(batch.tokens if group.rows is None else group.rows) for group in batch.groups
         )
-        events = [event for item in work if (event := self._advance_canvas(item, logits, row_s)) is not None]
-        self.counters["steps"] += 1
-        return events
+        return [self._advance_canvas(item, logits, row_s) for item in work]
 
     def _advance_canvas(self, item: DenoiseWork, logits: torch.Tensor, row_s: float) -> TokenEvent | None:
         """Book one piece of computed work; `row_s` is what each of the step's rows took."""

@@ -127,3 +127,7 @@ class DenoiseWork:
     def num_rows(self) -> int:
         """Rows of the step."""
         return len(self.rows) + (self.request.prefix_len if self.refresh else 0) + len(self.unprompted_rows)
+
+    def shrink(self) -> bool:
+        """False: rows that see each other cannot be cut."""
+        return False

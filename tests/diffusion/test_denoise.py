@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 
 from tests.diffusion.driver import DenoiseDriver, make_core
 from tests.diffusion.models import EOS, MASK
@@ -110,3 +111,26 @@ def test_aborts_leave_nothing(deep_dir):
     driver.run()
     assert {rid: finish.type for rid, finish in driver.finish.items()} == {
         "0": "length", "1": "length", "2": "abort", "3": "abort", "4": "abort"}  # fmt: skip
+
+
+@pytest.mark.parametrize("out_of_memory", [False, True])
+def test_one_poisoned_request_fails_alone(any_dir, monkeypatch, out_of_memory):
+    """As on causal models: a step that fails is run again in halves."""
+    plain, driver = DenoiseDriver(make_core(any_dir)), DenoiseDriver(make_core(any_dir))
+    run = driver.core.executor.run
+
+    def poisoned(batch):
+        if EOS - 1 in batch.tokens[batch.positions == 0].tolist():
+            raise torch.OutOfMemoryError("no memory") if out_of_memory else RuntimeError("a secret")
+        return run(batch)
+
+    monkeypatch.setattr(driver.core.executor, "run", poisoned)
+    prompts = [*PROMPTS, [EOS - 1, 1, 2]]
+    for i, prompt in enumerate(prompts):
+        driver.denoise(str(i), prompt, gen_length=8, steps=4)
+    driver.run()
+    assert driver.finish["5"].type == "error"
+    assert "secret" not in (driver.finish["5"].message or "")
+    assert [driver.tokens[str(i)] for i in range(5)] == [plain.one(p, gen_length=8, steps=4) for p in PROMPTS]
+    assert driver.core.state()["failed_requests"] == 1
+    assert driver.core.scheduler.running == []
