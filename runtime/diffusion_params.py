@@ -73,7 +73,10 @@ class DiffusionParams(BaseModel):
 def _refuse_sampling(sampling: SamplingParams) -> None:
     """What the samplers of diffusion models do not know."""
     default = SamplingParams()
-    for name in ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens"):
+    if sampling.max_new_tokens == 0:
+        raise InvalidRequest("max_new_tokens must be at least 1 for diffusion models", param="max_new_tokens")
+    penalties = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+    for name in ("min_p", "min_new_tokens", "json_schema", "regex", *penalties):
         if getattr(sampling, name) != getattr(default, name):
             raise InvalidRequest(f"{name} is not supported for diffusion models", param=name)
 

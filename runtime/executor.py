@@ -12,6 +12,7 @@ from runtime.attention.backend import AttentionBackend
 from runtime.attention.cpu import CPUAttention
 from runtime.batch import ForwardBatch
 from runtime.config import Config
+from runtime.decoding.sampling import argmax
 from runtime.device import choose_attention, choose_device, choose_dtype
 from runtime.errors import ModelError
 from runtime.kv.pool import KVPool
@@ -56,7 +57,7 @@ class Executor:
             attention = self._make_backend(backend, model)
             self.backend_name = attention.name
             self._forward = partial(model.forward, pool=self.pool, backend=attention)
-            self.argmax = partial(torch.argmax, dim=-1)
+            self.argmax = argmax
 
     def _make_pool(self, config: Config) -> KVPool:
         spec, cache = self.spec, config.cache

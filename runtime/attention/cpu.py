@@ -97,7 +97,7 @@ class CPUAttention(AttentionBackend):
         return pieces
 
     def _gathered(self, span: Span, start: int, stop: int) -> torch.Tensor:
-        pages = torch.from_numpy(span.pages).to(self.device, torch.int64)
+        pages = torch.tensor(span.pages, dtype=torch.int64, device=self.device)
         rows = torch.arange(self.pool.page_size, device=self.device)
         return (pages[:, None] * self.pool.page_size + rows).flatten()[start:stop]
 

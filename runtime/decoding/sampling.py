@@ -23,7 +23,8 @@ class BadLogits(RametError):
         super().__init__("the model's logits for this request are not finite numbers")
 
 
-def _argmax(logits: torch.Tensor) -> torch.Tensor:
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The highest tokens [n] of logits [n, vocab]."""
     return logits.argmax(-1)
 
 
@@ -40,7 +41,7 @@ class Sampler:
         self,
         vocab_size: int,
         device: torch.device,
-        argmax: Callable[[torch.Tensor], torch.Tensor] = _argmax,
+        argmax: Callable[[torch.Tensor], torch.Tensor] = argmax,
     ):
         self.vocab_size = vocab_size
         self.device = device

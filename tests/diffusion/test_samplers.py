@@ -164,6 +164,9 @@ def test_rows_of_fast_dllm():
         ({"prefix_tokens": 8}, {}, "prefix_tokens"),
         ({}, {"min_p": 0.1}, "min_p"),
         ({}, {"frequency_penalty": 0.1}, "frequency_penalty"),
+        ({}, {"regex": "a+"}, "regex"),
+        ({}, {"json_schema": "{}"}, "json_schema"),
+        ({}, {"max_new_tokens": 0}, "max_new_tokens"),
     ],
 )
 def test_what_does_not_fit_is_refused(params, sampling, param):
