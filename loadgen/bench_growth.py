@@ -18,6 +18,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from loadgen.timing import timed
+
 if TYPE_CHECKING:
     from runtime.core import EngineCore
 
@@ -92,8 +94,8 @@ class Growth:
         spec, dtype = self.core.executor.spec, self.core.executor.dtype
         torch.set_num_threads(ALL_THREADS)
         large, vector, square = torch.ones(8192, 8192), torch.ones(8192), torch.randn(2048, 2048)
-        read_s = min(_timed(lambda: large @ vector) for _ in range(10))
-        multiply_s = min(_timed(lambda: square @ square) for _ in range(10))
+        read_s = min(timed(lambda: large @ vector) for _ in range(10))
+        multiply_s = min(timed(lambda: square @ square) for _ in range(10))
         torch.set_num_threads(1)
         layer = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
         layer += 3 * spec.hidden_size * spec.intermediate_size
@@ -160,16 +162,10 @@ class Growth:
         """Decode to the end; seconds of each step with all of them."""
         full, times = len(self.core.requests), []
         while self.core.busy:
-            seconds = _timed(self.core.step)
+            seconds = timed(self.core.step)
             if len(self.core.requests) == full:
                 times.append(seconds)
         return times
-
-
-def _timed(work: Any) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def _plot(figures: dict[str, Any], path: str) -> None:

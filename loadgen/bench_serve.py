@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run; 0 if a request succeeded, 1 if none did, 130 if the user ended it."""
     from loadgen.progress import live
-    from loadgen.run import Plan, execute
+    from loadgen.run import execute
     from loadgen.tables import run_tables, wide_console
     from loadgen.target import TargetError
 
@@ -40,19 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.html:
             options.need_matplotlib()
         work = options.workload(arguments)
-        plan = Plan(
-            workload=work,
-            arrivals=options.arrivals(arguments, work),
-            bounds=options.bounds(arguments, work),
-            seed=options.seed(arguments),
-            warmup=arguments.warmup,
-            prime=arguments.prime,
-            flush=arguments.flush,
-            cut_s=arguments.cut,
-            scripted=arguments.answers == "scripted",
-            slo=options.slo(arguments),
-            patience=options.patience(arguments),
-        )
+        plan = options.plan(arguments, work, options.arrivals(arguments, work), options.seed(arguments))
         prepared = options.prepared(arguments, target)
         title = f"{arguments.workload} on {target.name}, {plan.arrivals}, seed {plan.seed}"
         console.print(title)

@@ -94,7 +94,7 @@ def knee(levels: list[Level]) -> float | None:
 def _sweep(arguments: argparse.Namespace, console: Console) -> tuple[list[Level], bool]:
     """All levels, and whether the user ended it: upwards until one breaks, then halving the gap below it."""
     from loadgen.progress import live
-    from loadgen.run import Plan, execute
+    from loadgen.run import execute
 
     target = options.target(arguments, arguments.url, arguments.url)
     prepared = options.prepared(arguments, target)
@@ -104,20 +104,8 @@ def _sweep(arguments: argparse.Namespace, console: Console) -> tuple[list[Level]
     def hold(load: float) -> bool | None:
         """Whether a load holds; None if the user ended it."""
         arrivals: Arrivals = Closed(int(load)) if arguments.over == "concurrency" else Gamma(load)
-        plan = Plan(
-            workload=work,
-            arrivals=arrivals,
-            bounds=options.bounds(arguments, work),
-            # Another seed for every level: none finds in the cache what the one before has left.
-            seed=base + len(levels),
-            warmup=arguments.warmup,
-            prime=arguments.prime,
-            flush=arguments.flush,
-            cut_s=arguments.cut,
-            scripted=arguments.answers == "scripted",
-            slo=options.slo(arguments),
-            patience=options.patience(arguments),
-        )
+        # Another seed for every level: none finds in the cache what the one before has left.
+        plan = options.plan(arguments, work, arrivals, base + len(levels))
         result = execute(prepared, plan, lambda running: live(running, console, f"sweep: {arrivals}"))
         share = result.summary["goodput"]["share"]
         if result.interrupted:

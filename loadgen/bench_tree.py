@@ -6,15 +6,15 @@ import argparse
 import gc
 import random
 import statistics
-import time
 import tracemalloc
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from loadgen.timing import timed
 from radix import RadixTree
 
 PROMPT_TOKENS = 4096
@@ -47,12 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 def _tokens(draw: random.Random, count: int) -> list[int]:
     return [draw.randrange(1 << 17) for _ in range(count)]
 
@@ -73,11 +67,11 @@ def _prompts(draw: random.Random, page_size: int) -> dict[str, list[float]]:
     gc.collect()
     times: dict[str, list[float]] = {"insert": [], "match all": [], "match 3,072": [], "lock + unlock": []}
     for key, run_of_pages in zip(prompts, pages, strict=True):
-        times["insert"].append(_timed(lambda key=key, p=run_of_pages: tree.insert(key, p)))  # type: ignore[misc]
+        times["insert"].append(timed(lambda key=key, p=run_of_pages: tree.insert(key, p)))  # type: ignore[misc]
     for key in prompts:
-        times["match all"].append(_timed(lambda key=key: tree.match(key)))  # type: ignore[misc]
+        times["match all"].append(timed(lambda key=key: tree.match(key)))  # type: ignore[misc]
         missing = key[: 3072 * 4] + other
-        times["match 3,072"].append(_timed(lambda key=missing: tree.match(key)))  # type: ignore[misc]
+        times["match 3,072"].append(timed(lambda key=missing: tree.match(key)))  # type: ignore[misc]
         times["lock + unlock"].append(_lock_unlock(tree, key))
     return times
 
@@ -91,7 +85,7 @@ def _chain(draw: random.Random, page_size: int) -> dict[str, list[float]]:
         tree.insert(array("i", tokens[:end]).tobytes(), _pages(0, page_size, end))
     key = array("i", tokens).tobytes()
     return {
-        "200-node chain: match": [_timed(lambda: tree.match(key)) for _ in range(300)],
+        "200-node chain: match": [timed(lambda: tree.match(key)) for _ in range(300)],
         "200-node chain: lock + unlock": [_lock_unlock(tree, key) for _ in range(300)],
     }
 
@@ -103,7 +97,7 @@ def _lock_unlock(tree: RadixTree, key: bytes) -> float:
         tree.lock(node)
         tree.unlock(node)
 
-    return _timed(both)
+    return timed(both)
 
 
 def _eviction(draw: random.Random, leaves: int) -> Iterable[str]:
@@ -119,8 +113,8 @@ def _eviction(draw: random.Random, leaves: int) -> Iterable[str]:
     gc.collect()
     times = []
     for i in track(range(leaves, leaves + 2000), description=f"evicting from {leaves}"):
-        times.append(_timed(lambda: tree.evict(2)))
+        times.append(timed(lambda: tree.evict(2)))
         tree.insert(keys[i], array("i", [2 * i, 2 * i + 1]))
-    everything = _timed(tree.flush) / leaves
+    everything = timed(tree.flush) / leaves
     values = statistics.quantiles(times, n=10)
     return f"{1e6 * statistics.median(times):.1f}", f"{1e6 * values[8]:.1f}", f"{1e6 * everything:.1f}", f"{memory:.0f}"

@@ -24,7 +24,7 @@ from loadgen.workloads import WORKLOADS, Workload
 from loadgen.workloads.trace import Trace
 
 if TYPE_CHECKING:
-    from loadgen.run import Prepared
+    from loadgen.run import Plan, Prepared
 
 KEY_VARIABLE = "RAMET_BENCH_API_KEY"
 _DEFAULT_CONCURRENCY = 8
@@ -270,6 +270,25 @@ def bounds(arguments: argparse.Namespace, work: Workload) -> Bounds:
 def slo(arguments: argparse.Namespace) -> Slo | None:
     """The service levels. Raises ValueError."""
     return Slo.parse(arguments.goodput) if arguments.goodput else None
+
+
+def plan(arguments: argparse.Namespace, work: Workload, comes: Arrivals, number: int) -> Plan:
+    """A run with the arrivals `comes` and the seed `number`, all else by the options. Raises ValueError."""
+    from loadgen.run import Plan
+
+    return Plan(
+        workload=work,
+        arrivals=comes,
+        bounds=bounds(arguments, work),
+        seed=number,
+        warmup=arguments.warmup,
+        prime=arguments.prime,
+        flush=arguments.flush,
+        cut_s=arguments.cut,
+        scripted=arguments.answers == "scripted",
+        slo=slo(arguments),
+        patience=patience(arguments),
+    )
 
 
 def need_matplotlib() -> None:
