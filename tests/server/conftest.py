@@ -91,6 +91,17 @@ def stop(server: LiveServer) -> int:
     return server.process.wait(30)
 
 
+@pytest.fixture(scope="module")
+def guarded(tiny_dir, tmp_path_factory) -> Iterator[LiveServer]:
+    """A server on a tiny model with the keys of an admin and of alice."""
+    directory = tmp_path_factory.mktemp("guarded")
+    keys = directory / "keys"
+    keys.write_text("boss boss-secret-key admin\nalice alice-secret-key\n")
+    server = start(directory / "log", "--model", str(tiny_dir), "--pool-tokens", "4096", "--api-keys", str(keys))
+    yield server
+    assert stop(server) == 0
+
+
 @pytest.fixture(scope="session")
 def server(default_model_dir, tmp_path_factory) -> Iterator[LiveServer]:
     """One server for all tests that leave it as they found it; its pages are checked at the end."""

@@ -10,8 +10,6 @@ import pytest
 
 from tests.server.conftest import start, stop
 
-KEYS = "boss boss-secret-key admin\nalice alice-secret-key\n"
-
 
 def listen(url, until, headers=None, seconds=60):
     """Events of the live stream until one fulfils a condition; that one."""
@@ -140,16 +138,6 @@ def test_only_so_many_may_look(client, server):
             if answer.status_code == 200:
                 break
         assert time.monotonic() < deadline
-
-
-@pytest.fixture(scope="module")
-def guarded(tiny_dir, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("guarded")
-    keys = directory / "keys"
-    keys.write_text(KEYS)
-    server = start(directory / "log", "--model", str(tiny_dir), "--pool-tokens", "4096", "--api-keys", str(keys))
-    yield server
-    assert stop(server) == 0
 
 
 def test_without_an_admins_key_the_page_stands_and_the_stream_does_not(guarded):

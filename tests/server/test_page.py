@@ -9,9 +9,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.conftest import start, stop
-
-KEYS = "boss boss-secret-key admin\nalice alice-secret-key\n"
 SAYING = (
     "Seven bakers argued about one loaf until the bell rang, and after that there was nothing left to argue about. "
 )
@@ -47,16 +44,6 @@ def page(browser, request):
     page.close()
     assert foreign == []
     assert [text for text in said if "status of 401" not in text and "status of 403" not in text] == []
-
-
-@pytest.fixture(scope="module")
-def guarded(tiny_dir, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("guarded-page")
-    keys = directory / "keys"
-    keys.write_text(KEYS)
-    server = start(directory / "log", "--model", str(tiny_dir), "--pool-tokens", "4096", "--api-keys", str(keys))
-    yield server
-    assert stop(server) == 0
 
 
 def generate(url, text, key=None):
