@@ -40,6 +40,9 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="weights and KV; auto: bfloat16, but float32 where a CPU has neither it nor our kernels"
     )
+    quantization: Literal["none", "int8"] = Field(
+        "none", description="int8: weights and what meets them in 8 bits, for the CPU's kernels with AVX-512 VNNI"
+    )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     context_length: int | None = Field(None, ge=1, description="longest prompt plus output; default: the model's own")
     cache_dir: Path = Field(default_factory=default_cache_dir, description="where converted models are kept")

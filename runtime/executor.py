@@ -42,6 +42,8 @@ class Executor:
         self.spec = ModelSpec.load(path)
         self.device = choose_device(config.model)
         library = self._choose_kernels(config)
+        if library is None and config.model.quantization != "none":
+            raise ModelError(f"--quantization {config.model.quantization} needs the native kernels of a CPU")
         self.dtype = choose_dtype(config.model, self.device, library is not None)
         backend = choose_attention(config.model, self.device)
         self.context_length = _context_length(config, self.spec)
@@ -49,7 +51,8 @@ class Executor:
         model = LlamaModel(self.spec, load_weights(path, self.spec, self.dtype), self.device, ops)
         self.pool = self._make_pool(config)
         if library is not None:
-            native = NativeDecoder(library, model, self.pool, threads=config.engine.threads or ALL_THREADS)
+            threads, int8 = config.engine.threads or ALL_THREADS, config.model.quantization == "int8"
+            native = NativeDecoder(library, model, self.pool, threads, int8)
             self.backend_name, self._forward, self.argmax = native.name, native.forward, native.argmax
             # After each of torch's parallel operations its threads spin for a while, on the cores of the kernels'.
             torch.set_num_threads(1)
