@@ -256,7 +256,8 @@ class Frontend:
             return
         if event.finish is not None and event.finish.type == "error":
             self._close(event.rid)
-            choice.on_output(RametError(event.finish.message or "the engine could not serve this request"))
+            kind = InvalidRequest if event.finish.refused else RametError
+            choice.on_output(kind(event.finish.message or "the engine could not serve this request"))
             return
         self._begin(choice)
         output = self._advance(choice, event)

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import re
 
-import numpy as np
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.errors import DeadlineExceeded, InvalidRequest, RametError
+from runtime.json_text import MAX_DEPTH, is_deep
 from server.errors import BodyTooLarge, UnsupportedMediaType, error_response
 
 # A client that still sends does not read; so much more of its body is thrown away, in units of the limit.
 _DRAIN = 8
 
-# Levels of lists and objects. What a template or a JSON schema needs lies far below, what exhausts a stack far above.
-MAX_DEPTH = 64
-
-_BEGINNING = 1 << 12
-
 _JSON = b"application/json"
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 class BodyLimit:
@@ -99,21 +91,6 @@ class BodyLimit:
         except TimeoutError:
             pass
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def is_deep(body: bytes) -> bool:
-    """Whether JSON text is nested more than MAX_DEPTH levels deep."""
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return False
-    # What is deep mostly begins so, and is known without looking at megabytes.
-    return _is_deep(body[:_BEGINNING]) or _is_deep(body)
-
-
-def _is_deep(body: bytes) -> bool:
-    brackets = np.frombuffer(_STRING.sub(b"", body).translate(None, _NO_BRACKETS), dtype=np.uint8)
-    # "[" and "{" lie two below "]" and "}", and have the second bit set.
-    steps = np.where(brackets & 2, 1, -1)
-    return bool(len(steps)) and int(steps.cumsum(dtype=np.int32).max()) > MAX_DEPTH
 
 
 def _is_json(content_type: bytes) -> bool:

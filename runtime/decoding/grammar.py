@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from runtime.errors import InvalidRequest, RametError
+from runtime.json_text import parse_json
 from runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ def _source(params: SamplingParams) -> str | None:
     if params.json_schema is None:
         return None
     try:
-        schema = json.loads(params.json_schema)
+        schema = parse_json(params.json_schema)
         if not isinstance(schema, dict):
             raise ValueError
-    except (ValueError, RecursionError):
+    except ValueError:
         raise InvalidRequest("json_schema must be the text of a JSON object", param="json_schema") from None
     return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
 
@@ -75,10 +75,10 @@ class Grammar:
         self._matcher = matcher
 
     def forbidden(self, vocab_size: int) -> np.ndarray:
-        """Which tokens may not follow, bool [vocab]. Raises RametError if the grammar has grown beyond its limits."""
+        """Which tokens may not follow, bool [vocab]. Raises InvalidRequest at a dead end or a limit."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise RametError(f"the grammar cannot be followed further: {_first_line(self._matcher.get_error())}")
+            raise InvalidRequest(f"the grammar cannot be followed further: {_first_line(self._matcher.get_error())}")
         return np.unpackbits(bits, bitorder="little", count=vocab_size) == 0
 
     def accept(self, token: int) -> None:
