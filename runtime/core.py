@@ -186,7 +186,7 @@ class EngineCore:
         )
         self.requests[request.rid] = request
         if sampling.constrained:
-            self.grammars.start(request.rid, sampling)
+            self.grammars.start(request.rid, sampling, tenant_of(request.namespace))
         else:
             self.scheduler.add(request)
         self.counters["requests"] += 1

@@ -26,10 +26,14 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application with a `receive` that has read the body already."""
-        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH", "DELETE"):
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        if b"transfer-encoding" in headers and b"content-length" in headers:
+            # A proxy that believes the other one sees the next request begin elsewhere.
+            await self._refuse(InvalidRequest("a body has either a length or chunks"), receive, send)
+            return
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and (len(length) > 18 or int(length) > self.max_bytes):
             await self._refuse(self._too_large(), receive, send)
@@ -45,9 +49,8 @@ class BodyLimit:
             return
         if body is None:
             return
-        if body and not _is_json(headers.get(b"content-type", _JSON)):
-            wrong = UnsupportedMediaType("the body must be JSON: send the header Content-Type: application/json")
-            await error_response(wrong)(scope, receive, send)
+        if body and (wrong := _unreadable(headers)):
+            await error_response(UnsupportedMediaType(wrong))(scope, receive, send)
             return
         if is_deep(body):
             deep = InvalidRequest(f"the body is nested more than {MAX_DEPTH} levels deep")
@@ -93,9 +96,14 @@ class BodyLimit:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def _is_json(content_type: bytes) -> bool:
-    kind = content_type.split(b";")[0].strip().lower()
-    return kind == _JSON or kind.endswith(b"+json")
+def _unreadable(headers: dict[bytes, bytes]) -> str:
+    """Why a body of these headers is not read; empty if it is."""
+    kind = headers.get(b"content-type", _JSON).split(b";")[0].strip().lower()
+    if kind != _JSON and not kind.endswith(b"+json"):
+        return "the body must be JSON: send the header Content-Type: application/json"
+    if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+        return "the body must not be compressed"
+    return ""
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -107,18 +107,18 @@ class GrammarCompiler:
         self._eos = eos
         self._timeout_s = timeout_s
         self._tokenizer: LLTokenizer | None = None
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self._pool: ThreadPoolExecutor | None = None
         self._open: dict[str, tuple[Future[LLMatcher], float]] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def start(self, rid: str, params: SamplingParams) -> None:
-        """Begin to compile what a request asks for."""
+    def start(self, rid: str, params: SamplingParams, tenant: str = "") -> None:
+        """Begin to compile what a request asks for; what is kept of it serves its tenant alone, as the time tells."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "ramet-grammar")
-        self._open[rid] = (self._pool.submit(self._compile, params), time.monotonic() + self._timeout_s)
+        self._open[rid] = (self._pool.submit(self._compile, params, tenant), time.monotonic() + self._timeout_s)
 
     def cancel(self, rid: str) -> bool:
         """Forget a request; False if it is none of those that are being compiled."""
@@ -148,14 +148,15 @@ class GrammarCompiler:
             return InvalidRequest(f"the grammar cannot be followed: {_first_line(matcher.get_error())}")
         return Grammar(matcher)
 
-    def _compile(self, params: SamplingParams) -> LLMatcher:
+    def _compile(self, params: SamplingParams, tenant: str) -> LLMatcher:
         source = _source(params)
         assert source is not None
+        key = (tenant, source)
         if self._tokenizer is None:
             self._tokenizer = LLTokenizer(self._load_tokenizer(), n_vocab=self._vocab_size, eos_token=self._eos)
-        if source not in self._kept:
-            self._kept[source] = LLMatcher(self._tokenizer, source, limits=_LIMITS, log_level=0)
+        if key not in self._kept:
+            self._kept[key] = LLMatcher(self._tokenizer, source, limits=_LIMITS, log_level=0)
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-        self._kept.move_to_end(source)
-        return self._kept[source].deep_copy()
+        self._kept.move_to_end(key)
+        return self._kept[key].deep_copy()
