@@ -103,10 +103,12 @@ class SchedulerConfig(Section):
         1 << 22, ge=1, description="prompt tokens that may wait together; more are refused with 503"
     )
     key_requests: int | None = Field(
-        None, ge=1, description="requests that one API key may have open; more are refused with 429"
+        None,
+        ge=1,
+        description="requests that one API key may have open; more are refused with 429; default: half",
     )
     key_tokens: int | None = Field(
-        None, ge=1, description="prompt tokens of one API key that may wait; more are refused with 429"
+        None, ge=1, description="prompt tokens of one API key that may wait; more are refused with 429; default: half"
     )
     max_prompt_tokens: int | None = Field(None, ge=1, description="longest prompt; default: what the context holds")
     max_output_tokens: int | None = Field(None, ge=1, description="longest output; default: what the context holds")
