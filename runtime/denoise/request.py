@@ -61,6 +61,13 @@ class DenoiseRequest(Request):
         return self.num_sent
 
     @property
+    def phase(self) -> str:
+        """What it is at, for people."""
+        if not self.pages:
+            return "waiting"
+        return "encode" if self.is_encoding else "denoise"
+
+    @property
     def prefix_ratio(self) -> float:
         """The shared prefix's share of the canvas."""
         return self.prefix_len / self.length

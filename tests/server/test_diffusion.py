@@ -6,27 +6,11 @@ import httpx
 import openai
 import pytest
 
-from tests.diffusion.models import save_tiny
-from tests.server.conftest import start, stop
 from tests.server.test_generate import ask, events
 
 GREEDY = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
 PROMPT = "A prompt that is long enough to fill some pages, about roots, stems and leaves of aspens, and their names."
 MASK = 3
-
-
-@pytest.fixture(scope="module")
-def denoiser(default_model_dir, tmp_path_factory):
-    """A server of a small random LLaDA; its pages are checked at the end."""
-    directory = tmp_path_factory.mktemp("denoiser")
-    path = save_tiny("llada", directory / "tiny-llada", tokenizer_from=default_model_dir)
-    server = start(directory / "log", "--model", str(path), "--pool-tokens", "4096", "--debug-invariants")
-    yield server
-    server.check_idle()
-    assert stop(server) == 0
-    log = (directory / "log").read_text()
-    assert "Traceback" not in log
-    assert "there is no depth table for this model" in log
 
 
 @pytest.fixture
