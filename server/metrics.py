@@ -104,7 +104,7 @@ class Metrics:
         ]
 
     def observe(self, output: Output, previous_s: float | None) -> None:
-        """Book an Output; `previous_s` is the completion's last `e2e_s`, None for its first Output."""
+        """Book an Output; `previous_s` is the `e2e_s` of the completion's last tokens, None before them."""
         new = len(output.new_token_ids)
         self._generated.add(new)
         if new and previous_s is None:

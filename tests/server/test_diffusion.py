@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import httpx
 import openai
 import pytest
@@ -38,14 +40,23 @@ def test_generate_and_what_it_says_of_reuse(tiny):
     assert plain["meta_info"]["shallow_depth"] == plain["meta_info"]["cached_tokens"] == 0
 
 
+def first_tokens(tiny):
+    """How many times to a first token have been booked."""
+    text = tiny.get("/metrics").text
+    return float(re.search(r"^sglang:time_to_first_token_seconds_count\{.*\} (\S+)$", text, re.MULTILINE)[1])
+
+
 def test_a_stream_shows_what_is_settled_and_the_canvas(tiny):
     settings = {"steps": 8, "block_length": 16, "stream_canvas": True}
+    before = first_tokens(tiny)
     whole = ask(tiny, text=PROMPT, sampling_params=GREEDY, diffusion=settings)
     parts = events(tiny, text=PROMPT, sampling_params=GREEDY, diffusion=settings)
     assert "".join(part["delta"] for part in parts) == parts[-1]["text"] == whole["text"]
     assert parts[-1]["output_ids"] == parts[-1]["canvas"] == whole["output_ids"]
     assert MASK in parts[0]["canvas"]
     assert len({len(part["canvas"]) for part in parts}) == 1
+    after = first_tokens(tiny)
+    assert after == before + 2, "the time to the first token, not to the first canvas"
     for part in parts:
         assert part["canvas"][: len(part["output_ids"])] == part["output_ids"]
 

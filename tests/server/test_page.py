@@ -142,7 +142,7 @@ def test_the_canvas_is_shown_as_it_denoises(page, denoiser, scheme):
         page.locator("#stop:disabled").wait_for()
         told = page.locator("#told").text_content()
         assert told.startswith(f"{cached} of ")
-        assert ("in layers 1 to 1 of 4" in told) == (cached > 0)
+        assert ("reused in 1 of 4 layers" in told) == (cached > 0)
     seen = [cells for cells in page.evaluate("window.seen") if cells]
     masked = [sum(text is None for text in cells) for cells in seen]
     assert set(masked) <= set(range(0, 23, 2)), "each step decides two"
