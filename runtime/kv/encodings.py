@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 
-from radix import Match, ShallowMeta
+from radix import Match, ShallowMeta, path
 from radix.node import TOKEN_BYTES
 from runtime.denoise.request import DenoiseRequest
 from runtime.kv.cache import PagedCache
@@ -97,6 +97,14 @@ class Encodings:
         request.node, request.num_tree_pages = node, count
         request.is_encoding = False
         self._remember(request)
+
+    def forget(self, request: DenoiseRequest) -> None:
+        """Drop the encoding that a request shared, unless it is pinned or another live request reads it."""
+        found = (
+            self.cache.tree.match(request.key(request.prefix_len), request.encoding) if request.encoding else Match()
+        )
+        for top in list(path(found.node))[-1:]:
+            self.cache.drop(top)
 
     def _remember(self, request: DenoiseRequest) -> None:
         lengths = self._known.setdefault(request.namespace, {})

@@ -39,6 +39,11 @@ class BoundaryStore:
             _, gone = self._entries.popitem(last=False)
             self.num_bytes -= gone.nbytes
 
+    def discard(self, encoding: str) -> None:
+        """Drop the states of an encoding, whatever the depth."""
+        for key in [key for key in self._entries if key[0] == encoding]:
+            self.num_bytes -= self._entries.pop(key).nbytes
+
     def clear(self) -> None:
         """Drop everything."""
         self._entries.clear()
