@@ -52,7 +52,8 @@ class DiffusionCore(EngineCore):
         self.info.diffusion = DiffusionInfo(
             self.diffusion.mask_token_id, self.diffusion.algorithm, spec.num_layers, self.table.version
         )
-        self.counters |= {"encoded_prefixes": 0, "denoise_steps": 0, "refreshes": 0, "row_layers": 0}
+        counted = ("encoded_prefixes", "partial_matches", "denoise_steps", "refreshes", "row_layers")
+        self.counters |= dict.fromkeys(counted, 0)
 
     def handle(self, message: Inbound) -> Outbound | None:
         """Take a message; what is to be answered at once, if anything."""
@@ -71,6 +72,9 @@ class DiffusionCore(EngineCore):
         params = DiffusionParams.model_construct(**(message.diffusion or {}))
         if params.reuse is None:
             params.reuse = self.config.diffusion.bicache
+        if params.partial is None:
+            # A declared prefix is meant to be encoded.
+            params.partial = self.config.diffusion.partial_matches and params.prefix_tokens is None
         eos = () if sampling.ignore_eos else self.info.eos_token_ids
         self._sequence += 1
         generator = torch.Generator(self.executor.device)
@@ -133,6 +137,7 @@ class DiffusionCore(EngineCore):
             request.refreshed_at = request.num_steps
             request.refreshes += 1
             self.counters["refreshes"] += 1
+        self.counters["partial_matches"] += request.is_partial and not request.num_steps
         request.num_steps += 1
         self.counters["denoise_steps"] += 1
         wanted = logits[item.logits]

@@ -25,7 +25,8 @@ class DenoiseRequest(Request):
         denoiser: the canvas.
         params: how it is denoised, filled.
         interval: steps between two refreshes of the prefix.
-        prefix_len: shared leading positions, whole pages; 0: none. Set at admission, as the next two.
+        prefix_len: shared leading positions, whole pages; 0: none. Set at admission, as the next three.
+        encoded_len: tokens that were encoded together with them; more than `prefix_len` where part of it matches.
         depth: layers in which they are reused.
         encoding: the tree's namespace of the prefix; empty without reuse.
         is_encoding: whether the next step encodes the prefix alone.
@@ -40,6 +41,7 @@ class DenoiseRequest(Request):
     params: DiffusionParams
     interval: int
     prefix_len: int = 0
+    encoded_len: int = 0
     depth: int = 0
     encoding: str = ""
     is_encoding: bool = False
@@ -73,6 +75,11 @@ class DenoiseRequest(Request):
         return self.prefix_len / self.length
 
     @property
+    def is_partial(self) -> bool:
+        """Whether what it shares is the beginning of a longer encoding."""
+        return bool(self.encoding) and self.encoded_len > self.prefix_len
+
+    @property
     def num_canvases(self) -> int:
         """How often the canvas needs pages: with guidance, once more for the pass without the prompt."""
         return 2 if self.params.cfg_scale else 1
@@ -104,6 +111,7 @@ class DenoiseRequest(Request):
         """What the response says of the reuse."""
         return {
             "shallow_depth": self.depth if self.encoding else 0,
+            "encoded_tokens": self.encoded_len if self.encoding else 0,
             "refreshes": self.refreshes,
             "prefix_ratio": round(self.prefix_ratio, 4),
             "denoise_steps": self.num_steps,

@@ -120,7 +120,7 @@ def test_an_interrupted_profile_goes_on(deep_dir, tmp_path):
     with pytest.raises(Interrupted):
         run(tmp_path / "parts", fail_after=5)
     with (tmp_path / "parts").open("a") as file:
-        file.write('["similarity/50/2", [0.0')  # cut off in the middle of a write
+        file.write('["similarity/100/50/2", [0.0')  # cut off in the middle of a write
     again, count = run(tmp_path / "parts")
     assert count == 2
     assert again == whole
