@@ -129,6 +129,9 @@ class DiffusionConfig(Section):
     depth_table: Path | None = Field(
         None, description="in how many layers, by ratio; default: the model's own or published one, else 1"
     )
+    partial_matches: bool = Field(
+        False, description="reuse the beginning of longer encoded prefixes, as deep as the table was measured for that"
+    )
     refresh_interval: int = Field(16, ge=1, description="denoising steps between refreshes of the other layers")
     boundary_memory: float = Field(
         0.25, ge=0, description="GiB for states with which cached prefixes enter a refresh; 0: computed anew each time"
