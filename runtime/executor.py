@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from runtime.batch import ForwardBatch
 from runtime.config import Config
 from runtime.decoding.sampling import argmax
 from runtime.device import choose_attention, choose_device, choose_dtype
-from runtime.errors import ModelError
+from runtime.errors import EngineDead, ModelError
 from runtime.kv.pool import KVPool
 from runtime.models.llama import LlamaModel
 from runtime.models.ops import FlashInferOps, Ops
@@ -22,6 +23,8 @@ from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_weights
 from runtime.native.decoder import NativeDecoder
 from runtime.native.library import Library, load_best
+from runtime.parallel.group import Group
+from runtime.parallel.shards import Shard, split_spec
 
 log = logging.getLogger("ramet.engine")
 
@@ -37,16 +40,19 @@ class Executor:
         argmax: the fastest way here from logits [n, vocab] to the highest tokens [n].
     """
 
-    def __init__(self, config: Config, path: Path):
-        """Load the model in `path`. Raises ModelError if it cannot be served as configured."""
+    def __init__(self, config: Config, path: Path, group: Group | None = None):
+        """Load the model in `path`, or with a group this rank's share. Raises ModelError if it cannot be served so."""
         self.spec = ModelSpec.load(path)
-        self.device = choose_device(config.model)
+        self.device = choose_device(config.model) if group is None else group.device
+        self._group = group
+        self._share = self.spec if group is None else split_spec(self.spec, group.size)
         library = self._choose_kernels(config)
         self.dtype = choose_dtype(config.model, self.device, library is not None)
         backend = choose_attention(config.model, self.device)
         self.context_length = _context_length(config, self.spec)
-        ops = FlashInferOps() if backend == "flashinfer" and self.dtype == torch.bfloat16 else Ops()
-        model = LlamaModel(self.spec, load_weights(path, self.spec, self.dtype), self.device, ops)
+        ops = FlashInferOps(group) if backend == "flashinfer" and self.dtype == torch.bfloat16 else Ops(group)
+        shard = None if group is None else Shard(group.rank, group.size)
+        model = LlamaModel(self._share, load_weights(path, self.spec, self.dtype, shard), self.device, ops)
         self.pool = self._make_pool(config)
         if library is not None:
             native = NativeDecoder(library, model, self.pool, threads=config.engine.threads or ALL_THREADS)
@@ -60,7 +66,7 @@ class Executor:
             self.argmax = argmax
 
     def _make_pool(self, config: Config) -> KVPool:
-        spec, cache = self.spec, config.cache
+        spec, cache = self._share, config.cache
         per_token = KVPool.bytes_per_token(spec.num_layers, spec.num_kv_heads, spec.head_dim, self.dtype)
         if cache.pool_tokens is not None:
             tokens = cache.pool_tokens
@@ -70,6 +76,8 @@ class Executor:
         else:
             tokens = int(cache.pool_memory * 2**30) // per_token
         num_pages = tokens // cache.page_size
+        if self._group is not None:
+            num_pages = self._group.least(num_pages)
         if num_pages < 2:
             raise ModelError(
                 f"the KV pool would hold {max(tokens, 0)} tokens, fewer than two pages of {cache.page_size}; "
@@ -80,7 +88,7 @@ class Executor:
         )
 
     def _choose_kernels(self, config: Config) -> Library | None:
-        if self.device.type != "cpu" or not config.model.native_kernels:
+        if self.device.type != "cpu" or not config.model.native_kernels or self._group is not None:
             return None
         library = load_best()
         if library is None:
@@ -95,7 +103,7 @@ class Executor:
             return CPUAttention(self.pool, model.rope)
         from runtime.attention.flashinfer import FlashInferAttention
 
-        return FlashInferAttention(self.pool, model.rope, self.spec.num_heads)
+        return FlashInferAttention(self.pool, model.rope, self._share.num_heads)
 
     @property
     def step_tokens(self) -> int:
@@ -109,6 +117,12 @@ class Executor:
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """One step; returns float32 logits [S, vocab] of the batch's `logits_rows`, valid until the next step."""
         return self._forward(batch)
+
+    def on_death(self, call: Callable[[EngineDead], None]) -> None:
+        """Have `call` called, by a thread of its own, if processes that this one computes with end before `close`."""
+
+    def close(self) -> None:
+        """End the processes that this one computes with."""
 
 
 def _context_length(config: Config, spec: ModelSpec) -> int:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from runtime.attention.backend import AttentionBackend
 from runtime.batch import ForwardBatch, LayerGroup
 from runtime.kv.pool import KVPool
-from runtime.models.ops import Ops, add_linear, rotate
+from runtime.models.ops import Ops, rotate
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.spec import ModelSpec
 
@@ -37,11 +37,19 @@ class LlamaModel:
     """The decoder stack and head over a paged pool."""
 
     def __init__(self, spec: ModelSpec, weights: dict[str, torch.Tensor], device: torch.device, ops: Ops | None = None):
-        """Take the tensors of `ModelSpec.expected_tensors` out of `weights` (emptied, so that no copy stays)."""
+        """Take the tensors of `load_weights` out of `weights` (emptied, so that no copy stays).
+
+        Args:
+            spec: the model, or this rank's share of it.
+            weights: as `load_weights` gives them.
+            device: where they go.
+            ops: what computes the small operations, and sums over the ranks.
+        """
         self.spec = spec
         self.ops = ops or Ops()
         self.embedding = weights.pop("model.embed_tokens.weight").to(device)
-        self.head = self.embedding if spec.tie_embeddings else weights.pop("lm_head.weight").to(device)
+        head = weights.pop("lm_head.weight", None)
+        self.head = self.embedding if head is None else head.to(device)
         self.norm = weights.pop("model.norm.weight").to(device)
         self.rope = RotaryEmbedding(spec.rope, spec.head_dim, device)
         self.layers = [_take_layer(weights, f"model.layers.{i}.", device) for i in range(spec.num_layers)]
@@ -61,7 +69,7 @@ class LlamaModel:
             for wanted in group.save:
                 wanted.states.copy_(hidden[wanted.rows])
         hidden = self.ops.rms_norm(hidden[batch.logits_rows], self.norm, self.spec.rms_norm_eps)
-        return F.linear(hidden, self.head).float()
+        return self.ops.logits(hidden, self.head, self.spec.vocab_size)
 
     def _run_group(
         self,
@@ -83,9 +91,9 @@ class LlamaModel:
             if written is not None:
                 k, v = k[written], v[written]
             pool.write(index, slots, k, v)
-            x = add_linear(x, backend.run(prepared, q, index).flatten(1), layer.o, layer.o_bias)
+            x = ops.add_linear(x, backend.run(prepared, q, index).flatten(1), layer.o, layer.o_bias)
             gate_up = F.linear(ops.rms_norm(x, layer.post_norm, eps), layer.gate_up, layer.gate_up_bias)
-            x = add_linear(x, ops.silu_and_mul(gate_up), layer.down, layer.down_bias)
+            x = ops.add_linear(x, ops.silu_and_mul(gate_up), layer.down, layer.down_bias)
         return x
 
     def _qkv(self, layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
