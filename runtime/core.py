@@ -247,7 +247,8 @@ class EngineCore:
         return [event for event in self._book(work, batch, logits, started) if event is not None]
 
     def _plan(self, work: list[Work]) -> ForwardBatch:
-        return plan_prefix(work, self.executor.spec.num_layers, self.info.page_size, self.executor.device)
+        executor = self.executor
+        return plan_prefix(work, executor.spec.num_layers, self.info.page_size, executor.least_saved_tokens)
 
     def _book(
         self, work: list[Work], batch: ForwardBatch, logits: torch.Tensor, started: float

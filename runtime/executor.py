@@ -37,8 +37,11 @@ class Executor:
 
     Attributes:
         backend_name: what computes attention: `native-` and an instruction set, `cpu` (torch) or `flashinfer`.
+        least_saved_tokens: rows of shared KV from which on it pays to read them once, see `stretches`.
         argmax: the fastest way here from logits [n, vocab] to the highest tokens [n].
     """
+
+    least_saved_tokens = AttentionBackend.least_saved_tokens
 
     def __init__(self, config: Config, path: Path, group: Group | None = None):
         """Load the model in `path`, or with a group this rank's share. Raises ModelError if it cannot be served so."""
@@ -48,9 +51,9 @@ class Executor:
         self._share = self.spec if group is None else split_spec(self.spec, group.size)
         library = self._choose_kernels(config)
         self.dtype = choose_dtype(config.model, self.device, library is not None)
-        backend = choose_attention(config.model, self.device)
+        backend = choose_attention(config.model, self.device, self.dtype)
         self.context_length = _context_length(config, self.spec)
-        ops = FlashInferOps(group) if backend == "flashinfer" and self.dtype == torch.bfloat16 else Ops(group)
+        ops = FlashInferOps(self.context_length, group) if backend == "flashinfer" else Ops(group)
         shard = None if group is None else Shard(group.rank, group.size)
         model = LlamaModel(self._share, load_weights(path, self.spec, self.dtype, shard), self.device, ops)
         self.pool = self._make_pool(config)
@@ -62,6 +65,7 @@ class Executor:
         else:
             attention = self._make_backend(backend, model)
             self.backend_name = attention.name
+            self.least_saved_tokens = attention.least_saved_tokens
             self._forward = partial(model.forward, pool=self.pool, backend=attention)
             self.argmax = argmax
 
@@ -103,7 +107,7 @@ class Executor:
             return CPUAttention(self.pool, model.rope)
         from runtime.attention.flashinfer import FlashInferAttention
 
-        return FlashInferAttention(self.pool, model.rope, self._share.num_heads)
+        return FlashInferAttention(self.pool, model.rope, self._share.num_heads, self.dtype)
 
     @property
     def step_tokens(self) -> int:

@@ -39,9 +39,12 @@ class KVPool:
         return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store new rows: `slots` int64 [T], `k` and `v` [T, kv_heads, head_dim]."""
-        self.k[layer].index_copy_(0, slots, k)
-        self.v[layer].index_copy_(0, slots, v)
+        """Store new rows: `slots` int64 [T], `k` and `v` [T, kv_heads, head_dim], in the pool's dtype from then on."""
+        for pool, rows in ((self.k[layer], k), (self.v[layer], v)):
+            rows = rows.to(pool.dtype)
+            if pool.dtype.itemsize == 1:  # float8 has no index_copy_
+                pool, rows = pool.view(torch.uint8), rows.view(torch.uint8)
+            pool.index_copy_(0, slots, rows)
 
     def copy_rows(self, source_page: int, target_page: int, rows: int) -> None:
         """Copy the first `rows` rows of a page into another, in all layers (copy on write)."""
