@@ -18,7 +18,7 @@ from radix.stats import Histogram
 from runtime.batch import ForwardBatch
 from runtime.config import Config
 from runtime.decoding.grammar import GrammarCompiler
-from runtime.decoding.sampling import BadLogits, Sampler, report_logprobs
+from runtime.decoding.sampling import BadLogits, report_logprobs
 from runtime.device import is_out_of_memory
 from runtime.errors import EngineDead, RametError
 from runtime.inspector import Inspector, describe
@@ -68,7 +68,7 @@ class EngineCore:
         self.inspector = Inspector(self.cache)
         self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens)
         spec = self.executor.spec
-        self.sampler = Sampler(spec.vocab_size, self.executor.device, self.executor.argmax)
+        self.sampler = self.executor.make_sampler()
         self.info = ModelInfo(
             name=model_name(config.model, path),
             path=str(path),

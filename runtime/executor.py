@@ -13,7 +13,8 @@ from runtime.attention.backend import AttentionBackend
 from runtime.attention.cpu import CPUAttention
 from runtime.batch import ForwardBatch
 from runtime.config import Config
-from runtime.decoding.sampling import argmax
+from runtime.decoding.batched import BatchedSampler
+from runtime.decoding.sampling import Sampler, argmax
 from runtime.device import choose_attention, choose_device, choose_dtype
 from runtime.errors import EngineDead, ModelError
 from runtime.kv.pool import KVPool
@@ -38,7 +39,6 @@ class Executor:
     Attributes:
         backend_name: what computes attention: `native-` and an instruction set, `cpu` (torch) or `flashinfer`.
         least_saved_tokens: rows of shared KV from which on it pays to read them once, see `stretches`.
-        argmax: the fastest way here from logits [n, vocab] to the highest tokens [n].
     """
 
     least_saved_tokens = AttentionBackend.least_saved_tokens
@@ -59,7 +59,7 @@ class Executor:
         self.pool = self._make_pool(config)
         if library is not None:
             native = NativeDecoder(library, model, self.pool, threads=config.engine.threads or ALL_THREADS)
-            self.backend_name, self._forward, self.argmax = native.name, native.forward, native.argmax
+            self.backend_name, self._forward, self._argmax = native.name, native.forward, native.argmax
             # After each of torch's parallel operations its threads spin for a while, on the cores of the kernels'.
             torch.set_num_threads(1)
         else:
@@ -67,7 +67,7 @@ class Executor:
             self.backend_name = attention.name
             self.least_saved_tokens = attention.least_saved_tokens
             self._forward = partial(model.forward, pool=self.pool, backend=attention)
-            self.argmax = argmax
+            self._argmax = argmax
 
     def _make_pool(self, config: Config) -> KVPool:
         spec, cache = self._share, config.cache
@@ -121,6 +121,12 @@ class Executor:
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """One step; returns float32 logits [S, vocab] of the batch's `logits_rows`, valid until the next step."""
         return self._forward(batch)
+
+    def make_sampler(self) -> Sampler:
+        """What chooses tokens where the logits are."""
+        if self.backend_name == "flashinfer":
+            return BatchedSampler(self.spec.vocab_size, self.device)
+        return Sampler(self.spec.vocab_size, self.device, self._argmax)
 
     def on_death(self, call: Callable[[EngineDead], None]) -> None:
         """Have `call` called, by a thread of its own, if processes that this one computes with end before `close`."""

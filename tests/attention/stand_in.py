@@ -191,6 +191,23 @@ def apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, cos_
         x.copy_(torch.cat((a * c - b * s, b * c + a * s), dim=-1))
 
 
+@fits("sampling", "top_k_renorm_probs")
+def top_k_renorm_probs(probs, top_k):
+    assert top_k.dtype == torch.int32
+    kept = torch.zeros_like(probs)
+    for row, into, k in zip(probs, kept, top_k.tolist(), strict=True):
+        values, tokens = row.topk(k)
+        into[tokens] = values / values.sum()
+    return kept
+
+
+@fits("sampling", "top_p_renorm_probs")
+def top_p_renorm_probs(probs, top_p):
+    values, tokens = probs.sort(descending=True)
+    values = values.masked_fill(values.cumsum(-1) - values >= top_p[:, None], 0)
+    return torch.zeros_like(probs).scatter_(-1, tokens, values / values.sum(-1, keepdim=True))
+
+
 def stand_in() -> SimpleNamespace:
     """The module."""
     Wrapper.made = []
@@ -199,6 +216,7 @@ def stand_in() -> SimpleNamespace:
         BatchDecodeWithPagedKVCacheWrapper=BatchDecodeWithPagedKVCacheWrapper,
         merge_states=merge_states,
         rmsnorm=rmsnorm,
+        sampling=SimpleNamespace(top_k_renorm_probs=top_k_renorm_probs, top_p_renorm_probs=top_p_renorm_probs),
         fused_add_rmsnorm=fused_add_rmsnorm,
         silu_and_mul=silu_and_mul,
         apply_rope_with_cos_sin_cache_inplace=apply_rope_with_cos_sin_cache_inplace,
