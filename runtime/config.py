@@ -44,6 +44,9 @@ class ModelConfig(Section):
         "none", description="int8: weights and what meets them in 8 bits, for the CPU's kernels with AVX-512 VNNI"
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    tensor_parallel: int = Field(
+        1, ge=1, description="processes, each with a GPU of its own if there are any, that share the model's layers out"
+    )
     context_length: int | None = Field(None, ge=1, description="longest prompt plus output; default: the model's own")
     cache_dir: Path = Field(default_factory=default_cache_dir, description="where converted models are kept")
     chat_template: Path | None = Field(None, description="a Jinja file that replaces the model's chat template")
