@@ -25,6 +25,10 @@ LINEARS = (
 )
 
 
+# Of some rows in a layer [B, kv_heads, T, head_dim] each.
+KeysValues = tuple[Tensor, Tensor]
+
+
 @dataclass(slots=True)
 class Rows:
     """Hidden states [B, T, hidden] and the cosines and sines [T, head_dim] of their positions."""
@@ -58,12 +62,28 @@ class PlainLlama(nn.Module):
         spec = ModelSpec.load(directory)
         return cls(spec, load_weights(directory, spec, dtype), device)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Hidden states [B, T, hidden] of token ids [B, T] after the last norm; every row sees every row."""
-        rows = self.embed(tokens, 0)
+    def forward(self, tokens: Tensor, behind: list[KeysValues] | None = None) -> Tensor:
+        """Hidden states [B, T, hidden] of token ids [B, T] after the last norm; every row sees every row.
+
+        `behind`: keys and values of the first rows, which are read in place of these and are not in the result.
+        """
+        start = 0 if behind is None else behind[0][0].shape[2]
+        rows = self.embed(tokens[:, start:], start)
         for layer in range(self.spec.num_layers):
-            rows.x = self.block(layer, rows, *self.keys_values(layer, rows))
+            k, v = self.keys_values(layer, rows)
+            if behind is not None:
+                k, v = torch.cat((behind[layer][0], k), 2), torch.cat((behind[layer][1], v), 2)
+            rows.x = self.block(layer, rows, k, v)
         return self.normed(rows.x)
+
+    def first_rows(self, tokens: Tensor, count: int) -> list[KeysValues]:
+        """Keys and values of the first `count` rows in every layer, of token ids [B, T] that all see each other."""
+        rows, kept = self.embed(tokens, 0), []
+        for layer in range(self.spec.num_layers):
+            k, v = self.keys_values(layer, rows)
+            kept.append((k[:, :, :count], v[:, :, :count]))
+            rows.x = self.block(layer, rows, k, v)
+        return kept
 
     def embed(self, tokens: Tensor, start: int) -> Rows:
         """Rows of tokens [B, T] at positions from `start` on."""
@@ -76,7 +96,7 @@ class PlainLlama(nn.Module):
         """Embeddings [B, T, hidden]."""
         return F.embedding(tokens, self.embedding)
 
-    def keys_values(self, layer: int, rows: Rows) -> tuple[Tensor, Tensor]:
+    def keys_values(self, layer: int, rows: Rows) -> KeysValues:
         """K (rotated) and V of the rows in a layer [B, kv_heads, T, head_dim]."""
         x = self._norm(rows.x, f"{layer}.input_layernorm")
         k, v = (self._heads(self.linear(x, layer, f"self_attn.{name}_proj")) for name in "kv")

@@ -2,6 +2,7 @@
 
 LoRA on all linear layers and a learned mask embedding; full attention; the answer's tokens masked with probability t, t
 stratified over the batch; plain cross-entropy of the masked ones, each read from the row before (Dream's shift by one).
+In some steps (`--stale`) the prefix's keys and values are of an earlier state of the canvas, as between refreshes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from loadgen.quality.lora import LoraLlama
+from loadgen.quality.plain_llama import KeysValues
 from loadgen.quality.tasks import TASKS, Source
 from loadgen.quality.vocabulary import Vocabulary
 from runtime.config import default_cache_dir
@@ -88,11 +90,11 @@ class Trainer:
         options = self.options
         rng = random.Random(repr((options.seed, self.step)))
         shape = draw_shape(rng, progress, options.mix)
-        tokens, answers, room = self._batch(shape)
+        tokens, shared, room = self._batch(shape)
+        answers = tokens[:, -room:]
         masked = self._mask(answers, rng)
-        noisy = tokens.clone()
-        noisy[:, -room:][masked] = MASK_TOKEN_ID
-        hidden = self.model(noisy)[:, -room - 1 : -1][masked]
+        behind = self._earlier(tokens, masked, shared)
+        hidden = self.model(hide(tokens, masked), behind)[:, -room - 1 : -1][masked]
         loss = F.cross_entropy(F.linear(hidden, self.model.head).float(), answers[masked])
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -104,13 +106,30 @@ class Trainer:
         self.tokens += tokens.numel()
         return float(loss.detach())
 
-    def _batch(self, shape: Shape) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Token ids [B, T] and the answers [B, room] at their end; T times B is about `batch_tokens`."""
+    def _batch(self, shape: Shape) -> tuple[torch.Tensor, int, int]:
+        """Token ids [B, T], rows that are the prefix's in all of them, and the room of the answers at their end.
+
+        T times B is about `batch_tokens`.
+        """
         probe = self.source.group(shape.task, -1, shape.room)[0]
         size = max(2, self.options.batch_tokens // max(shape.length, len(probe.ids)))
-        rows = [example.ids for example in self.source.batch(shape.task, self.step, shape.room, size, shape.length)]
-        tokens = torch.tensor(rows, device=self.device)
-        return tokens, tokens[:, -shape.room :], shape.room
+        examples = list(self.source.batch(shape.task, self.step, shape.room, size, shape.length))
+        tokens = torch.tensor([example.ids for example in examples], device=self.device)
+        return tokens, min(len(example.prefix) for example in examples), shape.room
+
+    def _earlier(self, tokens: torch.Tensor, masked: torch.Tensor, shared: int) -> list[KeysValues] | None:
+        """Keys and values of the first `shared` rows when more was masked; None in steps that take the present ones.
+
+        Without gradients: who reads them learns to do without the newest, and how they are made is for the other steps.
+        """
+        rng = random.Random(repr((self.options.seed, self.step, "stale")))
+        if rng.random() >= self.options.stale:
+            return None
+        generator = torch.Generator().manual_seed(rng.getrandbits(63))
+        more = torch.rand(len(tokens), 1, generator=generator)
+        before = masked | (torch.rand(masked.shape, generator=generator) < more).to(self.device)
+        with torch.no_grad():
+            return self.model.first_rows(hide(tokens, before), shared)
 
     def _mask(self, answers: torch.Tensor, rng: random.Random) -> torch.Tensor:
         """Which tokens of the answers are hidden; the first where chance would leave a whole batch bare."""
@@ -152,6 +171,13 @@ class Trainer:
         print(f"going on at step {self.step}", file=sys.stderr, flush=True)
 
 
+def hide(tokens: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+    """Token ids [B, T] with the mask's in place of those at the end that `masked` [B, room] says."""
+    noisy = tokens.clone()
+    noisy[:, -masked.shape[1] :][masked] = MASK_TOKEN_ID
+    return noisy
+
+
 def main() -> int:
     """Train; returns the exit code."""
     options = parse_options()
@@ -172,6 +198,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--stale", type=float, default=0.5, help="share of steps that read a prefix of earlier steps")
     parser.add_argument("--mix", type=_mix, default={"keep": 1.0}, help="tasks and weights, as keep=3,lookup=1")
     parser.add_argument("--device", help="cpu or cuda; the GPU where there is one")
     parser.add_argument("--threads", type=int, default=0, help="of the CPU; torch's default with 0")
