@@ -159,7 +159,7 @@ class DiffusionCore(EngineCore):
         error = self._decide(request, wanted)
         if error is None:
             return self._report(request)
-        event = self._fail(request, error.message)
+        event = self._fail(request, error)
         if isinstance(error, BadLogits):
             self.counters["bad_logits"] += 1
             # What it shared may be where they come from: the next request shall not find it.

@@ -35,7 +35,9 @@ class DenoiseScheduler:
         self.step_tokens = config.step_tokens or step_tokens
         self.encodings, self.cache = encodings, encodings.cache
         self.table, self.boundaries, self.num_layers = table, boundaries, num_layers
-        self.waiting = Waiting(config.schedule_policy, config.overtake_share, self.cache.page_size, self._matched)
+        self.waiting = Waiting(
+            config.schedule_policy, config.overtake_share, self.step_tokens, self.cache.page_size, self._matched
+        )
         self.running: list[DenoiseRequest] = []
         self.num_retracted = 0
         self._turns = count(1)
