@@ -7,22 +7,35 @@ or sweeps runs only what is new.
 from __future__ import annotations
 
 import argparse
+import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from loadgen.quality.cases import Case, Plan, depth_cases, interval_cases, table_cases
+from loadgen.quality.cases import (
+    Case,
+    Plan,
+    depth_cases,
+    interval_cases,
+    rule_cases,
+    table_cases,
+    threshold_cases,
+)
 from loadgen.quality.measure import Cell, Outcome, Records, Runner
+from loadgen.quality.rules import Rules, TaskSamples, profile_tasks
 from loadgen.quality.tasks import TASKS, Source
 from loadgen.quality.vocabulary import Vocabulary
 from loadgen.tables import wide_console
 from runtime.errors import ModelError
 from runtime.models.resolve import resolve_model
+from runtime.profile.settings import ProfileSettings
 
 if TYPE_CHECKING:
     from runtime.engine import Engine
@@ -49,6 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threshold", type=float, default=0.9, help="their confidence threshold (default: 0.9)")
     parser.add_argument("--depths", type=int, nargs="*", default=[], help="also a sweep over these depths")
     parser.add_argument("--intervals", type=int, nargs="*", default=[], help="also a sweep over these R")
+    parser.add_argument(
+        "--taus", type=float, nargs="*", default=[], help="also a sweep over these thresholds of the paper's rule"
+    )
+    parser.add_argument(
+        "--rules", action="store_true", help="also compare the paper's rule at 0.97 with the calibrated depth"
+    )
+    parser.add_argument("--profile-samples", type=int, default=8, help="requests a ratio for both (default: 8)")
+    parser.add_argument("--kl-bound", type=float, default=0.05, help="nats, of the calibration (default: 0.05)")
+    parser.add_argument("--minutes", type=float, help="end after so long; the same command goes on where it was")
     parser.add_argument("--seed", type=int, default=1000, help="of the samples; training draws from others")
 
 
@@ -63,7 +85,11 @@ def run(arguments: argparse.Namespace) -> int:
             options[name] = value
     with Engine(**options) as engine:
         bench = _Bench(engine, arguments)
-        bench.measure()
+        try:
+            bench.profile()
+            bench.measure()
+        except _TimeIsUp:
+            print("the time is up; the same command goes on from here", file=sys.stderr)
     sections = bench.sections()
     for title, rows in sections.items():
         wide_console().print(_table(title, rows))
@@ -72,16 +98,20 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-Row = tuple[str, Outcome]
+Row = tuple[Case, Outcome]
+
+
+class _TimeIsUp(Exception):
+    """As long as it may take."""
 
 
 class _Bench:
-    """Cells times cases."""
+    """Cells times cases. `_rules` is None until the tasks are profiled, or where nothing asks for that."""
 
     def __init__(self, engine: Engine, arguments: argparse.Namespace):
         a = self.arguments = arguments
         path = resolve_model(engine.config.model)
-        vocabulary = Vocabulary(path)
+        vocabulary = self._vocabulary = Vocabulary(path)
         info = engine.info.diffusion
         if info is None:
             raise ModelError(f"{arguments.model} is no diffusion model")
@@ -93,14 +123,44 @@ class _Bench:
         self._of = {"model": path.name, "seed": a.seed, "dtype": a.dtype, "questions": a.questions}
         # What a depth of None means.
         self._table = info.depth_table
+        self._executor = engine.core.executor
+        self._rules: Rules | None = None
+        self._end_s = monotonic() + 60 * a.minutes if a.minutes is not None else math.inf
 
-    def cases(self) -> dict[str, list[Case]]:
+    def _check_time(self) -> None:
+        if monotonic() > self._end_s:
+            raise _TimeIsUp
+
+    def profile(self) -> None:
+        """Find out what the rules say, where that is asked for; first, for the engine has nothing in its pool yet."""
+        a = self.arguments
+        if not (a.taus or a.rules):
+            return
+        source = Source(self._vocabulary, ("profile", a.seed))
+        ratios = [round(100 * ratio) for ratio in a.ratios]
+        samples = TaskSamples(a.tasks, a.room, source)
+        settings = ProfileSettings(ratios=ratios, samples=a.profile_samples, gen_length=a.room, kl_bound=a.kl_bound)
+        settings = settings.model_copy(update={"length": samples.longest(settings)})
+        of = {**self._of, "tasks": a.tasks, "room": a.room}
+        path = a.out / "profile.json"
+        self._rules = profile_tasks(self._executor, samples, settings, of, path, self._check_time)
+
+    def cases(self, cell: Cell) -> dict[str, list[Case]]:
         """The table's and the sweeps' cases."""
+        a, rules, ratio = self.arguments, self._rules, round(100 * cell.ratio)
         found = {"table": table_cases(self.plan)}
-        if self.arguments.depths:
-            found["depth"] = depth_cases(self.plan, self.arguments.depths)
-        if self.arguments.intervals:
-            found["R"] = interval_cases(self.plan, self.arguments.intervals)
+        if a.depths:
+            found["depth"] = depth_cases(self.plan, a.depths)
+        if a.intervals:
+            found["R"] = interval_cases(self.plan, a.intervals)
+        if a.taus and rules:
+            found["tau"] = threshold_cases(self.plan, {tau: rules.by_threshold(ratio, tau) for tau in a.taus})
+        if a.rules and rules:
+            depths = {
+                f"the paper's rule, tau = {_TAU}": rules.by_threshold(ratio, _TAU),
+                f"calibrated, at most {a.kl_bound:g} nats": rules.calibrated(ratio),
+            }
+            found["rule"] = rule_cases(self.plan, depths)
         return found
 
     def measure(self) -> None:
@@ -109,34 +169,42 @@ class _Bench:
             (number, cell, case)
             for number in range(self.arguments.groups)
             for cell in self.cells
-            for cases in self.cases().values()
+            for cases in self.cases(cell).values()
             for case in cases
             if self.records.get(self._key(number, cell, case)) is None
         ]
         for number, cell, case in track(work, description="measuring", console=Console(stderr=True)):
             key = self._key(number, cell, case)
             if self.records.get(key) is None:  # the table and the sweeps have cases in common
+                self._check_time()
                 examples = cell.group(self.source, number, self.arguments.questions)
                 self.records.put(key, self.runner.run(case, examples))
 
     def sections(self) -> dict[str, list[Row]]:
         """The rows of every table by its title."""
         found = {}
-        for cell in self.cells:
-            for kind, cases in self.cases().items():
-                rows = [(case.name, self._outcome(cell, case)) for case in cases]
+        for kind in ("table", *_KINDS):
+            for cell, rows in self.rows(kind):
                 found[self._title(kind, cell, rows[0][1])] = rows
         return found
 
-    def sweep(self, kind: str) -> Iterator[tuple[str, list[Row]]]:
-        """The rows of a sweep by cell."""
+    def rows(self, kind: str) -> Iterator[tuple[Cell, list[Row]]]:
+        """The rows of a kind of case for each cell, over the groups that all its cases have been through."""
         for cell in self.cells:
-            rows = [(case.name, self._outcome(cell, case)) for case in self.cases()[kind]]
-            yield f"{cell.task}, r = {rows[0][1].ratio:.2f}", rows
+            groups, cases = self._whole_groups(cell), self.cases(cell).get(kind, [])
+            if groups and cases:
+                yield cell, [(case, self._outcome(cell, case, groups)) for case in cases]
 
-    def _outcome(self, cell: Cell, case: Case) -> Outcome:
-        total = Outcome()
+    def _whole_groups(self, cell: Cell) -> int:
+        every = [case for cases in self.cases(cell).values() for case in cases]
         for number in range(self.arguments.groups):
+            if any(self.records.get(self._key(number, cell, case)) is None for case in every):
+                return number
+        return self.arguments.groups
+
+    def _outcome(self, cell: Cell, case: Case, groups: int) -> Outcome:
+        total = Outcome()
+        for number in range(groups):
             outcome = self.records.get(self._key(number, cell, case))
             assert outcome is not None
             total.add(outcome)
@@ -147,7 +215,7 @@ class _Bench:
         return {**self._of, **table, "group": number, **asdict(cell), "case": case.fields}
 
     def _title(self, kind: str, cell: Cell, first: Outcome) -> str:
-        by = {"table": "", "depth": ", by depth", "R": ", by R"}[kind]
+        by = f", by {kind}" if kind in _KINDS else ""
         plan = self.plan if kind != "R" else replace(self.plan, interval=0)
         interval = f", R = {plan.interval}" if plan.interval else ""
         return (
@@ -155,6 +223,11 @@ class _Bench:
             f"{first.answers} answers"
         )
 
+
+# Besides the table.
+_KINDS = ("depth", "R", "tau", "rule")
+# The paper's threshold.
+_TAU = 0.97
 
 _COLUMNS: dict[str, Callable[[Outcome], str]] = {
     "exact %": lambda o: f"{100 * o.exact / o.answers:.1f}",
@@ -169,27 +242,36 @@ def _table(title: str, rows: list[Row]) -> Table:
     table = Table(title=title)
     for column in ("", *_COLUMNS):
         table.add_column(column, justify="right" if column else "left")
-    for name, outcome in rows:
-        table.add_row(name, *(column(outcome) for column in _COLUMNS.values()))
+    for case, outcome in rows:
+        table.add_row(case.name, *(column(outcome) for column in _COLUMNS.values()))
     return table
 
 
 def _markdown(title: str, rows: list[Row]) -> str:
     lines = [f"{title}\n", f"| | {' | '.join(_COLUMNS)} |", "| --- |" + " --- |" * len(_COLUMNS)]
-    lines += [f"| {name} | {' | '.join(column(o) for column in _COLUMNS.values())} |" for name, o in rows]
+    lines += [f"| {case.name} | {' | '.join(column(o) for column in _COLUMNS.values())} |" for case, o in rows]
     return "\n".join(lines)
 
 
 def _plot_sweeps(bench: _Bench, out: Path) -> None:
-    for kind in set(bench.cases()) - {"table"}:
-        from matplotlib.figure import Figure
+    for kind in ("depth", "R", "tau"):
+        if lines := list(bench.rows(kind)):
+            _plot(kind, lines, out / f"{kind.lower()}.png")
 
-        figure = Figure(figsize=(7.4, 3.4), layout="constrained")
-        axes = figure.subplots()
-        for label, rows in bench.sweep(kind):
-            x = [int(name.split(" = ")[1]) for name, _ in rows]
-            axes.plot(x, [100 * o.right / o.tokens for _, o in rows], marker="o", label=label)
-        axes.set(xlabel=kind, ylabel="tokens right, %", ylim=(0, 102))
+
+def _plot(kind: str, lines: list[tuple[Cell, list[Row]]], path: Path) -> None:
+    """Accuracy and throughput over a sweep, a line for each cell."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.6, 3.4), layout="constrained")
+    right, speed = figure.subplots(1, 2)
+    for cell, rows in lines:
+        x, label = [case.value for case, _ in rows], f"{cell.task}, r = {rows[0][1].ratio:.2f}"
+        right.plot(x, [100 * o.right / o.tokens for _, o in rows], marker="o", label=label)
+        speed.plot(x, [o.generated / o.seconds for _, o in rows], marker="o", label=label)
+    right.set(xlabel=kind, ylabel="tokens right, %", ylim=(0, 102))
+    speed.set(xlabel=kind, ylabel="tokens/s", ylim=(0, None))
+    for axes in (right, speed):
         axes.grid(alpha=0.3)
-        axes.legend()
-        figure.savefig(out / f"{kind.lower()}.png", dpi=150)
+    right.legend()
+    figure.savefig(path, dpi=150)

@@ -37,7 +37,9 @@ class DiffusionParams(BaseModel):
     partial: bool | None = Field(None, description="share the beginning of a longer encoding; default: as the server")
     prefix_tokens: int | None = Field(None, ge=0, description="leading prompt tokens that requests share")
     depth: int | None = Field(None, ge=0, description="layers in which the shared prefix is reused; default: by table")
-    refresh_interval: int | None = Field(None, ge=1, description="steps between refreshes of the prefix's deep layers")
+    refresh_interval: int | None = Field(
+        None, ge=1, description="steps between refreshes of the prefix's deep layers; 1 and depth 1 are exact"
+    )
     stream_canvas: bool = Field(False, description="report all positions at every step, decided or not")
 
     def filled(self, algorithm: Algorithm, sampling: SamplingParams) -> DiffusionParams:

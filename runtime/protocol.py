@@ -213,12 +213,14 @@ class DiffusionInfo(msgspec.Struct):
         algorithm: which sampler is its default.
         num_layers: most layers that can be reused.
         depth_table: where the depths of reuse come from.
+        refresh_interval: steps between refreshes of a prefix's other layers, unless a request says otherwise.
     """
 
     mask_token_id: int
     algorithm: Algorithm
     num_layers: int
     depth_table: str
+    refresh_interval: int
 
 
 class ModelInfo(msgspec.Struct):

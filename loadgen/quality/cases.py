@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runtime.diffusion_params import DiffusionParams
 
@@ -37,10 +37,12 @@ class Case:
     Attributes:
         name: in the table.
         fields: of `DiffusionParams`, without the prefix's length.
+        value: where it stands in a sweep.
     """
 
     name: str
     fields: dict[str, object]
+    value: float = 0.0
 
     @property
     def is_reusing(self) -> bool:
@@ -74,11 +76,31 @@ def table_cases(plan: Plan) -> list[Case]:
 
 def depth_cases(plan: Plan, depths: list[int]) -> list[Case]:
     """BiCache alone by depth."""
-    whole = {"gen_length": plan.room, "steps": plan.steps, "block_length": plan.room, "refresh_interval": plan.interval}
-    return [Case(f"d = {depth}", {**whole, "depth": depth}) for depth in depths]
+    return [Case(f"d = {depth}", _alone(plan, depth), depth) for depth in depths]
+
+
+def threshold_cases(plan: Plan, depths: dict[float, int]) -> list[Case]:
+    """BiCache alone by the threshold that makes the paper's rule say a depth."""
+    return [Case(f"tau = {threshold:g}", _alone(plan, depth), threshold) for threshold, depth in depths.items()]
+
+
+def rule_cases(plan: Plan, depths: dict[str, int]) -> list[Case]:
+    """No cache, and BiCache alone with the depth that each rule says."""
+    none = Case("no cache", {**_alone(plan, 0), "reuse": False})
+    del none.fields["depth"]
+    return [none, *(Case(rule, _alone(plan, depth)) for rule, depth in depths.items())]
+
+
+def _alone(plan: Plan, depth: int | None) -> dict[str, object]:
+    return {
+        "gen_length": plan.room,
+        "steps": plan.steps,
+        "block_length": plan.room,
+        "refresh_interval": plan.interval,
+        "depth": depth,
+    }
 
 
 def interval_cases(plan: Plan, intervals: list[int]) -> list[Case]:
     """BiCache alone by R."""
-    whole = {"gen_length": plan.room, "steps": plan.steps, "block_length": plan.room, "depth": plan.depth}
-    return [Case(f"R = {interval}", {**whole, "refresh_interval": interval}) for interval in intervals]
+    return [Case(f"R = {n}", _alone(replace(plan, interval=n), plan.depth), n) for n in intervals]

@@ -25,10 +25,13 @@ from runtime.kv.encodings import Encodings
 from runtime.protocol import AddPin, AddRequest, DiffusionInfo, Finish, Inbound, Outbound, TokenEvent
 from runtime.reuse.bicache import plan_denoise
 from runtime.reuse.boundaries import BoundaryStore
-from runtime.reuse.depth import choose_table
+from runtime.reuse.depth import NO_TABLE, choose_table
 from runtime.sampling_params import SamplingParams
 
 log = logging.getLogger("ramet.engine")
+
+# The paper's R.
+_INTERVAL = 16
 
 
 class DiffusionCore(EngineCore):
@@ -50,7 +53,11 @@ class DiffusionCore(EngineCore):
             config.scheduler, self.encodings, self.table, self.boundaries, spec.num_layers, self.executor.step_tokens
         )
         self.info.diffusion = DiffusionInfo(
-            self.diffusion.mask_token_id, self.diffusion.algorithm, spec.num_layers, self.table.version
+            self.diffusion.mask_token_id,
+            self.diffusion.algorithm,
+            spec.num_layers,
+            self.table.version,
+            self._default_interval(DiffusionParams()),
         )
         counted = ("encoded_prefixes", "partial_matches", "denoise_steps", "refreshes", "row_layers")
         self.counters |= dict.fromkeys(counted, 0)
@@ -96,12 +103,17 @@ class DiffusionCore(EngineCore):
             arrival_s=time.monotonic(),
             denoiser=denoiser,
             params=params,
-            interval=params.refresh_interval or self.config.diffusion.refresh_interval,
+            interval=params.refresh_interval or self._default_interval(params),
         )
         self.requests[request.rid] = request
         self.scheduler.add(request)
         self.counters["requests"] += 1
         self.counters["prompt_tokens"] += request.prompt_len
+
+    def _default_interval(self, params: DiffusionParams) -> int:
+        """Without a table nothing is known that approximation could rest on: depth 1, always refreshed, is exact."""
+        is_exact = self.table is NO_TABLE and params.depth is None
+        return self.config.diffusion.refresh_interval or (1 if is_exact else _INTERVAL)
 
     def flush(self, pins: bool = False) -> dict[str, Any]:
         """Drop every cached page that no live request uses, and what belongs to them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tqdm import tqdm
 from runtime.models.spec import ModelSpec
 from runtime.profile.probe import Probe
 from runtime.profile.records import Records
-from runtime.profile.samples import Samples
+from runtime.profile.samples import SampleSource
 from runtime.profile.settings import ProfileSettings
 from runtime.reuse.depth import identity
 
@@ -24,8 +25,17 @@ class Profiler:
     until the distributions of the masks diverge by no more than a bound. That takes no labels.
     """
 
-    def __init__(self, probe: Probe, samples: Samples, settings: ProfileSettings, records: Records):
+    def __init__(
+        self,
+        probe: Probe,
+        samples: SampleSource,
+        settings: ProfileSettings,
+        records: Records,
+        before: Callable[[], None] = lambda: None,
+    ):
+        """`before` is called before each measurement; what it raises ends the profile, which can go on later."""
         self.probe, self.samples, self.settings, self.records = probe, samples, settings, records
+        self._before = before
 
     def run(self) -> dict[str, Any]:
         """Measure what `records` do not have yet; the table as a JSON object."""
@@ -48,6 +58,7 @@ class Profiler:
         for number in range(self.settings.samples):
             value = self.records.get("similarity", kept, ratio, number)
             if value is None:
+                self._before()
                 value = self.probe.similarity(self.samples.sample(ratio, number, kept), self.settings.per_token)
                 self.records.put(value, "similarity", kept, ratio, number)
             found.append(value)
@@ -95,6 +106,7 @@ class Profiler:
         for number in range(min(settings.kl_samples, settings.samples)):
             value = self.records.get("divergence", kept, ratio, depth, number)
             if value is None:
+                self._before()
                 sample = self.samples.sample(ratio, number, kept)
                 value = self.probe.divergence(sample, depth, settings.kl_steps)
                 self.records.put(value, "divergence", kept, ratio, depth, number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 _RULES = (
     "Answer in {n} sentences or fewer when the question is about {topic}.",
@@ -47,6 +48,13 @@ class Sample:
     def length(self) -> int:
         """Positions of the canvas."""
         return len(self.prefix) + len(self.prompt) + self.gen_length
+
+
+class SampleSource(Protocol):
+    """Samples by ratio and number, the same for the same arguments."""
+
+    def sample(self, ratio: int, number: int, kept: int = 100) -> Sample:
+        """Sample `number` with `ratio` percent of the canvas shared, which is `kept` percent of what was encoded."""
 
 
 class Samples:

@@ -122,7 +122,8 @@ def choose_table(given: Path | None, directory: Path, spec: ModelSpec) -> DepthT
         if value["model"] == identity(spec):
             return _from_json(value, path, spec)
     log.warning(
-        "there is no depth table for this model: shared prefixes are reused in the first layer alone; "
+        "there is no depth table for this model: shared prefixes are reused in the first layer alone, at every step, "
+        "which is exact; "
         "`ramet profile --model MODEL --out table.json` measures one, --depth-table takes it"
     )
     return NO_TABLE

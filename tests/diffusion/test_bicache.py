@@ -59,6 +59,24 @@ def test_depth_and_interval_are_the_papers(any_dir, any_plain, native):
     assert core.counters["encoded_prefixes"] == 1, "one prefix, whatever the depth"
 
 
+def test_without_a_table_reuse_is_exact(any_dir, any_plain):
+    """The default of a server: cold and warm, declared and found; a request's own depth has the paper's interval."""
+    driver = DenoiseDriver(make_core(any_dir))
+    wanted = [plainly(any_plain, any_plain, prompt) for prompt in PROMPTS]
+    assert [driver.one(prompt, **options(any_plain)) for prompt in PROMPTS] == wanted
+    report = driver.report(driver.last())
+    assert (report["cached_tokens"], report["shallow_depth"], report["refreshes"]) == (48, 1, 12)
+    found = {name: value for name, value in options(any_plain).items() if name != "prefix_tokens"}
+    assert driver.one(PROMPTS[1], **found) == wanted[1]
+    assert driver.report(driver.last())["cached_tokens"] == 48
+    driver.one(PROMPTS[1], **options(any_plain), depth=2)
+    assert driver.report(driver.last())["refreshes"] == 1
+    driver = DenoiseDriver(make_core(any_dir, refresh_interval=6))
+    for more in ({}, {"depth": 2}):
+        driver.one(PROMPTS[1], **options(any_plain), **more)
+        assert driver.report(driver.last())["refreshes"] == 2
+
+
 def test_reuse_is_off_where_it_is_not_wanted(any_dir, any_plain):
     driver = DenoiseDriver(make_core(any_dir))
     wanted = plainly(any_plain, any_plain, PROMPTS[1])

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import count, pairwise
 
 import pytest
 
 from loadgen import bench_bicache
 from loadgen.quality.cases import Case
 from loadgen.quality.measure import Cell, Outcome, Records, Runner
+from loadgen.quality.rules import TaskSamples
 from loadgen.quality.tasks import Source
 from loadgen.quality.vocabulary import Vocabulary
 from runtime import Engine
+from runtime.profile.profiler import paper_depth
 from tests.diffusion.models import save_tiny
 
+ONE = ["--groups", "1", "--questions", "1"]
 WHOLE = {"gen_length": 16, "steps": 8, "block_length": 16}
 
 
@@ -59,6 +63,59 @@ def test_a_second_run_measures_only_what_is_new(model, tmp_path):
     assert len(second) == len(first) + 2 * 2
     assert (tmp_path / "depth.png").exists()
     assert (tmp_path / "r.png").exists()
+
+
+def test_thresholds_and_rules_come_from_a_profile_of_the_tasks(model, tmp_path):
+    more = ["--taus", "0.5", "0.9999", "--rules", "--profile-samples", "3", "--kl-bound", "0.001", *ONE]
+    assert bench_bicache.run(options(model, tmp_path, *more)) == 0
+    profile = json.loads((tmp_path / "profile.json").read_text())
+    raw = profile["raw_similarity"]["75"]
+    table = (tmp_path / "table.md").read_text()
+    rows = [line[2:-2].split(" | ") for line in table.splitlines() if line.startswith("| ") and line[-3].isdigit()]
+    depths = {row[0]: int(row[-1]) for row in rows}
+    assert depths["tau = 0.5"] == paper_depth(raw, 0.5) > 1
+    assert depths["tau = 0.9999"] == paper_depth(raw, 0.9999) == 1
+    assert depths["the paper's rule, tau = 0.97"] == paper_depth(raw, 0.97)
+    assert depths["calibrated, at most 0.001 nats"] == profile["depths"]["75"] <= profile["depths_cosine"]["75"]
+    assert "keep, by tau: r = " in table
+    assert (tmp_path / "tau.png").exists()
+    assert not (tmp_path / "profile.json.partial").exists()
+    before = [lines(tmp_path), (tmp_path / "profile.json").stat().st_mtime_ns]
+    assert bench_bicache.run(options(model, tmp_path, *more)) == 0
+    assert [lines(tmp_path), (tmp_path / "profile.json").stat().st_mtime_ns] == before
+
+
+def test_a_profile_is_of_requests_that_the_benchmark_does_not_ask(model):
+    vocabulary = Vocabulary(model)
+    samples = TaskSamples(["keep", "lookup"], 16, Source(vocabulary, ("profile", 1)))
+    asked = Source(vocabulary, ("bench", 1))
+    for number in range(4):
+        sample = samples.sample(75, number)
+        assert len(sample.prefix) / sample.length >= 0.74
+        assert sample.gen_length == 16
+        example = Cell(("keep", "lookup")[number % 2], 16, 0.75).group(asked, number, 1)[0]
+        assert (sample.prefix, sample.prompt) != (example.prefix, example.suffix)
+
+
+def test_it_ends_in_time_and_goes_on(model, tmp_path, monkeypatch):
+    """With a clock on which every look takes a second: piece by piece it comes to what it comes to at once."""
+    more = ["--taus", "0.9", "--profile-samples", "2", *ONE]
+    assert bench_bicache.run(options(model, tmp_path / "whole", *more)) == 0
+    clock = count()
+    monkeypatch.setattr(bench_bicache, "monotonic", lambda: next(clock))
+    sizes = []
+    while not sizes or sizes[-1] < len(lines(tmp_path / "whole")):
+        assert bench_bicache.run(options(model, tmp_path, *more, "--minutes", "0.06")) == 0
+        sizes.append(len(lines(tmp_path)) if (tmp_path / "records.jsonl").exists() else 0)
+        if sizes[-1] < len(lines(tmp_path / "whole")):
+            assert "|" not in (tmp_path / "table.md").read_text(), "no group is whole"
+    assert max(b - a for a, b in pairwise([0, *sizes])) <= 3
+    found, wanted = (
+        {json.dumps(line["of"]): line["outcome"] for line in lines(out)} for out in (tmp_path, tmp_path / "whole")
+    )
+    assert found.keys() == wanted.keys()
+    for name in ("right", "rows", "depth"):
+        assert {key: value[name] for key, value in found.items()} == {key: value[name] for key, value in wanted.items()}
 
 
 def test_an_ended_run_leaves_whole_records(tmp_path):

@@ -112,6 +112,7 @@ def test_a_pin_encodes_the_prefix(tiny):
     tiny.post("/flush_cache")
     answer = ask(tiny, text=PROMPT, sampling_params=GREEDY, diffusion={"prefix_tokens": 16})
     assert answer["meta_info"]["cached_tokens"] == 16
+    assert answer["meta_info"]["encoded_tokens"] == 16
     assert answer["meta_info"]["shallow_depth"] == 1, "there is no table"
     assert tiny.delete(f"/cache/pins/{pin['id']}").status_code == 200
     tiny.post("/flush_cache")
@@ -122,6 +123,7 @@ def test_server_info_and_health(tiny):
     info = tiny.get("/server_info").json()
     assert info["model"]["diffusion"]["mask_token_id"] == MASK
     assert info["model"]["diffusion"]["depth_table"].startswith("none: depth 1")
+    assert info["model"]["diffusion"]["refresh_interval"] == 1, "exact"
     assert info["state"]["denoise_steps"] >= info["state"]["refreshes"]
     assert tiny.get("/health_generate").status_code == 200
     assert "ramet:steps_total" in tiny.get("/metrics").text
