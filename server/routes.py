@@ -154,8 +154,7 @@ async def tokenize(context: Ctx, body: TokenizeRequest) -> dict[str, Any]:
     """Token ids of a text, or of several."""
     single = isinstance(body.prompt, str)
     texts: list[str] = [body.prompt] if single else body.prompt  # type: ignore[list-item, assignment]
-    encode = context.engine.tokenizer.encode
-    tokens = await asyncio.to_thread(lambda: [encode(text, body.add_special_tokens) for text in texts])
+    tokens = await context.engine.tokenize(texts, body.add_special_tokens)
     counts = [len(ids) for ids in tokens]
     return {
         "tokens": tokens[0] if single else tokens,
