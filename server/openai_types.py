@@ -161,6 +161,8 @@ class ResponseFormat(Body):
 class ChatRequest(CommonRequest):
     """`POST /v1/chat/completions`."""
 
+    # What SGLang's router sends along; no model here marks its reasoning.
+    IGNORED = CommonRequest.IGNORED | {"separate_reasoning", "stream_reasoning"}
     NAMES: ClassVar[dict[str, str]] = {**CommonRequest.NAMES, "prompt": "messages", "json_schema": "response_format"}
 
     model_config = ConfigDict(

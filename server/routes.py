@@ -119,6 +119,7 @@ async def model_info(context: Ctx, asker: Asker) -> dict[str, Any]:
         "vocab_size": info.vocab_size,
         "eos_token_ids": info.eos_token_ids,
         "dtype": info.dtype,
+        "diffusion": msgspec.to_builtins(info.diffusion),
     }
 
 

@@ -48,10 +48,10 @@ def cached(answer: httpx.Response) -> int:
 
 
 # Who may ask for what, every route that there is: whoever adds one has to decide.
-OPEN = {"/health", "/", "/dashboard"}
+OPEN = {"/health", "/ready", "/", "/dashboard"}
 ANY_KEY = {
     *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}"),
-    *("/tokenize", "/detokenize", "/ready", "/health_generate", "/model_info", "/get_model_info", "/cache/tree"),
+    *("/tokenize", "/detokenize", "/health_generate", "/model_info", "/get_model_info", "/cache/tree"),
     *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
 }
 ADMIN = {
