@@ -264,6 +264,12 @@ class AsyncEngine:
         """Completions on their way."""
         return self._frontend.num_open if self._frontend is not None else 0
 
+    async def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of some texts. Raises InvalidRequest if they are longer than what the context can hold."""
+        self._running().check_text(sum(map(len, texts)), "prompt")
+        encode = self.tokenizer.encode
+        return await asyncio.to_thread(lambda: [encode(text, add_special_tokens) for text in texts])
+
     def abort(self, rid: str | None) -> None:
         """Abort a submission, or everything (None); its Outputs end with finish type "abort"."""
         self._running().abort(rid)

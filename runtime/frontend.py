@@ -88,6 +88,8 @@ class Frontend:
             InvalidRequest: for what can never be served.
         """
         prompt, sampling = submission.prompt, submission.sampling
+        if isinstance(prompt, str):
+            self.check_text(len(prompt), "prompt")
         tokens = (
             self.tokenizer.encode(prompt, add_special_tokens=submission.add_special_tokens)
             if isinstance(prompt, str)
@@ -116,6 +118,16 @@ class Frontend:
             raise InvalidRequest("this model is no diffusion model", param="diffusion")
         self._check_length(len(tokens), sampling.max_new_tokens)
         return tokens
+
+    def check_text(self, length: int, param: str) -> None:
+        """Refuse text that cannot fit, whatever it says, before the time is taken to read it. Raises InvalidRequest."""
+        most = self.info.context_length * self.tokenizer.longest_token
+        if length > most:
+            raise InvalidRequest(
+                f"the text has {length} characters; {self.info.context_length} tokens stand for {most} at most",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def _denoising(self, submission: Submission, tokens: list[int]) -> DiffusionParams:
         """How a submission is denoised, with every default filled in. Raises InvalidRequest."""

@@ -8,6 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from runtime.errors import InvalidRequest
 
+# Below it the most likely token is certain anyway.
+_LEAST_TEMPERATURE = 1e-4
+
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
@@ -58,6 +61,11 @@ class SamplingParams(BaseModel):
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def divisor(self) -> float:
+        """What logits are divided by before one token is drawn: the temperature, while the quotient is a float32."""
+        return max(self.temperature, _LEAST_TEMPERATURE)
 
     def check(self, vocab_size: int) -> None:
         """Raise `InvalidRequest` where a value does not fit the model, or another value."""

@@ -80,8 +80,10 @@ async def unpin(context: Ctx, pin_id: str) -> dict[str, Any]:
     return {"success": True}
 
 
-Page = Annotated[int, PathParameter(ge=0, description="the node's first page, as the tree shows it")]
-Start = Annotated[int, Query(ge=0, description="tokens before the node; a name with another number fits no more")]
+Page = Annotated[int, PathParameter(ge=0, lt=1 << 31, description="the node's first page, as the tree shows it")]
+Start = Annotated[
+    int, Query(ge=0, lt=1 << 31, description="tokens before the node; with another number it is not found")
+]
 
 
 @router.post("/nodes/{page}/pin")

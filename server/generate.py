@@ -23,6 +23,8 @@ from server.wire import MAX_BATCH, Body, CacheSalt, Diffusion, Priority, Rid, Sa
 router = APIRouter(tags=["generate"])
 
 MAX_TOP_LOGPROBS = 128
+# Every event of a stream repeats all log-probabilities so far; more of them would hold up everybody's streams.
+MAX_REPEATED = 1 << 16
 
 
 class GenerateRequest(Body):
@@ -107,6 +109,9 @@ def _for_each(value: Any, count: int, param: str) -> list[Any]:
 async def generate(body: GenerateRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """Complete one prompt or several; with `stream`, as server-sent events that end with `[DONE]`."""
     submissions, is_list = submissions_of(body, tenant)
+    if body.stream and not context.config.server.incremental_output:
+        for submission in submissions:
+            _check_repeated(body, submission.sampling.max_new_tokens or 0)
     outputs = await open_outputs(context, submissions, body.names(), body.timeout_s)
     if body.stream:
         return EventStream(_events(body, submissions, is_list, outputs, context), outputs.close)
@@ -126,6 +131,16 @@ async def _answer(
     return answers if is_list else answers[0]
 
 
+def _check_repeated(body: GenerateRequest, tokens: int) -> None:
+    """Raise InvalidRequest if one event tells too much of so many tokens."""
+    if body.return_logprob and tokens * (1 + body.top_logprobs_num) > MAX_REPEATED:
+        raise InvalidRequest(
+            f"{tokens} tokens with {body.top_logprobs_num} alternatives each are too much for the events of a stream, "
+            f"of which each repeats what came before; {MAX_REPEATED} log-probabilities may be in one",
+            param="top_logprobs_num",
+        )
+
+
 async def _events(
     body: GenerateRequest, submissions: list[Submission], is_list: bool, outputs: OutputStream, context: Context
 ) -> Events:
@@ -138,6 +153,7 @@ async def _events(
         if incremental:
             own = _Logprobs(body, context.engine.tokenizer)
         own.add(output)
+        _check_repeated(body, own.num_tokens)
         if incremental:
             event = _result(output, output.delta, output.new_token_ids, own)
         else:
@@ -188,6 +204,11 @@ class _Logprobs:
     def add(self, output: Output) -> None:
         self._output.extend(output.logprobs or [])
         self._input.extend(output.prompt_logprobs or [])
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it has something of."""
+        return len(self._output) + len(self._input)
 
     def fields(self) -> dict[str, Any]:
         if not self._body.return_logprob:

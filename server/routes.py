@@ -14,6 +14,7 @@ from pydantic import ConfigDict
 from runtime.errors import EngineDead, InvalidRequest, Overloaded
 from runtime.output import Submission
 from runtime.sampling_params import SamplingParams
+from server.auth import Asker
 from server.context import Ctx
 from server.follow import collect
 from server.sse import unless_gone
@@ -106,11 +107,11 @@ async def health_generate(request: Request, context: Ctx) -> Response:
 
 @router.get("/model_info")
 @router.get("/get_model_info", include_in_schema=False)
-async def model_info(context: Ctx) -> dict[str, Any]:
-    """The loaded model."""
+async def model_info(context: Ctx, asker: Asker) -> dict[str, Any]:
+    """The loaded model; where it lies is for admins."""
     info = context.engine.info
     return {
-        "model_path": info.path,
+        "model_path": info.path if asker.admin else info.name,
         "served_model_name": info.name,
         "architecture": info.architecture,
         "is_generation": True,
@@ -155,8 +156,7 @@ async def tokenize(context: Ctx, body: TokenizeRequest) -> dict[str, Any]:
     """Token ids of a text, or of several."""
     single = isinstance(body.prompt, str)
     texts: list[str] = [body.prompt] if single else body.prompt  # type: ignore[list-item, assignment]
-    encode = context.engine.tokenizer.encode
-    tokens = await asyncio.to_thread(lambda: [encode(text, body.add_special_tokens) for text in texts])
+    tokens = await context.engine.tokenize(texts, body.add_special_tokens)
     counts = [len(ids) for ids in tokens]
     return {
         "tokens": tokens[0] if single else tokens,

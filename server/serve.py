@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -49,6 +50,8 @@ class CannotListen(RametError):
 def serve(config: Config) -> int:
     """Serve until SIGTERM or SIGINT (returns 0) or the engine's death (70). Raises RametError if it cannot start."""
     set_up_logs(config.server.log_level, config.server.log_format)
+    # Texts are tokenized one by one; threads of its own would make the library complain about every new process.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
     tenants = read_keys(config.server.api_keys)

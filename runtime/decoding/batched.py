@@ -39,7 +39,7 @@ class BatchedSampler(Sampler):
     def filter(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
         """`filter_probs` of many requests: [n, vocab] from float32 logits [n, vocab], up to rounding."""
         params = [request.sampling for request in requests]
-        probs = (logits / self._column([p.temperature for p in params])[:, None]).softmax(-1)
+        probs = (logits / self._column([p.divisor for p in params])[:, None]).softmax(-1)
         vocab = probs.shape[-1]
         if any(0 < p.top_k < vocab for p in params):
             top_k = torch.tensor([p.top_k if 0 < p.top_k < vocab else vocab for p in params], dtype=torch.int32)

@@ -109,7 +109,7 @@ class Denoiser:
 
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A token for each row, int64 [n], and how confident it is, float32 [n]."""
-        temperature = 0.0 if self.sampling.greedy else self.sampling.temperature
+        temperature = 0.0 if self.sampling.greedy else self.sampling.divisor
         if self.params.algorithm == "low_confidence":
             return self._choose_llada(logits, temperature)
         if temperature:

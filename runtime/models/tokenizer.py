@@ -67,7 +67,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` adds what the model's tokenizer adds (BOS)."""
         with _no_panic():
-            return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+            # Unlike `encode`, this lets other threads run meanwhile: megabytes take seconds.
+            return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids."""
@@ -90,6 +91,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, added ones included."""
         return self._fast.get_vocab_size()
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the vocabulary's longest token: no token stands for more of a text."""
+        return max(map(len, self._fast.get_vocab()), default=1)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:

@@ -121,7 +121,7 @@ def test_a_crash_within_the_library_is_an_error_of_the_one_request(tokenizer, mo
         """As pyo3 raises it."""
 
     class Crashing:
-        def encode(self, *args, **options):
+        def encode_batch_fast(self, *args, **options):
             raise PanicException("index out of bounds at /a/path")
 
     monkeypatch.setattr(tokenizer, "_fast", Crashing())

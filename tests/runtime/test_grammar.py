@@ -11,6 +11,7 @@ import pytest
 from runtime import Engine
 from runtime.decoding.grammar import GrammarCompiler
 from runtime.errors import InvalidRequest, RametError
+from runtime.models.tokenizer import Tokenizer
 from runtime.sampling_params import SamplingParams
 
 SCHEMA = {
@@ -109,3 +110,14 @@ def test_a_grammar_that_takes_too_long_is_given_up():
     ((rid, error),) = done
     assert (rid, type(error)) == ("a", InvalidRequest)
     assert len(compiler) == 0
+
+
+def test_what_is_compiled_for_one_tenant_saves_no_other_any_time(tiny_dir):
+    compiler = GrammarCompiler(lambda: Tokenizer.load(tiny_dir).to_json(), 49152, [2], timeout_s=300)
+    kept = []
+    for rid, tenant in enumerate(["alice", "alice", "bob"]):
+        compiler.start(str(rid), SamplingParams(regex="[a-z]+"), tenant)
+        while not compiler.take():
+            time.sleep(0.01)
+        kept.append(len(compiler._kept))
+    assert kept == [1, 1, 2]

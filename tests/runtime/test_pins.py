@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from array import array
 
 import pytest
@@ -160,3 +161,20 @@ def test_full_load_with_pins_and_holds_at_their_limits(tiny_dir, policy):
     assert state["holds_broken"] > 0
     for rid in list(prompts)[:8]:
         assert driver.tokens[rid] == plain.together([prompts[rid]], max_new_tokens=len(driver.tokens[rid]))[0]
+
+
+@pytest.mark.parametrize("jump_s", [1e9, -1e9])
+def test_a_clock_that_jumps_ends_no_pin_no_hold_and_no_time_to_live(tiny_dir, monkeypatch, jump_s):
+    driver = Driver(make_core(tiny_dir, pool_tokens=640, eviction_policy="ttl", ttl=1000.0, hold_time=1000.0))
+    other = [7] * 100
+    driver.together([PREFIX, other], max_new_tokens=1)
+    pin(driver.core, PREFIX, ttl_s=1000.0)
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + jump_s)
+    for rid, prompt in (("pinned", PREFIX), ("held", other)):
+        driver.add(rid, prompt, max_new_tokens=1)
+        driver.run()
+        assert driver.events[rid][0].cached_tokens == 96
+        assert 0 <= driver.events[rid][-1].queue_s < 1000
+    (kept,) = pinned(driver.core)["pins"]
+    assert 0 < kept["expires_in_s"] <= 1000

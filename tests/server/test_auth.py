@@ -131,6 +131,11 @@ def test_a_request_id_is_of_its_key_alone(ask):
     assert [answer.json()["meta_info"]["finish_reason"]["type"] for answer in found] == ["abort", "abort"]
 
 
+def test_only_admins_learn_where_files_lie(ask, tiny_dir):
+    assert ask("root", "GET", "/model_info").json()["model_path"] == str(tiny_dir)
+    assert str(tiny_dir.parent) not in ask("alice", "GET", "/model_info").text
+
+
 def test_both_ways_to_show_a_key(guarded):
     for headers in ({"authorization": f"bearer {KEYS['bob']}"}, {"x-api-key": KEYS["bob"]}):
         assert httpx.get(f"{guarded.url}/v1/models", headers=headers).status_code == 200

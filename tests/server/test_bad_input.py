@@ -100,6 +100,18 @@ def test_a_temperature_next_to_nothing_is_as_good_as_greedy(client, temperature)
     assert ask(temperature) == ask(0)
 
 
+def test_a_stream_whose_events_would_be_megabytes(client):
+    body = {"text": "x", "stream": True, "return_logprob": True, "top_logprobs_num": 128}
+    answer = client.post("/generate", json={**body, "sampling_params": {"max_new_tokens": 1000}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "top_logprobs_num")
+    body |= {"input_ids": [5] * 600, "text": None, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 2}}
+    *_, error, done = [line for line in client.post("/generate", json=body).text.split("\n\n") if line]
+    assert done == "data: [DONE]"
+    assert json.loads(error[6:])["error"]["param"] == "top_logprobs_num"
+    whole = client.post("/generate", json={**body, "stream": False}).json()
+    assert len(whole["meta_info"]["input_top_logprobs"]) == 600
+
+
 def test_no_answer_repeats_megabytes_of_its_request(client):
     for path, body in (
         ("/generate", b'{"input_ids": [' + b"9" * 4000 + b"]}"),

@@ -139,6 +139,14 @@ def test_lengths_are_bounded(ask):
     assert free.json()["meta_info"]["completion_tokens"] == 460
 
 
+def test_text_that_cannot_fit_is_refused_unread(ask):
+    """To tokenize it takes seconds, and the answer is known before."""
+    for path, name in (("/generate", "text"), ("/tokenize", "prompt")):
+        error = ask("alice", "POST", path, **{name: "word " * 100_000}).json()["error"]
+        assert (error["param"], error["code"]) == (name, "context_length_exceeded")
+        assert "characters" in error["message"]
+
+
 def test_a_client_that_does_not_read_is_cut(ask, operated):
     """Its answer is far more than buffers hold, and the server does not keep it for ever."""
     body = {**ENDLESS, "stream": True, "return_logprob": True, "top_logprobs_num": 100}

@@ -48,3 +48,23 @@ def test_sockets_between_processes_are_their_owners_alone(server):
     for directory in directories:
         if directory.exists():
             assert stat.S_IMODE(directory.stat().st_mode) == 0o700, directory
+
+
+# Who tells others what time it is; all else measures durations, and a clock that jumps must change none.
+TELLS_THE_TIME = {
+    *("runtime/kv/publisher.py", "runtime/models/tokenizer.py"),
+    *("server/dashboard.py", "server/openai_chat.py", "server/openai_common.py"),
+}
+
+
+def test_no_duration_is_measured_by_the_wall_clock():
+    found = set()
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                wall = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow")}
+                if (node.value.id, node.attr) in wall:
+                    found.add(path.relative_to(ROOT).as_posix())
+            elif isinstance(node, ast.ImportFrom) and node.module == "time":
+                assert not {"time", "time_ns"} & {name.name for name in node.names}, path
+    assert found == TELLS_THE_TIME
