@@ -97,7 +97,7 @@ class LayerGroup:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """One step of the model over many requests.
+    """One step of the model over many requests. Its tensors are the host's, except hidden states.
 
     Attributes:
         tokens: int64 [T], the flat rows of all requests.

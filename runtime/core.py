@@ -18,15 +18,15 @@ from radix.stats import Histogram
 from runtime.batch import ForwardBatch
 from runtime.config import Config
 from runtime.decoding.grammar import GrammarCompiler
-from runtime.decoding.sampling import BadLogits, Sampler, report_logprobs
+from runtime.decoding.sampling import BadLogits, report_logprobs
 from runtime.device import is_out_of_memory
-from runtime.errors import RametError
-from runtime.executor import Executor
+from runtime.errors import EngineDead, InvalidRequest, RametError
 from runtime.inspector import Inspector, describe
 from runtime.kv.cache import PagedCache
 from runtime.kv.publisher import EventPublisher
 from runtime.models.resolve import model_name
 from runtime.models.tokenizer import Tokenizer
+from runtime.parallel.driver import open_executor
 from runtime.protocol import (
     Abort,
     AddPin,
@@ -63,12 +63,12 @@ class EngineCore:
     def __init__(self, config: Config, path: Path, quotas: Mapping[str, int] | None = None):
         """Load the model directory `path`; `quotas`: cached pages by tenant. Raises ModelError."""
         self.config = config
-        self.executor = Executor(config, path)
+        self.executor = open_executor(config, path)
         self.cache = PagedCache(self.executor.pool, config.cache, quotas)
         self.inspector = Inspector(self.cache)
         self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens)
         spec = self.executor.spec
-        self.sampler = Sampler(spec.vocab_size, self.executor.device, self.executor.argmax)
+        self.sampler = self.executor.make_sampler()
         self.info = ModelInfo(
             name=model_name(config.model, path),
             path=str(path),
@@ -120,6 +120,10 @@ class EngineCore:
         """Tell the subscribers what has changed in the tree since the last call."""
         if self.publisher is not None and self.cache.events is not None:
             self.publisher.publish(self.cache.events.take())
+
+    def close(self) -> None:
+        """End what else runs for this engine."""
+        self.executor.close()
 
     @property
     def busy(self) -> bool:
@@ -186,7 +190,7 @@ class EngineCore:
         )
         self.requests[request.rid] = request
         if sampling.constrained:
-            self.grammars.start(request.rid, sampling)
+            self.grammars.start(request.rid, sampling, tenant_of(request.namespace))
         else:
             self.scheduler.add(request)
         self.counters["requests"] += 1
@@ -235,13 +239,16 @@ class EngineCore:
         try:
             batch = self._plan(work)
             logits = self.executor.run(batch)
+        except EngineDead:
+            raise
         except Exception as error:
             return self._compute_less(work, error)
         self.counters["steps"] += 1
         return [event for event in self._book(work, batch, logits, started) if event is not None]
 
     def _plan(self, work: list[Work]) -> ForwardBatch:
-        return plan_prefix(work, self.executor.spec.num_layers, self.info.page_size, self.executor.device)
+        executor = self.executor
+        return plan_prefix(work, executor.spec.num_layers, self.info.page_size, executor.least_saved_tokens)
 
     def _book(
         self, work: list[Work], batch: ForwardBatch, logits: torch.Tensor, started: float
@@ -272,12 +279,14 @@ class EngineCore:
             log.warning("the rows of request %s did not fit into memory and are run again in halves", item.request.rid)
             return self._compute(work)
         log.error("request %s failed", item.request.rid, exc_info=error)
-        return [self._fail(item.request, f"the step that computed this request failed: {type(error).__name__}")]
+        message = f"the step that computed this request failed: {type(error).__name__}"
+        return [self._fail(item.request, RametError(message))]
 
-    def _fail(self, request: Request, message: str) -> TokenEvent:
+    def _fail(self, request: Request, error: RametError) -> TokenEvent:
         """End a request with an error; nothing of it is kept."""
         self.counters["failed_requests"] += 1
-        return self._end(request, Finish("error", message=message), keep=False)
+        refused = isinstance(error, InvalidRequest)
+        return self._end(request, Finish("error", message=error.message, refused=refused), keep=False)
 
     def _take_grammars(self) -> list[TokenEvent]:
         """Let those wait whose grammar is compiled; the events of those whose grammar failed."""
@@ -285,7 +294,7 @@ class EngineCore:
         for rid, grammar in self.grammars.take():
             request = self.requests[rid]
             if isinstance(grammar, RametError):
-                failed.append(self._fail(request, grammar.message))
+                failed.append(self._fail(request, grammar))
             else:
                 request.grammar = grammar
                 self.scheduler.add(request)
@@ -298,7 +307,7 @@ class EngineCore:
         request = item.request
         if isinstance(token, RametError):
             self.counters["bad_logits"] += isinstance(token, BadLogits)
-            return self._fail(request, token.message)
+            return self._fail(request, token)
         prompt_logprobs = self._prompt_logprobs(request, item.count, logits)
         prefilled = request.num_remaining > 1
         read = item.samples and not request.wants_tokens

@@ -39,16 +39,18 @@ def choose_dtype(config: ModelConfig, device: torch.device, native: bool) -> tor
     return torch.bfloat16 if native or device.type == "cuda" or _cpu_multiplies_bfloat16() else torch.float32
 
 
-def choose_attention(config: ModelConfig, device: torch.device) -> str:
-    """The backend of `--attention-backend`; auto takes FlashInfer on CUDA where it is installed."""
+def choose_attention(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend of `--attention-backend`; auto takes FlashInfer on CUDA where it is installed, if not in float32."""
     installed = find_spec("flashinfer") is not None
     if config.attention_backend == "flashinfer":
         if device.type != "cuda":
             raise ModelError(f"--attention-backend flashinfer needs CUDA; the device is {device}")
         if not installed:
             raise ModelError("--attention-backend flashinfer: FlashInfer is not installed; pip install ramet[cuda]")
+        if dtype == torch.float32:
+            raise ModelError("--attention-backend flashinfer has no float32; take --dtype bfloat16")
         return "flashinfer"
-    automatic = config.attention_backend == "auto" and device.type == "cuda" and installed
+    automatic = config.attention_backend == "auto" and device.type == "cuda" and dtype != torch.float32 and installed
     return "flashinfer" if automatic else "cpu"
 
 

@@ -53,7 +53,9 @@ class Engine:
         self._replies: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
         self._calls = 0
         self._dead: EngineDead | None = None
+        self._end = EngineDead("the engine was closed")
         self._thread = threading.Thread(target=self._run, name="ramet-engine", daemon=True)
+        self.core.executor.on_death(self._die)
         self._thread.start()
 
     # -- using it --------------------------------------------------------------------------------------------
@@ -160,14 +162,14 @@ class Engine:
                     done.append(submission)
             except RametError:
                 for submission in done:
-                    self._frontend.drop(submission.rid)
+                    self._frontend.drop(submission)
                 raise
         return sum(submission.sampling.n for submission in submissions)
 
     def _drop(self, submissions: list[Submission]) -> None:
         with self._lock:
             for submission in submissions:
-                self._frontend.drop(submission.rid)
+                self._frontend.drop(submission)
 
     def _call(self, kind: type[FlushCache] | type[GetState]) -> dict[str, Any]:
         answer: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -178,6 +180,10 @@ class Engine:
             self._replies[self._calls] = answer
             self._inbox.put(kind(self._calls))
         return answer.get()
+
+    def _die(self, error: EngineDead) -> None:
+        self._end = error
+        self._inbox.put(Shutdown())
 
     def _run(self) -> None:
         try:
@@ -190,9 +196,12 @@ class Engine:
                     self.core.publish()
                 self._out(StepEvents(self.core.step()))
                 self.core.publish()
+        except EngineDead as error:
+            self._end = error
         finally:
+            self.core.close()
             with self._lock:
-                self._dead = EngineDead("the engine was closed")
+                self._dead = self._end
                 self._frontend.fail_all(self._dead)
                 for answer in self._replies.values():
                     answer.put({})

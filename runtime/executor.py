@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from runtime.attention.backend import AttentionBackend
 from runtime.attention.cpu import CPUAttention
 from runtime.batch import ForwardBatch
 from runtime.config import Config
-from runtime.decoding.sampling import argmax
+from runtime.decoding.batched import BatchedSampler
+from runtime.decoding.sampling import Sampler, argmax
 from runtime.device import choose_attention, choose_device, choose_dtype
-from runtime.errors import ModelError
+from runtime.errors import EngineDead, ModelError
 from runtime.kv.pool import KVPool
 from runtime.models.llama import LlamaModel
 from runtime.models.ops import FlashInferOps, Ops
@@ -22,6 +24,8 @@ from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_weights
 from runtime.native.decoder import NativeDecoder
 from runtime.native.library import Library, load_best
+from runtime.parallel.group import Group
+from runtime.parallel.shards import Shard, split_spec
 
 log = logging.getLogger("ramet.engine")
 
@@ -34,33 +38,42 @@ class Executor:
 
     Attributes:
         backend_name: what computes attention: `native-` and an instruction set, `cpu` (torch) or `flashinfer`.
-        argmax: the fastest way here from logits [n, vocab] to the highest tokens [n].
+        least_saved_tokens: rows of shared KV from which on it pays to read them once, see `stretches`.
     """
 
-    def __init__(self, config: Config, path: Path):
-        """Load the model in `path`. Raises ModelError if it cannot be served as configured."""
+    least_saved_tokens = AttentionBackend.least_saved_tokens
+
+    def __init__(self, config: Config, path: Path, group: Group | None = None):
+        """Load the model in `path`, or with a group this rank's share. Raises ModelError if it cannot be served so."""
         self.spec = ModelSpec.load(path)
-        self.device = choose_device(config.model)
+        self.device = choose_device(config.model) if group is None else group.device
+        self._group = group
+        self._share = self.spec if group is None else split_spec(self.spec, group.size)
         library = self._choose_kernels(config)
+        if library is None and config.model.quantization != "none":
+            raise ModelError(f"--quantization {config.model.quantization} needs the native kernels of a CPU")
         self.dtype = choose_dtype(config.model, self.device, library is not None)
-        backend = choose_attention(config.model, self.device)
+        backend = choose_attention(config.model, self.device, self.dtype)
         self.context_length = _context_length(config, self.spec)
-        ops = FlashInferOps() if backend == "flashinfer" and self.dtype == torch.bfloat16 else Ops()
-        model = LlamaModel(self.spec, load_weights(path, self.spec, self.dtype), self.device, ops)
+        ops = FlashInferOps(self.context_length, group) if backend == "flashinfer" else Ops(group)
+        shard = None if group is None else Shard(group.rank, group.size)
+        model = LlamaModel(self._share, load_weights(path, self.spec, self.dtype, shard), self.device, ops)
         self.pool = self._make_pool(config)
         if library is not None:
-            native = NativeDecoder(library, model, self.pool, threads=config.engine.threads or ALL_THREADS)
-            self.backend_name, self._forward, self.argmax = native.name, native.forward, native.argmax
+            threads, int8 = config.engine.threads or ALL_THREADS, config.model.quantization == "int8"
+            native = NativeDecoder(library, model, self.pool, threads, int8)
+            self.backend_name, self._forward, self._argmax = native.name, native.forward, native.argmax
             # After each of torch's parallel operations its threads spin for a while, on the cores of the kernels'.
             torch.set_num_threads(1)
         else:
             attention = self._make_backend(backend, model)
             self.backend_name = attention.name
+            self.least_saved_tokens = attention.least_saved_tokens
             self._forward = partial(model.forward, pool=self.pool, backend=attention)
-            self.argmax = argmax
+            self._argmax = argmax
 
     def _make_pool(self, config: Config) -> KVPool:
-        spec, cache = self.spec, config.cache
+        spec, cache = self._share, config.cache
         per_token = KVPool.bytes_per_token(spec.num_layers, spec.num_kv_heads, spec.head_dim, self.dtype)
         if cache.pool_tokens is not None:
             tokens = cache.pool_tokens
@@ -70,6 +83,8 @@ class Executor:
         else:
             tokens = int(cache.pool_memory * 2**30) // per_token
         num_pages = tokens // cache.page_size
+        if self._group is not None:
+            num_pages = self._group.least(num_pages)
         if num_pages < 2:
             raise ModelError(
                 f"the KV pool would hold {max(tokens, 0)} tokens, fewer than two pages of {cache.page_size}; "
@@ -80,7 +95,7 @@ class Executor:
         )
 
     def _choose_kernels(self, config: Config) -> Library | None:
-        if self.device.type != "cpu" or not config.model.native_kernels:
+        if self.device.type != "cpu" or not config.model.native_kernels or self._group is not None:
             return None
         library = load_best()
         if library is None:
@@ -95,7 +110,7 @@ class Executor:
             return CPUAttention(self.pool, model.rope)
         from runtime.attention.flashinfer import FlashInferAttention
 
-        return FlashInferAttention(self.pool, model.rope, self.spec.num_heads)
+        return FlashInferAttention(self.pool, model.rope, self._share.num_heads, self.dtype)
 
     @property
     def step_tokens(self) -> int:
@@ -109,6 +124,18 @@ class Executor:
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """One step; returns float32 logits [S, vocab] of the batch's `logits_rows`, valid until the next step."""
         return self._forward(batch)
+
+    def make_sampler(self) -> Sampler:
+        """What chooses tokens where the logits are."""
+        if self.backend_name == "flashinfer":
+            return BatchedSampler(self.spec.vocab_size, self.device)
+        return Sampler(self.spec.vocab_size, self.device, self._argmax)
+
+    def on_death(self, call: Callable[[EngineDead], None]) -> None:
+        """Have `call` called, by a thread of its own, if processes that this one computes with end before `close`."""
+
+    def close(self) -> None:
+        """End the processes that this one computes with."""
 
 
 def _context_length(config: Config, spec: ModelSpec) -> int:

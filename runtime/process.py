@@ -6,6 +6,7 @@ parent lives, so that no engine outlives its server. Messages travel over two Ze
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -18,10 +19,12 @@ import zmq
 from runtime.config import Config
 from runtime.core import EngineCore
 from runtime.cores import open_core
-from runtime.errors import RametError
+from runtime.errors import EngineDead, RametError
 from runtime.logs import set_up_logs
 from runtime.models.resolve import resolve_model
 from runtime.protocol import Failed, Outbound, Ready, Shutdown, StepEvents, encode, inbound_decoder
+
+log = logging.getLogger("ramet.engine")
 
 # How long an engine that has requests but nothing to run waits before it looks again.
 _NOTHING_TO_RUN_MS = 10
@@ -58,8 +61,16 @@ def main() -> int:
         context.destroy(linger=2000)
         return 1
     outbox.send(encode(Ready(msgspec.to_builtins(core.info))))
-    _serve(core, inbox, outbox)
-    context.destroy(linger=2000)
+    # Nothing else ends an engine that waits for messages; its server tells every client.
+    core.executor.on_death(lambda _: os._exit(1))
+    try:
+        _serve(core, inbox, outbox)
+    except EngineDead as error:
+        log.error("%s", error.message)
+        return 1
+    finally:
+        core.close()
+        context.destroy(linger=2000)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,12 @@ class AttentionBackend(ABC):
     """Runs attention plans over the paged pool."""
 
     name: str
+    # Rows of shared KV that must be saved for an edge of its own to pay for the merge of its partial results.
+    least_saved_tokens = 256
+
+    def prepare_step(self, plans: Sequence[AttentionPlan]) -> list[Any]:
+        """`prepare` the plans of all layer groups of a step; what earlier steps prepared is not run any more."""
+        return [self.prepare(plan) for plan in plans]
 
     @abstractmethod
     def prepare(self, plan: AttentionPlan) -> Any:

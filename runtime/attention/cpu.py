@@ -48,6 +48,7 @@ class CPUAttention(AttentionBackend):
         self.pool = pool
         self.rope = rope
         self.device = pool.k.device
+        self.bias_dtype = pool.k.dtype if pool.k.dtype.itemsize > 1 else torch.float32
 
     def prepare(self, plan: AttentionPlan) -> list[Part]:
         """Resolve spans to pool rows; a causal edge becomes the span's older part and its own square."""
@@ -65,7 +66,7 @@ class CPUAttention(AttentionBackend):
         if visible is not None:
             bias = torch.zeros(visible.shape, device=self.device).masked_fill_(~visible, -math.inf)
             slots = self._gathered(span, 0, span.length)
-            return [Part(edge.rows, slots, False, span.shift, bias.to(self.pool.k.dtype), False)]
+            return [Part(edge.rows, slots, False, span.shift, bias.to(self.bias_dtype), False)]
         if edge.mode == "full" or num_rows == 1:
             return [Part(edge.rows, s, False, span.shift, None, False) for s in self._pieces(span, 0, span.length)]
         older = span.length - num_rows
@@ -125,7 +126,7 @@ class CPUAttention(AttentionBackend):
         q = q[part.rows]
         if part.shift:
             q = self.rope.shift(q, -part.shift)
-        k, v = k[part.slots], v[part.slots]
+        k, v = k[part.slots].to(q.dtype), v[part.slots].to(q.dtype)
         n, heads, dim = q.shape
         kv_heads = k.shape[1]
         groups = heads // kv_heads
@@ -133,7 +134,7 @@ class CPUAttention(AttentionBackend):
         # over keys of stride 0 where a diagonal is needed. Either way no key is copied.
         grouped = q.view(n, kv_heads, groups, dim).permute(1, 2, 0, 3)
         keys, values = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]
-        bias = part.bias
+        bias = None if part.bias is None else part.bias.to(q.dtype)
         if part.causal:
             keys, values = keys.expand(-1, groups, -1, -1), values.expand(-1, groups, -1, -1)
         else:

@@ -1,4 +1,4 @@
-"""Attention through FlashInfer's paged wrappers (CUDA). Imported only when used: an extra of the distribution."""
+"""Attention through FlashInfer's paged wrappers (CUDA)."""
 
 from __future__ import annotations
 
@@ -6,150 +6,195 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from runtime.attention.backend import AttentionBackend
-from runtime.attention.paged_index import PagedIndex, flat_mask, merge_segments, paged_index, rows_of
+from runtime.attention.paged_index import PagedIndex, flat_mask, merge_table, paged_index, rows_of
 from runtime.batch import AttentionPlan, Edge
+from runtime.flashinfer import load_flashinfer
 from runtime.kv.pool import KVPool
 from runtime.models.ops import rotate
 from runtime.models.rope import RotaryEmbedding
+from runtime.staging import upload
 
 _WORKSPACE_BYTES = 128 << 20
+
+# Reading shared pages once takes another call and a merge in every layer: about as long as reading this much.
+_MERGE_BYTES = 32 << 20
 
 
 @dataclass(slots=True)
 class Call:
-    """One planned wrapper and the rows that it answers for."""
+    """One planned wrapper.
+
+    Attributes:
+        rows: of the layer group, for which it answers; in order and as a slice where they are neighbours.
+        cos_sin: how its queries are turned first.
+        place: where its partial results go.
+    """
 
     wrapper: Any
-    rows: torch.Tensor
+    rows: slice | torch.Tensor
     cos_sin: tuple[torch.Tensor, torch.Tensor] | None
+    place: slice
 
 
 @dataclass(slots=True)
 class Calls:
-    """What a layer group runs: one call that covers all rows in order, or several whose results are merged."""
+    """What each layer of a group runs.
+
+    Attributes:
+        calls: if there is no `table`, one that answers for all rows in order.
+        table: int64 [rows, n], each row's partial results; what is missing is the last one, which is empty.
+        out, lse: room for all partial results, [E + 1, heads, dim] and float32 [E + 1, heads] (base 2).
+    """
 
     calls: list[Call]
-    direct: bool
-    num_rows: int
+    table: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
 
 
 class FlashInferAttention(AttentionBackend):
-    """Every edge is a virtual request of a batched call; a plan without shared or masked spans needs one call."""
+    """A cascade: every edge is a virtual request of a batched call, however many levels of sharing there are.
+
+    One call takes the edges that see their whole span, one the causal ones, one those with a mask. A row's partial
+    results, one for each level that it reads, merge by log-sum-exp. A plan without sharing takes one call and no merge.
+    """
 
     name = "flashinfer"
 
-    def __init__(self, pool: KVPool, rope: RotaryEmbedding, num_heads: int):
-        import flashinfer
-
+    def __init__(self, pool: KVPool, rope: RotaryEmbedding, num_heads: int, dtype: torch.dtype = torch.bfloat16):
+        """`num_heads`: query heads; `dtype`: of the queries."""
         self.pool = pool
         self.rope = rope
         self.num_heads = num_heads
-        self._flashinfer = flashinfer
-        self._prefill: list[Any] = []
-        self._decode: Any = None
+        self.dtype = dtype
+        self.device = pool.k.device
+        self.least_saved_tokens = _MERGE_BYTES // (2 * pool.k[0, 0].numel() * pool.k.dtype.itemsize)
+        self._flashinfer = load_flashinfer()
+        # Kernels run one after the other, so all wrappers may share it. The split kernels count in it from zero.
+        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        self._wrappers: dict[str, list[Any]] = {"prefill": [], "decode": []}
+        self._used = dict.fromkeys(self._wrappers, 0)
 
-    # Wrappers keep their plan in buffers of their own, so each call of a layer group needs one.
+    def prepare_step(self, plans: Sequence[AttentionPlan]) -> list[Calls]:
+        """See `AttentionBackend.prepare_step`."""
+        self._used = dict.fromkeys(self._wrappers, 0)
+        return super().prepare_step(plans)
 
-    def _prefill_wrapper(self, index: int) -> Any:
-        while len(self._prefill) <= index:
-            workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.pool.k.device)
-            self._prefill.append(
-                self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout="NHD", backend="fa2")
-            )
-        return self._prefill[index]
+    def _wrapper(self, kind: str) -> Any:
+        # A plan lies in buffers of its wrapper and is copied from there while the step runs: each call of a step needs
+        # a wrapper of its own, those of other layer groups included.
+        wrappers, index = self._wrappers[kind], self._used[kind]
+        self._used[kind] += 1
+        if index == len(wrappers):
+            wrappers.append(self._make_decode() if kind == "decode" else self._make_prefill())
+        return wrappers[index]
 
-    def _decode_wrapper(self) -> Any:
-        if self._decode is None:
-            workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.pool.k.device)
-            groups = self.num_heads // self.pool.k.shape[2]
-            self._decode = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                workspace, kv_layout="NHD", use_tensor_cores=groups >= 4
-            )
-        return self._decode
+    def _make_prefill(self) -> Any:
+        return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, kv_layout="NHD", backend="fa2")
+
+    def _make_decode(self, **buffers: Any) -> Any:
+        return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, kv_layout="NHD", use_tensor_cores=self.uses_tensor_cores, backend="fa2", **buffers
+        )
+
+    @property
+    def uses_tensor_cores(self) -> bool:
+        """Whether enough query heads share their keys for decode to be a matrix product."""
+        return self.num_heads // self.pool.k.shape[2] >= 4
 
     def prepare(self, plan: AttentionPlan) -> Calls:
-        """Plan the wrappers; synchronises with nothing but FlashInfer's own plan."""
+        """Plan the wrappers. Nothing here waits for the device."""
         kinds: dict[str, list[Edge]] = {}
         for edge in plan.edges:
             masked = edge.mode == "masked" or plan.spans[edge.span].keep is not None
             # One row sees the whole span whether the edge is causal or full.
             single = edge.mode == "full" and len(rows_of(edge, plan.num_rows)) == 1
             kinds.setdefault("masked" if masked else "causal" if single else edge.mode, []).append(edge)
-        calls = [self._call(plan, edges, kind, i) for i, (kind, edges) in enumerate(kinds.items())]
-        direct = len(calls) == 1 and calls[0].cos_sin is None and len(calls[0].rows) == plan.num_rows
-        direct = direct and bool((calls[0].rows.cpu() == torch.arange(plan.num_rows)).all())
-        return Calls(calls, direct, plan.num_rows)
+        indexes = [(kind, edges, paged_index(plan, edges, self.pool.page_size)) for kind, edges in kinds.items()]
+        calls: list[Call] = []
+        for kind, edges, index in indexes:
+            start = calls[-1].place.stop if calls else 0
+            calls.append(self._call(plan, edges, kind, index, slice(start, start + len(index.rows))))
+        rows = np.concatenate([index.rows for _, _, index in indexes])
+        if len(calls) == 1 and calls[0].cos_sin is None and np.array_equal(rows, np.arange(plan.num_rows)):
+            return Calls(calls)
+        head_dim = self.pool.k.shape[-1]
+        out = torch.zeros(len(rows) + 1, self.num_heads, head_dim, dtype=self.dtype, device=self.device)
+        lse = torch.full(out.shape[:2], -torch.inf, dtype=torch.float32, device=self.device)
+        return Calls(calls, upload(merge_table(rows, plan.num_rows), self.device), out, lse)
 
-    def _call(self, plan: AttentionPlan, edges: Sequence[Edge], kind: str, number: int) -> Call:
-        index = paged_index(plan, edges, self.pool.page_size)
+    def _call(self, plan: AttentionPlan, edges: Sequence[Edge], kind: str, index: PagedIndex, place: slice) -> Call:
         if index.decode_only and kind != "masked":
-            wrapper = self._plan_decode(index)
+            wrapper = self._wrapper("decode")
+            self.plan_decode(wrapper, index)
         else:
             mask = None
             if kind == "masked":
                 flat = [flat_mask(e, plan.spans[e.span], len(rows_of(e, plan.num_rows))) for e in edges]
-                mask = torch.cat(flat).to(self.pool.k.device)
-            wrapper = self._plan_prefill(index, kind == "causal", mask, number)
-        rows = torch.from_numpy(index.rows).to(self.pool.k.device)
+                mask = upload(torch.cat(flat), self.device)
+            wrapper = self._wrapper("prefill")
+            self._plan_prefill(wrapper, index, kind == "causal", mask)
         cos_sin = None
         if index.shift.any():
-            shift = torch.from_numpy(-index.shift).to(self.pool.k.device)
+            shift = upload(torch.from_numpy(-index.shift), self.device)
             angles = shift.float()[:, None] * self.rope.inv_freq
             cos_sin = angles.cos(), angles.sin()
-        return Call(wrapper, rows, cos_sin)
+        return Call(wrapper, self._place(index.rows), cos_sin, place)
 
-    def _plan_decode(self, index: PagedIndex) -> Any:
-        wrapper = self._decode_wrapper()
-        _, _, kv_heads, head_dim = self.pool.k.shape
+    def _place(self, rows: np.ndarray) -> slice | torch.Tensor:
+        if len(rows) and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):
+            return slice(int(rows[0]), int(rows[0]) + len(rows))
+        return upload(torch.from_numpy(rows), self.device)
+
+    def plan_decode(self, wrapper: Any, index: PagedIndex) -> None:
+        """Plan a decode wrapper for one query a request."""
         wrapper.plan(
             torch.from_numpy(index.kv_indptr),
-            torch.from_numpy(index.kv_indices).to(self.pool.k.device),
+            upload(torch.from_numpy(index.kv_indices), self.device),
             torch.from_numpy(index.last_page_len),
-            self.num_heads,
-            kv_heads,
-            head_dim,
-            self.pool.page_size,
-            q_data_type=self.pool.k.dtype,
+            *self._shape(),
+            q_data_type=self.dtype,
             kv_data_type=self.pool.k.dtype,
         )
-        return wrapper
 
-    def _plan_prefill(self, index: PagedIndex, causal: bool, mask: torch.Tensor | None, number: int) -> Any:
-        wrapper = self._prefill_wrapper(number)
-        _, _, kv_heads, head_dim = self.pool.k.shape
+    def _plan_prefill(self, wrapper: Any, index: PagedIndex, causal: bool, mask: torch.Tensor | None) -> None:
         wrapper.plan(
             torch.from_numpy(index.qo_indptr),
             torch.from_numpy(index.kv_indptr),
-            torch.from_numpy(index.kv_indices).to(self.pool.k.device),
+            upload(torch.from_numpy(index.kv_indices), self.device),
             torch.from_numpy(index.last_page_len),
-            self.num_heads,
-            kv_heads,
-            head_dim,
-            self.pool.page_size,
+            *self._shape(),
             custom_mask=mask,
             causal=causal,
-            q_data_type=self.pool.k.dtype,
+            q_data_type=self.dtype,
             kv_data_type=self.pool.k.dtype,
+            max_token_per_sequence=int(np.diff(index.qo_indptr).max()),
         )
-        return wrapper
+
+    def _shape(self) -> tuple[int, int, int, int]:
+        """Query heads, key-value heads, head_dim and page size."""
+        _, _, kv_heads, head_dim = self.pool.k.shape
+        return self.num_heads, kv_heads, head_dim, self.pool.page_size
+
+    def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer, each [pages, page_size, kv_heads, head_dim]."""
+        page_size, num_pages = self.pool.page_size, self.pool.num_pages
+        k, v = (t[layer].view(num_pages, page_size, *t.shape[2:]) for t in (self.pool.k, self.pool.v))
+        return k, v
 
     def run(self, prepared: Calls, q: torch.Tensor, layer: int) -> torch.Tensor:
         """See `AttentionBackend.run`."""
-        page_size, num_pages = self.pool.page_size, self.pool.num_pages
-        k, v = (t[layer].view(num_pages, page_size, *t.shape[2:]) for t in (self.pool.k, self.pool.v))
-        if prepared.direct:
-            return prepared.calls[0].wrapper.run(q, (k, v))
-        parts = [self._run_call(call, q, k, v) for call in prepared.calls]
-        out, lse = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        return merge_segments(out, lse, torch.cat([call.rows for call in prepared.calls]), prepared.num_rows)
-
-    def _run_call(
-        self, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        queries = q[call.rows]
-        if call.cos_sin is not None:
-            queries = rotate(queries, *call.cos_sin)
-        return call.wrapper.run(queries.contiguous(), (k, v), return_lse=True)
+        pages = self.pages(layer)
+        if prepared.table is None or prepared.out is None or prepared.lse is None:
+            return prepared.calls[0].wrapper.run(q, pages)
+        for call in prepared.calls:
+            queries = q[call.rows]
+            if call.cos_sin is not None:
+                queries = rotate(queries, *call.cos_sin)
+            out, lse = prepared.out[call.place], prepared.lse[call.place]
+            call.wrapper.run(queries, pages, out=out, lse=lse, return_lse=True)
+        return self._flashinfer.merge_states(prepared.out[prepared.table], prepared.lse[prepared.table])[0]

@@ -1,8 +1,7 @@
-"""The index arrays by which paged kernels read an attention plan, and the merge of their partial results."""
+"""The index arrays by which paged kernels read an attention plan, and by which their partial results are merged."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,27 +78,22 @@ def flat_mask(edge: Edge, span: Span, num_rows: int) -> torch.Tensor:
     return visible.flatten()
 
 
-def merge_segments(out: torch.Tensor, lse: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Merge partial results that belong to the same rows, exactly.
+def merge_table(rows: np.ndarray, num_rows: int) -> torch.Tensor:
+    """Which partial results belong to each row.
 
     Args:
-        out: [E, heads, dim].
-        lse: [E, heads], base 2.
         rows: int64 [E], the row of each partial result.
         num_rows: rows of the result.
 
     Returns:
-        [num_rows, heads, dim] in out's dtype; zeros for rows that see nothing.
+        int64 [num_rows, n], for the most results n that a row has, in their order; E where a row has fewer.
     """
-    top = torch.full((num_rows, lse.shape[1]), -math.inf, device=lse.device)
-    top.scatter_reduce_(0, rows[:, None].expand(lse.shape), lse.float(), "amax")
-    top.masked_fill_(torch.isneginf(top), 0.0)
-    weight = torch.exp2(lse.float() - top[rows])
-    total = torch.zeros_like(top).index_add_(0, rows, weight)
-    # A partial result that saw nothing has weight 0, and may hold anything.
-    wide = torch.where(weight[..., None] > 0, out.float() * weight[..., None], 0.0)
-    merged = torch.zeros(num_rows, *out.shape[1:], device=out.device).index_add_(0, rows, wide)
-    return (merged / total.clamp_min(1e-38)[..., None]).to(out.dtype)
+    counts = np.bincount(rows, minlength=num_rows)
+    order = np.argsort(rows, kind="stable")
+    first = np.cumsum(counts) - counts
+    table = np.full((num_rows, int(counts.max(initial=1))), len(rows), dtype=np.int64)
+    table[rows[order], np.arange(len(rows)) - first[rows[order]]] = order
+    return torch.from_numpy(table)
 
 
 def _indptr(counts: Sequence[int]) -> np.ndarray:

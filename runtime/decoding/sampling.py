@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,6 +14,9 @@ from runtime.request import Request
 from runtime.sampling_params import SamplingParams
 
 log = logging.getLogger("ramet.engine")
+
+# Below it the quotient leaves float32; the most likely token is certain long before.
+_LEAST_TEMPERATURE = 1e-4
 
 
 class BadLogits(RametError):
@@ -56,16 +59,29 @@ class Sampler:
         """
         best = self._argmax(logits)
         # argmax takes a NaN for the greatest, so a look at what it chose tells whether there is one in the row.
-        sound = logits.gather(-1, best[:, None])[:, 0].isfinite().tolist()
-        found: list[int | RametError] = []
-        for i, (token, request) in enumerate(zip(best.tolist(), requests, strict=True)):
-            if not sound[i]:
-                found.append(BadLogits())
-            elif request.sampling.greedy and not _adjusts(request):
-                found.append(token)
+        sound = logits.gather(-1, best[:, None])[:, 0].isfinite()
+        found: list[int | RametError | None] = []
+        drawing: list[int] = []
+        for i, (token, good) in enumerate(zip(*torch.stack((best, sound.long())).tolist(), strict=True)):
+            request = requests[i]
+            found.append(None)
+            if not good:
+                found[i] = BadLogits()
+            elif _adjusts(request):
+                found[i] = self._try_one(logits[i], request)
+            elif request.sampling.greedy:
+                found[i] = token
             else:
-                found.append(self._try_one(logits[i], request))
-        return found
+                drawing.append(i)
+        if drawing:
+            rows = logits if len(drawing) == len(logits) else logits[drawing]
+            for i, drawn in zip(drawing, self._draw_all(rows, [requests[i] for i in drawing]), strict=True):
+                found[i] = drawn
+        return found  # type: ignore[return-value]
+
+    def _draw_all(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int | RametError]:
+        """Draw for requests that change nothing of their logits [n, vocab]."""
+        return [self._try_one(row, request) for row, request in zip(logits, requests, strict=True)]
 
     def _try_one(self, logits: torch.Tensor, request: Request) -> int | RametError:
         try:
@@ -116,16 +132,20 @@ class Sampler:
         logits -= params.frequency_penalty * counts
         logits -= params.presence_penalty * (counts > 0)
 
-    def _draw(self, logits: torch.Tensor, request: Request) -> int:
-        """Draw from the filtered distribution by racing exponentials, which needs no cumulative sum."""
+    def generator(self, request: Request) -> torch.Generator:
+        """The random stream of a request."""
         if request.generator is None:
             request.generator = torch.Generator(self.device)
             if request.sampling.seed is None:
                 request.generator.seed()
             else:
                 request.generator.manual_seed(request.sampling.seed)
+        return request.generator
+
+    def _draw(self, logits: torch.Tensor, request: Request) -> int:
+        """Draw from the filtered distribution by racing exponentials, which needs no cumulative sum."""
         probs = filter_probs(logits, request.sampling)
-        noise = torch.empty_like(probs).exponential_(generator=request.generator)
+        noise = torch.empty_like(probs).exponential_(generator=self.generator(request))
         token = int((probs / noise).argmax())
         if not probs[token].isfinite():
             raise BadLogits
@@ -134,7 +154,7 @@ class Sampler:
 
 def filter_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """The distribution [vocab] after temperature, then top-k, top-p and min-p; dropped tokens have probability 0."""
-    probs = (logits / params.temperature).softmax(-1)
+    probs = (logits / max(params.temperature, _LEAST_TEMPERATURE)).softmax(-1)
     if 0 < params.top_k < len(probs):
         values, tokens = probs.topk(params.top_k)
         probs = torch.zeros_like(probs).scatter_(0, tokens, values)

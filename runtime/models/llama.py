@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +11,10 @@ import torch.nn.functional as F
 from runtime.attention.backend import AttentionBackend
 from runtime.batch import ForwardBatch, LayerGroup
 from runtime.kv.pool import KVPool
-from runtime.models.ops import Ops, add_linear, rotate
+from runtime.models.ops import Ops
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.spec import ModelSpec
+from runtime.staging import upload
 
 
 @dataclass(slots=True)
@@ -33,15 +35,47 @@ class Layer:
     down_bias: torch.Tensor | None
 
 
+@dataclass(slots=True)
+class Attend:
+    """How the rows of a layer group attend.
+
+    Attributes:
+        prepared: what `backend` made of their plan.
+        slots: int64, pool rows that are written.
+        written: int64, the rows that write them; None: all.
+    """
+
+    pool: KVPool
+    backend: AttentionBackend
+    prepared: Any
+    slots: torch.Tensor
+    written: torch.Tensor | None
+
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Store k and v [T', kv_heads, head_dim] and attend with q [T', heads, head_dim]."""
+        if self.written is not None:
+            k, v = k[self.written], v[self.written]
+        self.pool.write(layer, self.slots, k, v)
+        return self.backend.run(self.prepared, q, layer)
+
+
 class LlamaModel:
     """The decoder stack and head over a paged pool."""
 
     def __init__(self, spec: ModelSpec, weights: dict[str, torch.Tensor], device: torch.device, ops: Ops | None = None):
-        """Take the tensors of `ModelSpec.expected_tensors` out of `weights` (emptied, so that no copy stays)."""
+        """Take the tensors of `load_weights` out of `weights` (emptied, so that no copy stays).
+
+        Args:
+            spec: the model, or this rank's share of it.
+            weights: as `load_weights` gives them.
+            device: where they go.
+            ops: what computes the small operations, and sums over the ranks.
+        """
         self.spec = spec
         self.ops = ops or Ops()
         self.embedding = weights.pop("model.embed_tokens.weight").to(device)
-        self.head = self.embedding if spec.tie_embeddings else weights.pop("lm_head.weight").to(device)
+        head = weights.pop("lm_head.weight", None)
+        self.head = self.embedding if head is None else head.to(device)
         self.norm = weights.pop("model.norm.weight").to(device)
         self.rope = RotaryEmbedding(spec.rope, spec.head_dim, device)
         self.layers = [_take_layer(weights, f"model.layers.{i}.", device) for i in range(spec.num_layers)]
@@ -49,43 +83,63 @@ class LlamaModel:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool, backend: AttentionBackend) -> torch.Tensor:
         """Run one step: writes the new K and V into `pool`, returns float32 logits [S, vocab] of `logits_rows`."""
-        hidden = F.embedding(batch.tokens, self.embedding)
-        for group in batch.groups:
+        prepared = backend.prepare_step([group.attention for group in batch.groups])
+        hidden = F.embedding(self._upload(batch.tokens), self.embedding)
+        positions, logits_rows = self._upload(batch.positions), self._upload(batch.logits_rows)
+        for group, plan in zip(batch.groups, prepared, strict=True):
             for given in group.load:
-                hidden[given.rows] = given.states.to(hidden.dtype)
+                hidden[self._upload(given.rows)] = given.states.to(hidden.device, hidden.dtype)
+            attend = Attend(pool, backend, plan, *self._written(group))
             if group.rows is None:
-                hidden = self._run_group(group, hidden, batch.positions, pool, backend)
+                hidden = self.run_layers(group.layers, hidden, positions, attend)
             else:
-                alive = self._run_group(group, hidden[group.rows], batch.positions[group.rows], pool, backend)
-                hidden = hidden.index_copy(0, group.rows, alive)
+                rows = self._upload(group.rows)
+                alive = self.run_layers(group.layers, hidden[rows], positions[rows], attend)
+                hidden = hidden.index_copy(0, rows, alive)
             for wanted in group.save:
-                wanted.states.copy_(hidden[wanted.rows])
-        hidden = self.ops.rms_norm(hidden[batch.logits_rows], self.norm, self.spec.rms_norm_eps)
-        return F.linear(hidden, self.head).float()
+                wanted.states.copy_(hidden[self._upload(wanted.rows)])
+        if not len(logits_rows):
+            return hidden.new_empty(0, self.spec.vocab_size, dtype=torch.float32)
+        return self.logits(hidden[logits_rows])
 
-    def _run_group(
-        self,
-        group: LayerGroup,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        pool: KVPool,
-        backend: AttentionBackend,
-    ) -> torch.Tensor:
-        cos, sin = self.rope.cos_sin(positions)
-        written = None if bool((group.kv_write >= 0).all()) else (group.kv_write >= 0).nonzero()[:, 0]
-        slots = group.kv_write if written is None else group.kv_write[written]
-        prepared = backend.prepare(group.attention)
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 logits [S, vocab] of the last layer's states [S, hidden]."""
+        hidden = self.ops.rms_norm(hidden, self.norm, self.spec.rms_norm_eps)
+        return self.ops.logits(hidden, self.head, self.spec.vocab_size)
+
+    def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return upload(tensor, self.embedding.device)
+
+    def _written(self, group: LayerGroup) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The slots that are written, and the rows that write them; None: all."""
+        if bool((group.kv_write >= 0).all()):
+            return self._upload(group.kv_write), None
+        rows = (group.kv_write >= 0).nonzero()[:, 0]
+        return self._upload(group.kv_write[rows]), self._upload(rows)
+
+    def run_layers(self, layers: range, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """States [T', hidden] after some layers, from those before them, which may be overwritten.
+
+        Args:
+            layers: which, in order.
+            x: [T', hidden].
+            positions: int64 [T'].
+            attend: what the rows attend to, and where their K and V go.
+        """
         eps, ops = self.spec.rms_norm_eps, self.ops
-        for index in group.layers:
+        angles = ops.angles(self.rope, positions)
+        normed = ops.rms_norm(x, self.layers[layers.start].input_norm, eps)
+        for index in layers:
             layer = self.layers[index]
-            qk, v = self._qkv(layer, ops.rms_norm(x, layer.input_norm, eps))
-            q, k = rotate(qk, cos, sin).split((self.spec.num_heads, self.spec.num_kv_heads), dim=1)
-            if written is not None:
-                k, v = k[written], v[written]
-            pool.write(index, slots, k, v)
-            x = add_linear(x, backend.run(prepared, q, index).flatten(1), layer.o, layer.o_bias)
-            gate_up = F.linear(ops.rms_norm(x, layer.post_norm, eps), layer.gate_up, layer.gate_up_bias)
-            x = add_linear(x, ops.silu_and_mul(gate_up), layer.down, layer.down_bias)
+            qk, v = self._qkv(layer, normed)
+            q, k = ops.rotate_qk(qk, self.spec.num_heads, angles)
+            attended = attend.run(index, q, k, v).flatten(1)
+            x, normed = ops.add_linear_norm(x, attended, layer.o, layer.o_bias, layer.post_norm, eps)
+            inner = ops.silu_and_mul(F.linear(normed, layer.gate_up, layer.gate_up_bias))
+            if index + 1 == layers.stop:
+                return ops.add_linear(x, inner, layer.down, layer.down_bias)
+            following = self.layers[index + 1].input_norm
+            x, normed = ops.add_linear_norm(x, inner, layer.down, layer.down_bias, following, eps)
         return x
 
     def _qkv(self, layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

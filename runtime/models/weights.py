@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from runtime.errors import ModelError
 from runtime.models.spec import ModelSpec, read_json
+from runtime.parallel.shards import Shard
 
 _BAR_FROM_BYTES = 1 << 30
 # Anything else (float8, integers) is quantised and means nothing without its scales.
@@ -17,9 +18,12 @@ _DTYPES = ("F32", "BF16", "F16", "F64")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
-def load_weights(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def load_weights(
+    directory: Path, spec: ModelSpec, dtype: torch.dtype, shard: Shard | None = None
+) -> dict[str, torch.Tensor]:
     """The tensors of `spec.expected_tensors()`, under these names, in `dtype`, on the CPU.
 
+    With a shard only its part of them, and an `lm_head.weight` for a tied model, too: only the head is cut.
     Memory holds the result and one tensor more; a stored `lm_head` of a tied model is left in the file.
 
     Raises:
@@ -36,8 +40,12 @@ def load_weights(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> dict[s
         for path, stored in files.items():
             with _open(path) as file:
                 for name in stored:
-                    weights[names[name]] = _read(file, path, name, expected[names[name]], dtype)
+                    own = names[name]
+                    tensor = _read(file, path, name, expected[own], dtype)
+                    weights[own] = tensor if shard is None else shard.cut(own, tensor).clone()
                     bar.update()
+    if shard is not None and spec.tie_embeddings:
+        weights["lm_head.weight"] = shard.head(weights["model.embed_tokens.weight"]).clone()
     return weights
 
 

@@ -139,7 +139,7 @@ def plan_denoise(
         num_layers: layers of the model.
         hidden_size: width of its hidden states.
         page_size: tokens in a page.
-        device: where the tensors go.
+        device: where boundary states are kept.
     """
     rows: list[_Rows] = []
     start = 0
@@ -148,9 +148,7 @@ def plan_denoise(
         for is_guide in (False, True) if item.unprompted_rows else (False,):
             rows.append(_Rows(item, start, num_layers, page_size, is_guide))
             start += rows[-1].num_rows
-    groups = [
-        _group(rows, range(*cut), start, page_size, device) for cut in pairwise(sorted(_cuts(rows) | {num_layers}))
-    ]
+    groups = [_group(rows, range(*cut), start, page_size) for cut in pairwise(sorted(_cuts(rows) | {num_layers}))]
     for one in rows:
         _carry_boundary(one, groups, hidden_size, device)
     logits_rows: list[np.ndarray] = []
@@ -165,10 +163,10 @@ def plan_denoise(
         logits_rows.append(wanted)
         count += len(wanted)
     return ForwardBatch(
-        tokens=torch.from_numpy(np.concatenate([r.tokens for r in rows])).to(device),
-        positions=torch.from_numpy(np.concatenate([r.positions for r in rows])).to(device),
+        tokens=torch.from_numpy(np.concatenate([r.tokens for r in rows])),
+        positions=torch.from_numpy(np.concatenate([r.positions for r in rows])),
         groups=groups,
-        logits_rows=torch.from_numpy(np.concatenate(logits_rows)).to(device),
+        logits_rows=torch.from_numpy(np.concatenate(logits_rows)),
     )
 
 
@@ -182,7 +180,7 @@ def _cuts(rows: Sequence[_Rows]) -> set[int]:
     return found
 
 
-def _group(rows: Sequence[_Rows], layers: range, total: int, page_size: int, device: torch.device) -> LayerGroup:
+def _group(rows: Sequence[_Rows], layers: range, total: int, page_size: int) -> LayerGroup:
     attention = AttentionPlan(0)
     alive: list[np.ndarray] = []
     writes: list[np.ndarray] = []
@@ -204,8 +202,8 @@ def _group(rows: Sequence[_Rows], layers: range, total: int, page_size: int, dev
         writes.append(one.writes(stage))
     return LayerGroup(
         layers,
-        None if attention.num_rows == total else torch.from_numpy(np.concatenate(alive)).to(device),
-        torch.from_numpy(np.concatenate(writes)).to(device),
+        None if attention.num_rows == total else torch.from_numpy(np.concatenate(alive)),
+        torch.from_numpy(np.concatenate(writes)),
         attention,
     )
 
@@ -216,7 +214,7 @@ def _carry_boundary(one: _Rows, groups: Sequence[LayerGroup], hidden_size: int, 
     entry = entry_layer(request.depth)
     if one.is_guide or not entry or not (item.refresh or request.is_encoding):
         return
-    prefix = torch.from_numpy(one.prefix).to(device)
+    prefix = torch.from_numpy(one.prefix)
     if request.boundary is not None:
         next(g for g in groups if g.layers.start == entry).load.append(HiddenRows(prefix, request.boundary))
     else:

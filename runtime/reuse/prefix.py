@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span
-from runtime.reuse.sharing import stretches
+from runtime.reuse.sharing import Stretch, stretches
 from runtime.scheduler import Work
 
 
-def plan_prefix(work: Sequence[Work], num_layers: int, page_size: int, device: torch.device) -> ForwardBatch:
+def plan_prefix(work: Sequence[Work], num_layers: int, page_size: int, least_saved_tokens: int = 256) -> ForwardBatch:
     """One step over causal requests: each computes its next `count` tokens against all pages before them.
 
     Pages that several requests read are one span with the rows of all of them (tree attention); the rows come in the
@@ -22,7 +22,7 @@ def plan_prefix(work: Sequence[Work], num_layers: int, page_size: int, device: t
         work: requests whose page tables cover the rows to be computed.
         num_layers: layers of the model; they form one group.
         page_size: tokens in a page.
-        device: where the tensors go.
+        least_saved_tokens: see `stretches`.
     """
     total = sum(item.count for item in work)
     tokens = np.empty(total, dtype=np.int64)
@@ -49,20 +49,26 @@ def plan_prefix(work: Sequence[Work], num_layers: int, page_size: int, device: t
         item.logits = slice(len(logits_rows), len(logits_rows) + len(wanted))
         logits_rows.extend(wanted)
     starts.append(row)
-    _attend(attention, [tables[i] for i in order], [ends[i] for i in order], starts, page_size)
+    shared = stretches([tables[i] for i in order], page_size, least_saved_tokens)
+    _attend(attention, shared, [tables[i] for i in order], [ends[i] for i in order], starts, page_size)
     return ForwardBatch(
-        tokens=torch.from_numpy(tokens).to(device),
-        positions=torch.from_numpy(positions).to(device),
-        groups=[LayerGroup(range(num_layers), None, torch.from_numpy(slots).to(device), attention)],
-        logits_rows=torch.tensor(logits_rows, dtype=torch.int64, device=device),
+        tokens=torch.from_numpy(tokens),
+        positions=torch.from_numpy(positions),
+        groups=[LayerGroup(range(num_layers), None, torch.from_numpy(slots), attention)],
+        logits_rows=torch.tensor(logits_rows, dtype=torch.int64),
     )
 
 
 def _attend(
-    attention: AttentionPlan, tables: Sequence[bytes], ends: Sequence[int], starts: Sequence[int], page_size: int
+    attention: AttentionPlan,
+    shared: Sequence[Stretch],
+    tables: Sequence[bytes],
+    ends: Sequence[int],
+    starts: Sequence[int],
+    page_size: int,
 ) -> None:
     """Add the edges of sorted requests: `ends` are their tokens after the step, `starts` their first rows."""
-    for stretch in stretches(tables, page_size):
+    for stretch in shared:
         pages = np.frombuffer(tables[stretch.first], dtype=np.int32)[stretch.start : stretch.stop]
         rows = slice(starts[stretch.first], starts[stretch.last])
         if stretch.last - stretch.first > 1:

@@ -8,10 +8,6 @@ from itertools import groupby
 
 from radix.node import TOKEN_BYTES, common_tokens
 
-# An edge of its own costs a merge of partial results for each of its rows; below so many token reads saved it does
-# not pay.
-_LEAST_SAVED_TOKENS = 256
-
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
@@ -23,7 +19,7 @@ class Stretch:
     stop: int
 
 
-def stretches(tables: Sequence[bytes], page_size: int) -> list[Stretch]:
+def stretches(tables: Sequence[bytes], page_size: int, least_saved_tokens: int = 256) -> list[Stretch]:
     """Cut sorted page tables into stretches that are worth reading once, and what is left of each table.
 
     Takes a comparison of neighbours and no look at the tree: requests share a node exactly where they share its pages.
@@ -31,6 +27,8 @@ def stretches(tables: Sequence[bytes], page_size: int) -> list[Stretch]:
     Args:
         tables: int32 page ids as bytes, in ascending order of these bytes.
         page_size: tokens in a page.
+        least_saved_tokens: reads of tokens that must be saved for a stretch of several tables: an edge of its own costs
+            a merge of partial results for each of its rows.
 
     Returns:
         Stretches that cover every table exactly once; the last of each table is its own and may be empty.
@@ -44,7 +42,7 @@ def stretches(tables: Sequence[bytes], page_size: int) -> list[Stretch]:
             continue
         # The first and the last of sorted tables share the least.
         shared = at + common_tokens(tables[first], at * TOKEN_BYTES, tables[last - 1][at * TOKEN_BYTES :])
-        if (shared - start) * page_size * (last - first - 1) >= _LEAST_SAVED_TOKENS:
+        if (shared - start) * page_size * (last - first - 1) >= least_saved_tokens:
             found.append(Stretch(first, last, start, shared))
             start = shared
         parting = slice(shared * TOKEN_BYTES, (shared + 1) * TOKEN_BYTES)

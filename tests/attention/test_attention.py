@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from runtime.attention.cpu import CPUAttention, attend, merge
-from runtime.attention.paged_index import flat_mask, merge_segments, paged_index, rows_of
+from runtime.attention.paged_index import flat_mask, merge_table, paged_index, rows_of
 from runtime.batch import AttentionPlan, Edge, Span
 from runtime.kv.pool import KVPool
 from runtime.models.ops import rotate
@@ -185,21 +185,14 @@ def test_partial_results_merge_exactly():
     torch.testing.assert_close(lse, whole_lse[0].transpose(0, 1), atol=1e-6, rtol=1e-5)
 
 
-def test_segmented_merge_takes_base_two_and_blind_parts():
-    q, k, v = (torch.randn(1, 2, n, DIM) for n in (3, 20, 20))
-    whole, _ = attend(q, k, v, False, None)
-    outs, lses, rows = [], [], []
-    for piece in (slice(0, 4), slice(4, 5), slice(5, 20)):
-        out, lse = attend(q, k[:, :, piece], v[:, :, piece], False, None)
-        outs.append(out[0].transpose(0, 1))
-        lses.append(lse[0].transpose(0, 1) / math.log(2))
-        rows.append(torch.arange(3))
-    outs.append(torch.full((2, 2, DIM), float("nan")))
-    lses.append(torch.full((2, 2), -math.inf))
-    rows.append(torch.tensor([1, 3]))
-    merged = merge_segments(torch.cat(outs), torch.cat(lses), torch.cat(rows), 4)
-    torch.testing.assert_close(merged[:3], whole[0].transpose(0, 1), atol=1e-6, rtol=1e-5)
-    assert merged[3].abs().max() == 0
+@pytest.mark.parametrize("seed", range(5))
+def test_merge_tables_name_every_partial_result_once(seed):
+    random = np.random.default_rng(seed)
+    rows = random.integers(0, 6, size=20)
+    table = merge_table(rows, 7)
+    for row in range(7):
+        wanted = np.flatnonzero(rows == row).tolist()
+        assert table[row].tolist() == wanted + [20] * (table.shape[1] - len(wanted))
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

@@ -1,152 +1,214 @@
-"""FlashInfer: our calls against its real signatures where it is installed, and its results where there is a GPU."""
+"""The path through FlashInfer: with a stand-in that does in torch what it documents, and with it on a GPU."""
 
-import inspect
+import sys
 
 import numpy as np
 import pytest
 import torch
 
 from runtime.attention.cpu import CPUAttention
+from runtime.attention.flashinfer import FlashInferAttention
 from runtime.batch import AttentionPlan, Span
+from runtime.engine import Engine
 from runtime.kv.pool import KVPool
 from runtime.models.ops import FlashInferOps, Ops
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.spec import RopeSpec
-
-flashinfer = pytest.importorskip("flashinfer", reason="FlashInfer is not installed (pip install ramet[cuda])")
+from tests.attention.stand_in import Wrapper, stand_in
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
+ROPE = RopeSpec(theta=10000.0)
+HAS_GPU = torch.cuda.is_available()
+
+DEVICES = [
+    "stand-in",
+    pytest.param("cuda", marks=pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU and FlashInfer")),
+]
 
 
-class Recorder:
-    """Takes a wrapper's place and binds every call to the real class's signatures."""
-
-    def __init__(self, real: type, calls: list):
-        self.real, self.calls = real, calls
-
-    def __call__(self, *args, **kwargs):
-        inspect.signature(self.real).bind(*args, **kwargs)
-        return self
-
-    def plan(self, *args, **kwargs):
-        bound = inspect.signature(self.real.plan).bind(self, *args, **kwargs)
-        self.calls.append((self.real.__name__, bound.arguments))
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
+    if request.param == "cuda":
+        return torch.device("cuda")
+    monkeypatch.setitem(sys.modules, "flashinfer", stand_in())
+    return torch.device("cpu")
 
 
 @pytest.fixture
-def recorded(monkeypatch):
-    from runtime.attention.flashinfer import FlashInferAttention
-
-    calls: list = []
-    for name in ("BatchPrefillWithPagedKVCacheWrapper", "BatchDecodeWithPagedKVCacheWrapper"):
-        monkeypatch.setattr(flashinfer, name, Recorder(getattr(flashinfer, name), calls))
-    pool = KVPool(1, 30, 4, KV_HEADS, DIM, torch.bfloat16, torch.device("cpu"))
-    rope = RotaryEmbedding(RopeSpec(theta=10000.0), DIM, torch.device("cpu"))
-    return FlashInferAttention(pool, rope, HEADS), calls
+def replaced(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", stand_in())
 
 
-def span(length: int, first: int, **options) -> Span:
-    return Span(np.arange(first, first + -(-length // 4), dtype=np.int32), length, **options)
+class World:
+    """A pool of random rows, our backend and the reference."""
 
+    def __init__(self, device: torch.device, page_size: int, dtype: torch.dtype = torch.bfloat16):
+        self.device, self.page_size = device, page_size
+        self.pool = KVPool(1, 8192 // page_size, page_size, KV_HEADS, DIM, dtype, device)
+        self.pool.k.copy_(torch.randn(self.pool.k.shape))
+        self.pool.v.copy_(torch.randn(self.pool.v.shape))
+        rope = RotaryEmbedding(ROPE, DIM, device)
+        self.ours = FlashInferAttention(self.pool, rope, HEADS)
+        self.reference = CPUAttention(self.pool, rope)
+        self.free = torch.randperm(self.pool.num_pages).tolist()
 
-def test_decode_batch_is_one_direct_decode_call(recorded):
-    backend, calls = recorded
-    plan = AttentionPlan(2)
-    plan.add(slice(0, 1), span(9, 0), "causal")
-    plan.add(slice(1, 2), span(4, 8), "causal")
-    assert backend.prepare(plan).direct
-    ((name, arguments),) = calls
-    assert name == "BatchDecodeWithPagedKVCacheWrapper"
-    assert arguments["indptr"].tolist() == [0, 3, 4]
-    assert arguments["last_page_len"].tolist() == [1, 4]
-    assert arguments["kwargs"] == {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
-
-
-def test_prefill_states_causal_and_dtypes(recorded):
-    backend, calls = recorded
-    plan = AttentionPlan(6)
-    plan.add(slice(0, 5), span(9, 0), "causal")
-    plan.add(slice(5, 6), span(4, 8), "causal")
-    assert backend.prepare(plan).direct
-    ((name, arguments),) = calls
-    assert name == "BatchPrefillWithPagedKVCacheWrapper"
-    assert arguments["causal"] is True
-    assert arguments["q_data_type"] == arguments["kv_data_type"] == torch.bfloat16
-    assert arguments["qo_indptr"].tolist() == [0, 5, 6]
-
-
-def test_shared_span_needs_calls_that_are_merged(recorded):
-    backend, calls = recorded
-    plan = AttentionPlan(4)
-    plan.add(slice(0, 4), span(16, 0, shift=7), "full")
-    plan.add(slice(0, 4), span(4, 8), "causal")
-    prepared = backend.prepare(plan)
-    assert not prepared.direct
-    assert [arguments["causal"] for _, arguments in calls] == [False, True]
-    assert prepared.calls[0].cos_sin is not None
-    assert prepared.calls[1].cos_sin is None
-
-
-def test_small_operations_fit_the_real_signatures(monkeypatch):
-    ops, seen = FlashInferOps(), []
-    for name in ("rmsnorm", "silu_and_mul"):
-        signature = inspect.signature(getattr(flashinfer, name))
-
-        def record(*args, signature=signature, name=name):
-            seen.append((name, signature.bind(*args).arguments))
-            return args[0]
-
-        monkeypatch.setattr(flashinfer, name, record)
-    x = torch.randn(3, 2, 8)
-    assert ops.rms_norm(x, torch.ones(8), 1e-5).shape == x.shape
-    ops.silu_and_mul(torch.randn(3, 16))
-    assert seen[0][1]["eps"] == 1e-5
-    assert [name for name, _ in seen] == ["rmsnorm", "silu_and_mul"]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_small_operations_on_a_gpu():
-    x, weight = torch.randn(5, 3, 64, device="cuda").bfloat16(), torch.randn(64, device="cuda").bfloat16()
-    gate_up = torch.randn(7, 256, device="cuda").bfloat16()
-    ours, torchs = FlashInferOps(), Ops()
-    torch.testing.assert_close(ours.rms_norm(x, weight, 1e-5), torchs.rms_norm(x, weight, 1e-5), atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(ours.silu_and_mul(gate_up), torchs.silu_and_mul(gate_up), atol=2e-2, rtol=2e-2)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("kind", ["decode", "prefill", "shared", "masked"])
-def test_results_on_a_gpu(page_size, kind):
-    from runtime.attention.flashinfer import FlashInferAttention
-
-    device = torch.device("cuda")
-    pool = KVPool(1, 4096 // page_size, page_size, KV_HEADS, DIM, torch.bfloat16, device)
-    pool.k.normal_()
-    pool.v.normal_()
-    rope = RotaryEmbedding(RopeSpec(theta=10000.0), DIM, device)
-    free = torch.randperm(pool.num_pages).tolist()
-
-    def take(length: int, **options) -> Span:
-        count = -(-length // page_size)
-        pages = [free.pop() for _ in range(count)]
+    def span(self, length: int, **options) -> Span:
+        pages = [self.free.pop() for _ in range(-(-length // self.page_size))]
         return Span(np.array(pages, dtype=np.int32), length, **options)
 
+    def check(self, *plans: AttentionPlan) -> list:
+        prepared = self.ours.prepare_step(plans)
+        for plan, ready in zip(plans, prepared, strict=True):
+            q = torch.randn(plan.num_rows, HEADS, DIM).to(self.device, torch.bfloat16)
+            got = self.ours.run(ready, q, 0).float()
+            wanted = self.reference.run(self.reference.prepare(plan), q, 0).float()
+            assert (got - wanted).norm() / wanted.norm() < 1e-2
+        return prepared
+
+
+def decode(world: World) -> AttentionPlan:
     plan = AttentionPlan(7)
-    if kind == "decode":
-        for row in range(7):
-            plan.add(slice(row, row + 1), take(17 + 40 * row), "causal")
-    elif kind == "prefill":
-        plan.add(slice(0, 5), take(105), "causal")
-        plan.add(slice(5, 7), take(2), "causal")
-    elif kind == "shared":
-        plan.add(slice(0, 7), take(301, shift=11), "full")
-        plan.add(slice(0, 3), take(33), "causal")
-        plan.add(slice(3, 7), take(4), "causal")
-    else:
-        plan.add(slice(0, 7), take(50, keep=torch.rand(50) < 0.5), "full")
-        plan.add(slice(0, 7), take(20), "masked", torch.rand(7, 20) < 0.5)
-    q = torch.randn(7, HEADS, DIM, dtype=torch.bfloat16, device=device)
-    ours, reference = FlashInferAttention(pool, rope, HEADS), CPUAttention(pool, rope)
-    got = ours.run(ours.prepare(plan), q, 0).float()
-    wanted = reference.run(reference.prepare(plan), q, 0).float()
-    assert (got - wanted).norm() / wanted.norm() < 1e-2
+    for row in range(7):
+        plan.add(slice(row, row + 1), world.span(17 + 40 * row), "causal")
+    return plan
+
+
+def prefill(world: World) -> AttentionPlan:
+    plan = AttentionPlan(7)
+    plan.add(slice(0, 5), world.span(105), "causal")
+    plan.add(slice(5, 7), world.span(2), "causal")
+    return plan
+
+
+def cascade(world: World) -> AttentionPlan:
+    """Three levels: all share a root, some of them more; two of the rows are one request's."""
+    plan = AttentionPlan(7)
+    plan.add(slice(0, 7), world.span(320), "full")
+    plan.add(slice(0, 3), world.span(96), "full")
+    plan.add(slice(5, 7), world.span(48), "full")
+    for rows, length in ((slice(0, 1), 7), (slice(1, 3), 33), (slice(3, 4), 1), (slice(4, 5), 90), (slice(5, 7), 2)):
+        plan.add(rows, world.span(length), "causal")
+    return plan
+
+
+def shifted(world: World) -> AttentionPlan:
+    plan = AttentionPlan(7)
+    plan.add(slice(0, 7), world.span(301, shift=11), "full")
+    plan.add(torch.tensor([6, 0, 1]), world.span(33), "causal")
+    plan.add(torch.tensor([3, 2, 4, 5]), world.span(4), "causal")
+    return plan
+
+
+def masked(world: World) -> AttentionPlan:
+    plan = AttentionPlan(7)
+    plan.add(slice(0, 7), world.span(50, keep=torch.rand(50) < 0.5), "full")
+    plan.add(slice(0, 7), world.span(20), "masked", torch.rand(7, 20) < 0.5)
+    return plan
+
+
+def bidirectional(world: World) -> AttentionPlan:
+    plan = AttentionPlan(7)
+    plan.add(slice(0, 4), world.span(131), "full")
+    plan.add(slice(4, 7), world.span(3), "full")
+    return plan
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("kind", [decode, prefill, cascade, shifted, masked, bidirectional])
+def test_results_are_the_references(device, page_size, kind):
+    world = World(device, page_size)
+    world.check(kind(world))
+
+
+def test_groups_of_a_step_do_not_share_wrappers(device):
+    """All plans of a step are made before any of them is run."""
+    world = World(device, 16)
+    world.check(decode(world), cascade(world), bidirectional(world), decode(world))
+
+
+def test_fp8_pages(device):
+    world = World(device, 16, torch.float8_e4m3fn)
+    world.check(cascade(world))
+
+
+def test_a_row_that_sees_nothing_gives_zeros(device):
+    world = World(device, 16)
+    plan = AttentionPlan(2)
+    plan.add(slice(0, 2), world.span(5), "masked", torch.tensor([[True] * 5, [False] * 5]))
+    plan.add(slice(0, 1), world.span(9), "full")
+    (ready,) = world.ours.prepare_step([plan])
+    out = world.ours.run(ready, torch.randn(2, HEADS, DIM).to(world.device, torch.bfloat16), 0)
+    assert out.isfinite().all()
+    assert out[1].abs().max() == 0
+
+
+def test_one_level_takes_one_call_and_no_merge(replaced):
+    world = World(torch.device("cpu"), 16)
+    for kind in (decode, prefill, bidirectional):
+        (ready,) = world.check(kind(world))
+        assert ready.table is None
+        assert len(ready.calls) == 1
+
+
+def test_levels_take_two_calls_however_many_there_are(replaced):
+    world = World(torch.device("cpu"), 16)
+    (ready,) = world.check(cascade(world))
+    assert [call.wrapper.plans[-1]["causal"] for call in ready.calls] == [False, True]
+    assert ready.table.shape == (7, 3)
+    assert isinstance(ready.calls[1].rows, slice), "neighbours are not gathered"
+
+
+def test_wrappers_are_made_once_and_share_the_workspace(replaced):
+    world = World(torch.device("cpu"), 16)
+    for _ in range(3):
+        world.check(cascade(world), decode(world))
+    assert len(Wrapper.made) == 3
+    assert len({wrapper.workspace.data_ptr() for wrapper in Wrapper.made}) == 1
+    assert not world.ours._workspace.any(), "the split kernels count in it from zero"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_small_operations_are_torchs(device, dtype):
+    ours, torchs = FlashInferOps(512), Ops()
+    x, y, gate_up = (torch.randn(n).to(device, dtype) for n in ((5, 64), (5, 32), (5, 256)))
+    weight, bias, norm = (torch.randn(n).to(device, dtype) for n in ((64, 32), (64,), (64,)))
+    heads = torch.randn(5, 3, 64).to(device, dtype)
+    close = {"atol": 3e-2, "rtol": 3e-2}
+    for given in (x, heads):
+        torch.testing.assert_close(ours.rms_norm(given, norm, 1e-5), torchs.rms_norm(given, norm, 1e-5), **close)
+    torch.testing.assert_close(ours.silu_and_mul(gate_up), torchs.silu_and_mul(gate_up), **close)
+    wanted = torchs.add_linear_norm(x.clone(), y, weight, bias, norm, 1e-5)
+    for got, want in zip(ours.add_linear_norm(x.clone(), y, weight, bias, norm, 1e-5), wanted, strict=True):
+        torch.testing.assert_close(got, want, atol=6e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize(
+    "spec", [ROPE, RopeSpec(5e5, "llama3", 8.0, 64, 1.0, 4.0), RopeSpec(1e4, "yarn", 4.0, 128, amplitude=1.14)]
+)
+def test_rotation_by_position_is_torchs(device, spec):
+    rope = RotaryEmbedding(spec, 64, device)
+    positions = torch.tensor([500, 3, 77, 0, 511], device=device)
+    # Strided, as queries and keys lie beside the values.
+    qkv = torch.randn(5, 8, 64).to(device, torch.bfloat16)
+    ours, torchs = FlashInferOps(512), Ops()
+    wanted = torchs.rotate_qk(qkv[:, :6].clone(), 4, torchs.angles(rope, positions))
+    for got, want in zip(ours.rotate_qk(qkv[:, :6], 4, ours.angles(rope, positions)), wanted, strict=True):
+        torch.testing.assert_close(got, want, atol=3e-2, rtol=3e-2)
+
+
+def test_a_whole_engine_gives_torchs_tokens(tiny_dir, replaced, monkeypatch):
+    """Chunks, shared prefixes, partial pages and decode, with a cost rule that shares whatever is shared."""
+    monkeypatch.setattr("runtime.attention.flashinfer._MERGE_BYTES", 1)
+    options = {"dtype": "float32", "native_kernels": False, "pool_tokens": 2048, "device": "cpu", "step_tokens": 24}
+    shared = list(range(100, 150))
+    prompts = [shared + [200 + i] * (3 * i + 1) for i in range(4)] + [[7, 8, 9]]
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    found = []
+    for backend in ("cpu", "flashinfer"):
+        monkeypatch.setattr("runtime.executor.choose_attention", lambda *_, backend=backend: backend)
+        with Engine(str(tiny_dir), **options) as engine:
+            found += [[o.token_ids for o in engine.generate(prompts, sampling)] for _ in range(2)]
+            assert engine.info.attention_backend == backend
+    assert found[0] == found[1] == found[2] == found[3]
+    plans = [plan for wrapper in Wrapper.made for plan in wrapper.plans]
+    assert any(not plan.get("causal", True) for plan in plans), "nothing was shared"

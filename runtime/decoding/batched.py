@@ -1,0 +1,55 @@
+"""Drawing for many requests at once, with FlashInfer's filters, which need no sort."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from runtime.decoding.sampling import BadLogits, Sampler
+from runtime.errors import RametError
+from runtime.flashinfer import load_flashinfer
+from runtime.request import Request
+from runtime.staging import upload
+
+
+class BatchedSampler(Sampler):
+    """Like `Sampler`; requests without grammar, bias or penalties are drawn in a few kernels and one transfer.
+
+    A request with a seed draws its noise from its own stream, as on any other device: FlashInfer's own samplers derive
+    it from the row in the batch, so that a seed would not give the same tokens twice.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device):
+        super().__init__(vocab_size, device)
+        self._kernels = load_flashinfer().sampling
+
+    def _draw_all(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int | RametError]:
+        """See `Sampler._draw_all`."""
+        probs = self.filter(logits, requests)
+        noise = torch.empty_like(probs).exponential_()
+        for row, request in zip(noise, requests, strict=True):
+            if request.sampling.seed is not None:
+                row.exponential_(generator=self.generator(request))
+        tokens = (probs / noise).argmax(-1)
+        sound = probs.gather(-1, tokens[:, None])[:, 0].isfinite()
+        found = torch.stack((tokens, sound.long())).tolist()
+        return [token if good else BadLogits() for token, good in zip(*found, strict=True)]
+
+    def filter(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+        """`filter_probs` of many requests: [n, vocab] from float32 logits [n, vocab], up to rounding."""
+        params = [request.sampling for request in requests]
+        probs = (logits / self._column([p.temperature for p in params])[:, None]).softmax(-1)
+        vocab = probs.shape[-1]
+        if any(0 < p.top_k < vocab for p in params):
+            top_k = torch.tensor([p.top_k if 0 < p.top_k < vocab else vocab for p in params], dtype=torch.int32)
+            probs = self._kernels.top_k_renorm_probs(probs, upload(top_k, logits.device))
+        if any(p.top_p < 1 for p in params):
+            probs = self._kernels.top_p_renorm_probs(probs, self._column([p.top_p for p in params]))
+        if any(p.min_p > 0 for p in params):
+            least = self._column([p.min_p for p in params])[:, None] * probs.amax(-1, keepdim=True)
+            probs = probs.masked_fill(probs < least, 0)
+        return probs
+
+    def _column(self, values: list[float]) -> torch.Tensor:
+        return upload(torch.tensor(values, dtype=torch.float32), self.device)

@@ -1,0 +1,83 @@
+"""What the driver tells the other ranks to do, as bytes: msgpack, with tensors as extensions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from runtime.batch import AttentionPlan, Edge, ForwardBatch, HiddenRows, LayerGroup, Span
+
+
+@dataclass(slots=True)
+class CopyRows:
+    """Copy the first `rows` rows of a page of the pool into another."""
+
+    source_page: int
+    target_page: int
+    rows: int
+
+
+Order = ForwardBatch | CopyRows
+
+_TENSOR, _ARRAY, _SLICE, _RANGE = range(4)
+
+
+def encode_order(order: Order) -> bytes:
+    """An order as bytes; states that the driver saves for itself stay behind."""
+    if isinstance(order, CopyRows):
+        return _encoder.encode(["copy", order])
+    groups = [replace(group, save=[]) for group in order.groups]
+    return _encoder.encode(["forward", replace(order, groups=groups)])
+
+
+def decode_order(data: bytes) -> Order:
+    """What `encode_order` encoded, with all tensors on the CPU."""
+    kind, fields = _decoder.decode(data)
+    if kind == "copy":
+        return CopyRows(**fields)
+    return ForwardBatch(**{**fields, "groups": [_group(group) for group in fields["groups"]]})
+
+
+def _group(fields: dict[str, Any]) -> LayerGroup:
+    load = [HiddenRows(**rows) for rows in fields["load"]]
+    return LayerGroup(**{**fields, "attention": _plan(fields["attention"]), "load": load})
+
+
+def _plan(fields: dict[str, Any]) -> AttentionPlan:
+    return AttentionPlan(
+        fields["num_rows"], [Span(**span) for span in fields["spans"]], [Edge(**edge) for edge in fields["edges"]]
+    )
+
+
+def _encode_object(value: Any) -> msgspec.msgpack.Ext:
+    if isinstance(value, torch.Tensor):
+        return msgspec.msgpack.Ext(_TENSOR, _encode_array(value.cpu().numpy()))
+    if isinstance(value, np.ndarray):
+        return msgspec.msgpack.Ext(_ARRAY, _encode_array(value))
+    if isinstance(value, slice):
+        return msgspec.msgpack.Ext(_SLICE, msgspec.msgpack.encode((value.start, value.stop)))
+    if isinstance(value, range):
+        return msgspec.msgpack.Ext(_RANGE, msgspec.msgpack.encode((value.start, value.stop)))
+    raise NotImplementedError(f"no extension for {type(value)}")
+
+
+def _encode_array(array: np.ndarray) -> bytes:
+    return msgspec.msgpack.encode((array.dtype.str, array.shape, array.tobytes()))
+
+
+def _decode_extension(code: int, data: memoryview) -> Any:
+    if code == _SLICE:
+        return slice(*msgspec.msgpack.decode(data))
+    if code == _RANGE:
+        return range(*msgspec.msgpack.decode(data))
+    dtype, shape, raw = msgspec.msgpack.decode(data)
+    array = np.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
+    return torch.from_numpy(array) if code == _TENSOR else array
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_object)
+_decoder = msgspec.msgpack.Decoder(ext_hook=_decode_extension)

@@ -1,0 +1,61 @@
+"""How a model is cut for tensor parallelism (Megatron's way: columns of q, k, v, gate, up; rows of o and down)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from runtime.errors import ModelError
+from runtime.models.spec import ModelSpec
+
+# Which dimension of a stored [out, in] weight is cut.
+_CUT = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
+
+
+def split_spec(spec: ModelSpec, size: int) -> ModelSpec:
+    """What each of `size` ranks computes of a model. Raises ModelError if its heads cannot be shared out evenly."""
+    sizes = {
+        "query heads": spec.num_heads,
+        "key-value heads": spec.num_kv_heads,
+        "inner columns": spec.intermediate_size,
+    }
+    if uneven := [f"{number} {what}" for what, number in sizes.items() if number % size]:
+        raise ModelError(f"--tensor-parallel is {size}, which does not divide the model's {' and '.join(uneven)}")
+    return replace(
+        spec,
+        num_heads=spec.num_heads // size,
+        num_kv_heads=spec.num_kv_heads // size,
+        intermediate_size=spec.intermediate_size // size,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's share of the weights."""
+
+    rank: int
+    size: int
+
+    def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a whole weight; all of it where every rank needs it.
+
+        The head is cut over the vocabulary, its last part filled up with zeros. A bias that is added to a sum over
+        the ranks is zero in all but one of them.
+        """
+        if name == "lm_head.weight":
+            return self.head(tensor)
+        module, kind = name.split(".")[-2:]
+        dimension = _CUT.get(module)
+        if dimension is None:
+            return tensor
+        if dimension == 1 and kind == "bias":
+            return tensor if self.rank == 0 else torch.zeros_like(tensor)
+        return tensor.chunk(self.size, dim=dimension)[self.rank]
+
+    def head(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the head [vocab, hidden], as many as every other's."""
+        count = -(-len(whole) // self.size)
+        rows = whole[self.rank * count : (self.rank + 1) * count]
+        return F.pad(rows, (0, 0, 0, count - len(rows)))

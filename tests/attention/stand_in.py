@@ -1,0 +1,223 @@
+"""FlashInfer's calls in torch, as its documentation describes them; where it is installed, bound to its signatures."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import ClassVar
+
+import torch
+
+if find_spec("flashinfer"):
+    import flashinfer
+else:
+    flashinfer = None
+
+
+def fits(name: str, *path: str):
+    """Bind every call to the signature of FlashInfer's own `name`."""
+
+    def decorate(function):
+        if flashinfer is None:
+            return function
+        signature = inspect.signature(functools.reduce(getattr, path, getattr(flashinfer, name)))
+
+        @functools.wraps(function)
+        def bound(*args, **kwargs):
+            signature.bind(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return bound
+
+    return decorate
+
+
+def slots(indptr, indices, last_page_len, page_size, request):
+    """Rows of the flattened pages that a request reads."""
+    pages = indices[indptr[request] : indptr[request + 1]].long()
+    rows = (pages[:, None] * page_size + torch.arange(page_size)).flatten()
+    return rows[: (len(pages) - 1) * page_size + int(last_page_len[request])]
+
+
+def attend(q, k, v, visible):
+    """One request: out [n, heads, dim] in q's dtype, lse [n, heads] in base 2."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (t.float().repeat_interleave(groups, dim=1) for t in (k, v))
+    scores = torch.einsum("nhd,mhd->hnm", q.float(), k) / math.sqrt(q.shape[-1])
+    scores.masked_fill_(~visible, -math.inf)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.nan_to_num(neginf=0.0)[..., None])
+    return torch.einsum("hnm,mhd->nhd", weights, v).to(q.dtype), lse.t() / math.log(2)
+
+
+class Wrapper:
+    """What both wrappers have in common."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, workspace, kv_layout, use_cuda_graph=False, **options):
+        assert kv_layout == "NHD"
+        assert options["backend"] == "fa2"
+        self.workspace, self.graph, self.options = workspace, use_cuda_graph, options
+        self.plans: list = []
+        Wrapper.made.append(self)
+
+    def _run(self, q, pages, out, lse, return_lse, visible):
+        plan = self.plans[-1]
+        assert q.dtype == plan["q_data_type"]
+        assert pages[0].dtype == pages[1].dtype == plan["kv_data_type"]
+        assert len(q) == plan["qo_indptr"][-1], "queries and plan are of one batch"
+        if self.graph:
+            # A graph reads the buffers, whatever was planned when it was captured.
+            plan = {**plan, **self.buffers()}
+        page_size = pages[0].shape[1]
+        k, v = (t.flatten(0, 1) for t in pages)
+        found, sums = torch.zeros_like(q), torch.full(q.shape[:2], -math.inf)
+        for i in range(len(plan["last_page_len"])):
+            rows = slots(plan["indptr"], plan["indices"], plan["last_page_len"], page_size, i)
+            mine = slice(int(plan["qo_indptr"][i]), int(plan["qo_indptr"][i + 1]))
+            seen = visible(i, mine.stop - mine.start, len(rows))
+            found[mine], sums[mine] = attend(q[mine], k[rows], v[rows], seen)
+        if out is not None:
+            assert out.shape == q.shape
+            assert out.dtype == q.dtype
+            out.copy_(found)
+        if lse is not None:
+            assert lse.dtype == torch.float32
+            lse.copy_(sums)
+        found = found if out is None else out
+        return (found, sums if lse is None else lse) if return_lse else found
+
+
+class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
+    def plan(
+        self, qo_indptr, indptr, indices, last_page_len, heads, kv_heads, dim, page_size,
+        custom_mask=None, causal=False, q_data_type=torch.float16, kv_data_type=None, max_token_per_sequence=None,
+    ):  # fmt: skip
+        for host in (qo_indptr, indptr, last_page_len):
+            assert host.dtype == torch.int32
+            assert not host.is_cuda
+        assert indices.dtype == torch.int32
+        assert max_token_per_sequence == int((qo_indptr[1:] - qo_indptr[:-1]).max())
+        if custom_mask is not None:
+            assert custom_mask.dtype == torch.bool
+        self.plans.append(dict(locals()))
+
+    def run(self, q, pages, out=None, lse=None, return_lse=False):
+        plan = self.plans[-1]
+        mask, taken = plan["custom_mask"], 0
+
+        def visible(request, n, m):
+            nonlocal taken
+            if mask is not None:
+                taken += n * m
+                return mask[taken - n * m : taken].view(n, m)
+            full = torch.ones(n, m, dtype=torch.bool)
+            return full.tril(m - n) if plan["causal"] else full
+
+        return self._run(q, pages, out, lse, return_lse, visible)
+
+
+class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
+    def plan(
+        self, indptr, indices, last_page_len, heads, kv_heads, dim, page_size,
+        q_data_type=torch.float16, kv_data_type=None,
+    ):  # fmt: skip
+        qo_indptr = torch.arange(len(last_page_len) + 1)
+        self.plans.append({name: value for name, value in locals().items() if name != "self"})
+        if self.graph:
+            into = self.buffers()
+            assert len(last_page_len) == len(into["last_page_len"]), "the batch size of a graph is fixed"
+            into["indptr"].copy_(indptr)
+            into["last_page_len"].copy_(last_page_len)
+            into["indices"][: len(indices)].copy_(indices)
+
+    def buffers(self):
+        return {name: self.options[f"paged_kv_{name}_buffer"] for name in ("indptr", "indices", "last_page_len")}
+
+    def run(self, q, pages, out=None, lse=None, return_lse=False):
+        return self._run(q, pages, out, lse, return_lse, lambda i, n, m: torch.ones(n, m, dtype=torch.bool))
+
+
+if flashinfer is not None:
+    for ours in (BatchPrefillWithPagedKVCacheWrapper, BatchDecodeWithPagedKVCacheWrapper):
+        for method in ("__init__", "plan", "run"):
+            setattr(ours, method, fits(ours.__name__, method)(getattr(ours, method)))
+
+
+@fits("merge_states")
+def merge_states(v, s):
+    assert v.is_contiguous()
+    assert s.is_contiguous()
+    assert s.dtype == torch.float32
+    top = s.amax(1, keepdim=True).nan_to_num(neginf=0.0)
+    weight = torch.exp2(s - top)
+    total = weight.sum(1)
+    merged = (v.float() * weight[..., None]).sum(1) / total.clamp_min(1e-38)[..., None]
+    return merged.to(v.dtype), total.log2() + top[:, 0]
+
+
+@fits("rmsnorm")
+def rmsnorm(input, weight, eps=1e-6):
+    assert input.dim() in (2, 3)
+    wide = input.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(input.dtype)
+
+
+@fits("fused_add_rmsnorm")
+def fused_add_rmsnorm(input, residual, weight, eps=1e-6):
+    residual += input
+    input.copy_(rmsnorm(residual, weight, eps))
+
+
+@fits("silu_and_mul")
+def silu_and_mul(input):
+    gate, up = input.float().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(input.dtype)
+
+
+@fits("apply_rope_with_cos_sin_cache_inplace")
+def apply_rope_with_cos_sin_cache_inplace(positions, query, key, head_size, cos_sin_cache, is_neox=True):
+    assert cos_sin_cache.dtype == torch.float32
+    assert is_neox
+    cos, sin = cos_sin_cache[positions].chunk(2, dim=-1)
+    for x in (query, key):
+        x = x.view(len(x), -1, head_size)
+        a, b = x.float().chunk(2, dim=-1)
+        c, s = cos[:, None], sin[:, None]
+        x.copy_(torch.cat((a * c - b * s, b * c + a * s), dim=-1))
+
+
+@fits("sampling", "top_k_renorm_probs")
+def top_k_renorm_probs(probs, top_k):
+    assert top_k.dtype == torch.int32
+    kept = torch.zeros_like(probs)
+    for row, into, k in zip(probs, kept, top_k.tolist(), strict=True):
+        values, tokens = row.topk(k)
+        into[tokens] = values / values.sum()
+    return kept
+
+
+@fits("sampling", "top_p_renorm_probs")
+def top_p_renorm_probs(probs, top_p):
+    values, tokens = probs.sort(descending=True)
+    values = values.masked_fill(values.cumsum(-1) - values >= top_p[:, None], 0)
+    return torch.zeros_like(probs).scatter_(-1, tokens, values / values.sum(-1, keepdim=True))
+
+
+def stand_in() -> SimpleNamespace:
+    """The module."""
+    Wrapper.made = []
+    return SimpleNamespace(
+        BatchPrefillWithPagedKVCacheWrapper=BatchPrefillWithPagedKVCacheWrapper,
+        BatchDecodeWithPagedKVCacheWrapper=BatchDecodeWithPagedKVCacheWrapper,
+        merge_states=merge_states,
+        rmsnorm=rmsnorm,
+        sampling=SimpleNamespace(top_k_renorm_probs=top_k_renorm_probs, top_p_renorm_probs=top_p_renorm_probs),
+        fused_add_rmsnorm=fused_add_rmsnorm,
+        silu_and_mul=silu_and_mul,
+        apply_rope_with_cos_sin_cache_inplace=apply_rope_with_cos_sin_cache_inplace,
+    )
