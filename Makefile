@@ -7,7 +7,9 @@ ARGS   ?=
 
 STAMP := $(VENV)/.installed
 
-.PHONY: serve test lint bench-prefix clean
+COMPOSE ?= docker compose
+
+.PHONY: serve test lint bench-prefix compose clean
 
 $(STAMP): pyproject.toml
 	@echo "==> setting up $(VENV) (a few minutes the first time)"
@@ -30,6 +32,10 @@ lint: $(STAMP)
 
 bench-prefix: $(STAMP)
 	$(VENV)/bin/ramet bench prefix $(ARGS)
+
+compose:
+	docker/make-secrets.sh
+	cd docker && $(COMPOSE) up --build $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
