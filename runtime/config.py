@@ -77,6 +77,10 @@ class CacheConfig(Section):
     pool_tokens: int | None = Field(None, ge=1, description="size of the pool in tokens; overrides --pool-memory")
     pool_memory: float = Field(1.0, gt=0, description="size of the pool in GiB (CPU)")
     memory_fraction: float = Field(0.85, gt=0, lt=1, description="share of the GPU for weights and pool (CUDA)")
+    kv_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="auto: as --dtype; fp8: e4m3 without scales, half the memory (on a CPU computed by torch)",
+    )
 
 
 class SchedulerConfig(Section):
@@ -137,6 +141,11 @@ class EngineConfig(Section):
     """The engine process."""
 
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: all cores")
+    cuda_graph_batches: str = Field(
+        "1,2,4,8,16,32,64,128",
+        pattern=r"^(\d+(,\d+)*)?$",
+        description="decode steps of so many requests, filled up to the next number, are CUDA graphs; 0: none",
+    )
     debug_invariants: bool = Field(False, description="check page conservation after every step (slow)")
     grammar_timeout: float = Field(
         5.0, gt=0, description="seconds that a JSON schema or a regular expression may take to compile"
