@@ -41,6 +41,9 @@ class ModelConfig(Section):
         "auto", description="weights and KV; auto: bfloat16, but float32 where a CPU has neither it nor our kernels"
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    random_weights: bool = Field(
+        False, description="for measurements: weights at random, of which the model's directory needs none"
+    )
     tensor_parallel: int = Field(
         1, ge=1, description="processes, each with a GPU of its own if there are any, that share the model's layers out"
     )

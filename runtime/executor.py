@@ -24,7 +24,7 @@ from runtime.memory import check_weights, pool_pages
 from runtime.models.llama import LlamaModel
 from runtime.models.ops import FlashInferOps, Ops
 from runtime.models.spec import ModelSpec
-from runtime.models.weights import load_weights
+from runtime.models.weights import load_weights, random_weights
 from runtime.native.decoder import NativeDecoder
 from runtime.native.library import Library, load_best
 from runtime.parallel.group import Group
@@ -61,7 +61,11 @@ class Executor:
         ops = FlashInferOps(self.context_length, group) if backend == "flashinfer" else Ops(group)
         check_weights(self.spec, self.dtype, self.device, config.cache.memory_fraction, group.size if group else 1)
         shard = None if group is None else Shard(group.rank, group.size)
-        model = LlamaModel(self._share, load_weights(path, self.spec, self.dtype, shard), self.device, ops)
+        if config.model.random_weights:
+            weights = random_weights(self.spec, self.dtype, self.device, shard)
+        else:
+            weights = load_weights(path, self.spec, self.dtype, shard)
+        model = LlamaModel(self._share, weights, self.device, ops)
         graphs = self._graph_sizes(config) if backend == "flashinfer" else []
         self.pool = self._make_pool(config, spare_pages=1 if graphs else 0)
         if library is not None:
