@@ -69,10 +69,8 @@ def describe_machine(device: str) -> Figures:
     """Date, machine, driver, versions and command."""
     import torch
 
-    found: Figures = {
-        "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "command": "ramet " + " ".join(sys.argv[1:]),
-    }
+    now = datetime.now(UTC).isoformat(timespec="minutes")
+    found: Figures = {"date": now, "command": "ramet " + " ".join(sys.argv[1:])}
     if device == "cuda":
         found["device"] = torch.cuda.get_device_name()
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
