@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class Sizes:
 
 
 FULL = Sizes("llada-8b", (500, 900, 2000), (1, 8), 256, 128, 32)
-TINY = Sizes("llada-tiny", (32,), (1, 2), 64, 64, 16)
+TINY = Sizes("llada-tiny", (32,), (2,), 64, 64, 16)
 
 _QUESTION = 32
 
@@ -42,15 +43,15 @@ def items(path: Path, device: str, sizes: Sizes) -> Iterator[Item]:
         options |= {"pool_tokens": 8192, "native_kernels": False}
     opened: list[_Denoise] = []
 
-    def drive() -> _Denoise:
+    def case(prefix: int, batch: int, name: str) -> Figures:
         if not opened:
             opened.append(_Denoise(path, sizes, options))
-        return opened[0]
+        return opened[0].case(prefix, batch, name)
 
     for prefix in sizes.prefixes:
         for batch in sizes.batches:
             for name in CASES:
-                yield f"{prefix} shared, batch {batch}: {name}", lambda p=prefix, b=batch, n=name: drive().case(p, b, n)
+                yield f"{prefix} shared, batch {batch}: {name}", partial(case, prefix, batch, name)
 
 
 CASES: dict[str, dict[str, Any]] = {

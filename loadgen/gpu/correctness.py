@@ -140,7 +140,8 @@ def _transformers(path: Path, device: str, dtype: torch.dtype, prompts: list[lis
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    model = model.to(device).eval()
     found = []
     with torch.inference_mode():
         for prompt in prompts:

@@ -30,7 +30,7 @@ def items(path: Path, device: str, directory: Path, concurrency: tuple[int, ...]
 
     try:
         for users in concurrency:
-            for case in _CASES if device == "cuda" else _CASES[-1]:
+            for case in _CASES if device == "cuda" else "e":
                 yield f"case {case}, {users} clients", partial(run, users, case)
     finally:
         for process, _ in started:
@@ -39,12 +39,13 @@ def items(path: Path, device: str, directory: Path, concurrency: tuple[int, ...]
 
 
 def suite(url: str, case: str, users: int, directory: Path, scale: float) -> Figures:
-    """One run of `ramet bench suite`."""
+    """One run of `ramet bench suite`; `scale`: times as many requests, and times as long prompts."""
     out = directory / "suite.json"
     out.unlink(missing_ok=True)
     command = [
         sys.executable, "-m", "loadgen", "suite", "--url", f"ramet={url}", "--cases", case, "--concurrency", str(users),
         "--repeats", "1", "--json", str(out), "--scale", str(scale),
+        "--length-scale", str(scale),
     ]  # fmt: skip
     code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
     if code or not out.exists():

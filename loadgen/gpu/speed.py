@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,26 +38,31 @@ def items(path: Path, device: str, sizes: Sizes) -> Iterator[Item]:
     options = {"device": device, "random_weights": True, "max_running": running, "dtype": "bfloat16"}
     if device == "cpu":
         options |= {"pool_tokens": 8192, "native_kernels": False}
-    opened: list[Drive] = []
+    opened: list[Speed] = []
 
-    def drive(**more: object) -> Drive:
+    def on(call: Callable[[Speed], Figures], **more: object) -> Figures:
+        """Call with the engine of these options, which is opened if another one is open."""
         if not opened or opened[0].options != more:
             while opened:
                 opened.pop().close()
             opened.append(Speed(path, sizes, more, options))
-        return opened[0]
+        return call(opened[0])
 
     for batch in sizes.batches:
-        yield f"decode, {batch} x {sizes.context}", lambda b=batch: drive().decode(b)
-        yield f"decode, {batch} x {sizes.context}, eager", lambda b=batch: drive().eager(b)
-    yield "warm and cold", lambda: drive().ttft()
-    for eager in (False, True):
-        name = ", eager" if eager else ""
-        yield f"{sizes.shared_batch} behind {sizes.prefix} shared{name}", lambda e=eager: drive().shared(e)
+        name = f"decode, {batch} x {sizes.context}"
+        yield name, partial(on, partial(Speed.decode, batch=batch))
+        yield f"{name}, eager", partial(on, partial(Speed.eager, batch=batch))
+    yield "warm and cold", partial(on, Speed.ttft)
+    name = f"{sizes.shared_batch} behind {sizes.prefix} shared"
+    yield name, partial(on, partial(Speed.shared, eager=False))
+    yield f"{name}, eager", partial(on, partial(Speed.shared, eager=True))
     for chunk in sizes.chunks:
-        yield f"prefill, {chunk} rows a step", lambda c=chunk: drive(step_tokens=c).prefill()
+        yield f"prefill, {chunk} rows a step", partial(on, Speed.prefill, step_tokens=chunk)
     for batch in sizes.batches:
-        yield f"decode, {batch} x {sizes.context}, fp8 KV", lambda b=batch: drive(kv_dtype="fp8").decode(b)
+        yield (
+            f"decode, {batch} x {sizes.context}, fp8 KV",
+            partial(on, partial(Speed.decode, batch=batch), kv_dtype="fp8"),
+        )
 
 
 def bounds(device: str) -> Figures:
@@ -69,7 +74,7 @@ def bounds(device: str) -> Figures:
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
     square = torch.randn(n, n, device=device).bfloat16()
 
-    def seconds(work) -> float:  # type: ignore[no-untyped-def]
+    def seconds(work: Callable[[], object]) -> float:
         def once() -> None:
             work()
             if device == "cuda":
@@ -127,7 +132,8 @@ class Speed(Drive):
 
     def prefill(self) -> Figures:
         """A prompt that nothing is known of, over the matrix units' pace."""
-        length, times = self.sizes.prefix, []
+        length = self.sizes.prefix
+        times: list[float] = []
         for again in range(4):
             self.add(self.text(length), 1)
             seconds = self.first_tokens()
@@ -144,7 +150,8 @@ class Speed(Drive):
 
     def ttft(self) -> Figures:
         """A prefix and a question: nothing cached, and all but the question."""
-        cold, warm = [], []
+        cold: list[float] = []
+        warm: list[float] = []
         for again in range(4):
             prefix = self.text(self.sizes.prefix)
             for into in (cold, warm):

@@ -63,10 +63,10 @@ def test_bicache(bench):
     code, found = bench("bicache", "--device", "cpu")
     assert code == 0
     figures = found["figures"]
-    assert len(figures) == 12
+    assert len(figures) == 6
     assert figures["32 shared, batch 2: naive"]["depth"] == 4
-    assert figures["32 shared, batch 1: no cache"]["gain, %"] == 0
-    by_rows = [figures[f"32 shared, batch 1: {name}"]["gain by rows, %"] for name in ("d = 0", "BiCache", "naive")]
+    assert figures["32 shared, batch 2: no cache"]["gain, %"] == 0
+    by_rows = [figures[f"32 shared, batch 2: {name}"]["gain by rows, %"] for name in ("d = 0", "BiCache", "naive")]
     assert by_rows == sorted(by_rows)
 
 
