@@ -13,7 +13,7 @@ from pathlib import Path
 
 from loadgen.gpu.records import Item, Records, describe_machine
 
-PARTS = ("correctness", "speed", "bicache", "server")
+PARTS = ("kernels", "correctness", "speed", "bicache", "server")
 _RESULTS = Path(__file__).parent / "results"
 
 
@@ -46,9 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _items(part: str, arguments: argparse.Namespace, directory: Path) -> Iterator[Item]:
-    from loadgen.gpu import bicache, correctness, serving, shapes, speed
+    from loadgen.gpu import bicache, correctness, kernels, serving, shapes, speed
 
     device, tiny = arguments.device, arguments.device == "cpu"
+    if part == "kernels":
+        return kernels.items(device)
     if part == "correctness":
         return correctness.items(_model(arguments.model), device, directory)
     if part == "speed":

@@ -18,20 +18,23 @@ if TYPE_CHECKING:
 _LENGTHS = (5, 40, 131, 300)
 _NEW = 32
 # Heads, key-value heads and their size, as of Llama-3.1-8B and of SmolLM2.
-_HEADS = ((32, 8, 128), (9, 3, 64))
-_KINDS = ("decode", "prefill", "cascade", "not causal", "fp8 cascade")
+HEADS = ((32, 8, 128), (9, 3, 64))
+_KINDS = ("decode", "prefill", "cascade", "not causal", "masked", "fp8 cascade", "fp8 decode")
 
 
 def items(model: Path | None, device: str, directory: Path) -> Iterator[Item]:
     """Attention (on a GPU), then the greedy tokens of `model`, or else of one at random."""
     if device == "cuda":
-        for heads in _HEADS:
+        for heads in HEADS:
             for page_size in (1, 16):
                 for kind in _KINDS:
                     name = f"attention, {kind}, pages of {page_size}, {heads[0]}/{heads[1]} heads of {heads[2]}"
                     yield name, partial(attention, kind, page_size, heads)
-    for dtype in ("float32", "bfloat16"):
-        yield f"greedy tokens in {dtype}", partial(greedy, model, device, directory, dtype)
+    settings: dict[str, dict[str, Any]] = {"float32": {}, "bfloat16": {}}
+    if device == "cuda":
+        settings |= {"bfloat16, without graphs": {"cuda_graph_batches": "0"}, "bfloat16, fp8 KV": {"kv_dtype": "fp8"}}
+    for name, more in settings.items():
+        yield f"greedy tokens in {name}", partial(greedy, model, device, directory, name.split(",")[0], more)
 
 
 def attention(kind: str, page_size: int, heads: tuple[int, int, int]) -> Figures:
@@ -89,12 +92,17 @@ def _plan(kind: str, pages: _Pages) -> AttentionPlan:
         plan.add(slice(plan.num_rows, plan.num_rows + rows), pages.span(length), mode)
         plan.num_rows += rows
 
-    if kind == "decode":
+    if kind.endswith("decode"):
         for _ in range(17):
             add(1, draw(1, 700))
     elif kind == "not causal":
         for _ in range(5):
             add(draw(1, 300), draw(1, 1500), "full")
+    elif kind == "masked":
+        import torch
+
+        plan.num_rows = 33
+        plan.add(slice(0, 33), pages.span(77), "masked", torch.rand(33, 77) < 0.5)
     elif kind == "prefill":
         for _ in range(5):
             rows = draw(1, 300)
@@ -109,7 +117,7 @@ def _plan(kind: str, pages: _Pages) -> AttentionPlan:
     return plan
 
 
-def greedy(model: Path | None, device: str, directory: Path, dtype: str) -> Figures:
+def greedy(model: Path | None, device: str, directory: Path, dtype: str, more: dict[str, Any]) -> Figures:
     """Share of greedy tokens that are those of transformers on this device; and cached ones those of uncached ones."""
     import torch
 
@@ -118,17 +126,17 @@ def greedy(model: Path | None, device: str, directory: Path, dtype: str) -> Figu
     prompts = [[draw.randrange(3, 4000) for _ in range(length)] for length in _LENGTHS]
     theirs = _transformers(path, device, getattr(torch, dtype), prompts)
     torch.cuda.empty_cache()
-    cold, warm = _ours(path, device, dtype, prompts)
+    cold, warm = _ours(path, {"device": device, "dtype": dtype, **more}, prompts)
     return {
         "as transformers": _agreement(cold, theirs), "cached as uncached": _agreement(warm, cold),
         "tokens": len(prompts) * _NEW, "model": "at random" if model is None else model.name,
     }  # fmt: skip
 
 
-def _ours(path: Path, device: str, dtype: str, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+def _ours(path: Path, options: dict[str, Any], prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
     from loadgen.gpu.drive import Drive
 
-    options = {"device": device, "dtype": dtype, "native_kernels": False, "pool_tokens": 4096}
+    options = {"native_kernels": False, "pool_tokens": 4096, **options}
     drive = Drive(path, **options)
     try:
         return drive.tokens(prompts, _NEW), drive.tokens(prompts, _NEW)
