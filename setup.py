@@ -10,7 +10,13 @@ from setuptools import Extension, setup
 
 SOURCES = Path("runtime/native/src")
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"]
-ISA_FLAGS = {"avx2": ["-mavx2", "-mfma"], "avx512": AVX512, "avx512bf16": [*AVX512, "-mavx512bf16"]}
+VNNI = [*AVX512, "-mavx512vnni"]
+ISA_FLAGS = {
+    "avx2": ["-mavx2", "-mfma"],
+    "avx512": AVX512,
+    "avx512vnni": VNNI,
+    "avx512bf16": [*VNNI, "-mavx512bf16"],
+}
 # GCC's own intrinsics read what they call undefined.
 FLAGS = [
     "-std=c++20",

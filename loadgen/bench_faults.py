@@ -36,7 +36,8 @@ CASES = {
     "kill": Case(kill, (*_POOL, "--on-engine-death", "restart")),
     "drain": Case(drain, _POOL),
     "held": Case(held, ("--pool-tokens", "16384")),
-    "soak": Case(soak, ("--pool-tokens", "4096", "--max-running", "12", "--debug-invariants")),
+    # Equal answers are promised in float32. The pool is too small for what runs, so that requests give way, too.
+    "soak": Case(soak, ("--pool-tokens", "1024", "--max-running", "20", "--dtype", "float32", "--debug-invariants")),
 }
 
 

@@ -28,11 +28,16 @@ class Admission:
             raise Overloaded(f"{queued} prompt tokens wait, and no more than {config.max_waiting_tokens} may")
         if (total := self.open.total()) + completions > config.max_open:
             raise Overloaded(f"{total} requests are open, and no more than {config.max_open} may be; try again")
-        if config.key_requests is not None and (own := self.open[account]) + completions > config.key_requests:
-            raise RateLimited(f"this key has {own} open requests, and no more than {config.key_requests} are allowed")
-        own = self.waiting_tokens[account]
-        if config.key_tokens is not None and own and own + tokens > config.key_tokens:
-            raise RateLimited(f"{own} prompt tokens of this key wait, and no more than {config.key_tokens} may")
+        most = self.most_open(account)
+        if (own := self.open[account]) + completions > most:
+            raise RateLimited(f"this key has {own} open requests, and no more than {most} are allowed")
+        most = _bound(account, config.key_tokens, config.max_waiting_tokens)
+        if (own := self.waiting_tokens[account]) and own + tokens > most:
+            raise RateLimited(f"{own} prompt tokens of this key wait, and no more than {most} may")
+
+    def most_open(self, account: str) -> int:
+        """How many completions an account may have open."""
+        return min(_bound(account, self._config.key_requests, self._config.max_open), self._config.max_open)
 
     def enter(self, account: str, tokens: int) -> None:
         """A completion is open; `tokens` of its prompt wait."""
@@ -52,3 +57,10 @@ class Admission:
         counter[account] -= amount
         if not counter[account]:
             del counter[account]
+
+
+def _bound(account: str, configured: int | None, total: int) -> int:
+    """What one account may have of a total. No key takes everything from the others; without keys there is one."""
+    if configured is not None:
+        return configured
+    return max(total // 2, 1) if account else total

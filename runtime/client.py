@@ -225,9 +225,9 @@ class AsyncEngine:
             EngineDead: if the engine is not running.
         """
         frontend = self._running()
-        most, wanted = self.config.scheduler.max_open, sum(s.sampling.n for s in submissions)
+        most, wanted = frontend.most_open(submissions[0].account), sum(s.sampling.n for s in submissions)
         if wanted > most:
-            message = f"{wanted} completions are asked for at once; this server takes no more than {most}"
+            message = f"{wanted} completions are asked for at once; this server takes no more than {most} of one client"
             raise InvalidRequest(message, param="n")
         loop = asyncio.get_running_loop()
         deadline_s = None if timeout_s is None else loop.time() + timeout_s
@@ -417,12 +417,12 @@ class OutputStream:
             self.timer.cancel()
         if self._open:
             for submission in self._submissions:
-                self._frontend.drop(submission.rid)
+                self._frontend.drop(submission)
 
     def expire(self, error: RametError) -> None:
         """Abort what has not finished; reading raises `error` after what has come already."""
         for submission in self._submissions:
-            self._frontend.drop(submission.rid)
+            self._frontend.drop(submission)
         if self._open:
             self._queue.put_nowait(error)
 

@@ -40,6 +40,9 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="weights and KV; auto: bfloat16, but float32 where a CPU has neither it nor our kernels"
     )
+    quantization: Literal["none", "int8"] = Field(
+        "none", description="int8: weights and what meets them in 8 bits, for the CPU's kernels with AVX-512 VNNI"
+    )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     random_weights: bool = Field(
         False, description="for measurements: weights at random, of which the model's directory needs none"
@@ -110,10 +113,12 @@ class SchedulerConfig(Section):
         1 << 22, ge=1, description="prompt tokens that may wait together; more are refused with 503"
     )
     key_requests: int | None = Field(
-        None, ge=1, description="requests that one API key may have open; more are refused with 429"
+        None,
+        ge=1,
+        description="requests that one API key may have open; more are refused with 429; default: half",
     )
     key_tokens: int | None = Field(
-        None, ge=1, description="prompt tokens of one API key that may wait; more are refused with 429"
+        None, ge=1, description="prompt tokens of one API key that may wait; more are refused with 429; default: half"
     )
     max_prompt_tokens: int | None = Field(None, ge=1, description="longest prompt; default: what the context holds")
     max_output_tokens: int | None = Field(None, ge=1, description="longest output; default: what the context holds")
@@ -133,6 +138,9 @@ class DiffusionConfig(Section):
     bicache: bool = Field(True, description="reuse shared prefixes in shallow layers, unless a request says otherwise")
     depth_table: Path | None = Field(
         None, description="in how many layers, by ratio; default: the model's own or published one, else 1"
+    )
+    partial_matches: bool = Field(
+        False, description="reuse the beginning of longer encoded prefixes, as deep as the table was measured for that"
     )
     refresh_interval: int = Field(16, ge=1, description="denoising steps between refreshes of the other layers")
     boundary_memory: float = Field(

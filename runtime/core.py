@@ -20,7 +20,7 @@ from runtime.config import Config
 from runtime.decoding.grammar import GrammarCompiler
 from runtime.decoding.sampling import BadLogits, report_logprobs
 from runtime.device import is_out_of_memory
-from runtime.errors import EngineDead, RametError
+from runtime.errors import EngineDead, InvalidRequest, RametError
 from runtime.inspector import Inspector, describe
 from runtime.kv.cache import PagedCache
 from runtime.kv.publisher import EventPublisher
@@ -190,7 +190,7 @@ class EngineCore:
         )
         self.requests[request.rid] = request
         if sampling.constrained:
-            self.grammars.start(request.rid, sampling)
+            self.grammars.start(request.rid, sampling, tenant_of(request.namespace))
         else:
             self.scheduler.add(request)
         self.counters["requests"] += 1
@@ -279,12 +279,14 @@ class EngineCore:
             log.warning("the rows of request %s did not fit into memory and are run again in halves", item.request.rid)
             return self._compute(work)
         log.error("request %s failed", item.request.rid, exc_info=error)
-        return [self._fail(item.request, f"the step that computed this request failed: {type(error).__name__}")]
+        message = f"the step that computed this request failed: {type(error).__name__}"
+        return [self._fail(item.request, RametError(message))]
 
-    def _fail(self, request: Request, message: str) -> TokenEvent:
+    def _fail(self, request: Request, error: RametError) -> TokenEvent:
         """End a request with an error; nothing of it is kept."""
         self.counters["failed_requests"] += 1
-        return self._end(request, Finish("error", message=message), keep=False)
+        refused = isinstance(error, InvalidRequest)
+        return self._end(request, Finish("error", message=error.message, refused=refused), keep=False)
 
     def _take_grammars(self) -> list[TokenEvent]:
         """Let those wait whose grammar is compiled; the events of those whose grammar failed."""
@@ -292,7 +294,7 @@ class EngineCore:
         for rid, grammar in self.grammars.take():
             request = self.requests[rid]
             if isinstance(grammar, RametError):
-                failed.append(self._fail(request, grammar.message))
+                failed.append(self._fail(request, grammar))
             else:
                 request.grammar = grammar
                 self.scheduler.add(request)
@@ -305,7 +307,7 @@ class EngineCore:
         request = item.request
         if isinstance(token, RametError):
             self.counters["bad_logits"] += isinstance(token, BadLogits)
-            return self._fail(request, token.message)
+            return self._fail(request, token)
         prompt_logprobs = self._prompt_logprobs(request, item.count, logits)
         prefilled = request.num_remaining > 1
         read = item.samples and not request.wants_tokens

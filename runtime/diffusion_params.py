@@ -34,6 +34,7 @@ class DiffusionParams(BaseModel):
     factor: float | None = Field(None, gt=0, le=100, description="decide the n-th if confidence >= 1 - factor/(n+1)")
     cache: Literal["none", "prefix", "dual"] = Field("none", description="Fast-dLLM's caches within a request")
     reuse: bool | None = Field(None, description="share the prefix's shallow layers; default: --bicache")
+    partial: bool | None = Field(None, description="share the beginning of a longer encoding; default: as the server")
     prefix_tokens: int | None = Field(None, ge=0, description="leading prompt tokens that requests share")
     depth: int | None = Field(None, ge=0, description="layers in which the shared prefix is reused; default: by table")
     refresh_interval: int | None = Field(None, ge=1, description="steps between refreshes of the prefix's deep layers")

@@ -162,14 +162,14 @@ class Engine:
                     done.append(submission)
             except RametError:
                 for submission in done:
-                    self._frontend.drop(submission.rid)
+                    self._frontend.drop(submission)
                 raise
         return sum(submission.sampling.n for submission in submissions)
 
     def _drop(self, submissions: list[Submission]) -> None:
         with self._lock:
             for submission in submissions:
-                self._frontend.drop(submission.rid)
+                self._frontend.drop(submission)
 
     def _call(self, kind: type[FlushCache] | type[GetState]) -> dict[str, Any]:
         answer: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()

@@ -54,6 +54,8 @@ class Executor:
         self._graphs: DecodeGraphs | None = None
         self._share = self.spec if group is None else split_spec(self.spec, group.size)
         library = self._choose_kernels(config)
+        if library is None and config.model.quantization != "none":
+            raise ModelError(f"--quantization {config.model.quantization} needs the native kernels of a CPU")
         self.dtype = choose_dtype(config.model, self.device, library is not None)
         self.kv_dtype = torch.float8_e4m3fn if config.cache.kv_dtype == "fp8" else self.dtype
         backend = choose_attention(config.model, self.device, self.dtype)
@@ -69,7 +71,8 @@ class Executor:
         graphs = self._graph_sizes(config) if backend == "flashinfer" else []
         self.pool = self._make_pool(config, spare_pages=1 if graphs else 0)
         if library is not None:
-            native = NativeDecoder(library, model, self.pool, threads=config.engine.threads or ALL_THREADS)
+            threads, int8 = config.engine.threads or ALL_THREADS, config.model.quantization == "int8"
+            native = NativeDecoder(library, model, self.pool, threads, int8)
             self.backend_name, self._forward, self._argmax = native.name, native.forward, native.argmax
             # After each of torch's parallel operations its threads spin for a while, on the cores of the kernels'.
             torch.set_num_threads(1)

@@ -67,7 +67,7 @@ class Frontend:
         self.tokenizer = tokenizer
         self._send = send
         self._open: dict[str, Choice] = {}
-        self._by_submission: dict[str, set[str]] = {}
+        self._by_submission: dict[tuple[str, str], set[str]] = {}
         self._serial = 0
 
     # -- going in --------------------------------------------------------------------------------------------
@@ -76,6 +76,10 @@ class Frontend:
     def num_open(self) -> int:
         """Completions on their way."""
         return len(self._open)
+
+    def most_open(self, account: str) -> int:
+        """Completions that an account may have on their way."""
+        return self._admission.most_open(account)
 
     def encode(self, submission: Submission) -> list[int]:
         """The checked prompt as token ids, with `submission.diffusion` filled for a diffusion model; thread-safe.
@@ -178,7 +182,7 @@ class Frontend:
         """
         if self._bounded:
             self._admission.check(submission.account, submission.sampling.n, len(tokens))
-        if submission.rid in self._by_submission:
+        if submission.key in self._by_submission:
             raise InvalidRequest(f"request id {submission.rid!r} is in use", param="rid")
         key = array("i", tokens).tobytes()
         sampling = submission.sampling
@@ -186,7 +190,7 @@ class Frontend:
         fields = sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
         if sampling.max_new_tokens is None:
             fields["max_new_tokens"] = self._most_output(len(tokens))
-        self._by_submission[submission.rid] = rids = set()
+        self._by_submission[submission.key] = rids = set()
         self._serial += 1
         for choice in range(sampling.n):
             # The serial keeps late events of an ended request from one that reuses its id.
@@ -217,14 +221,14 @@ class Frontend:
         return min(self._config.max_output_tokens, self.info.context_length - prompt, self.info.pool_tokens - prompt)
 
     def abort(self, rid: str | None) -> None:
-        """Ask the engine to end a submission, or all (None); each open completion still gets its last Output."""
-        for one in [rid] if rid is not None else list(self._by_submission):
-            for choice in self._by_submission.get(one, ()):
+        """Ask the engine to end a submission (whoever's it is), or all (None); each still gets its last Output."""
+        for (_, one), choices in self._by_submission.items():
+            for choice in choices if rid in (None, one) else ():
                 self._send(Abort(choice))
 
-    def drop(self, rid: str) -> None:
+    def drop(self, submission: Submission) -> None:
         """Nobody listens any more: forget a submission and end it in the engine."""
-        for choice in list(self._by_submission.get(rid, ())):
+        for choice in list(self._by_submission.get(submission.key, ())):
             self._send(Abort(choice))
             self._close(choice)
 
@@ -256,7 +260,8 @@ class Frontend:
             return
         if event.finish is not None and event.finish.type == "error":
             self._close(event.rid)
-            choice.on_output(RametError(event.finish.message or "the engine could not serve this request"))
+            kind = InvalidRequest if event.finish.refused else RametError
+            choice.on_output(kind(event.finish.message or "the engine could not serve this request"))
             return
         self._begin(choice)
         output = self._advance(choice, event)
@@ -307,7 +312,7 @@ class Frontend:
         choice = self._open.pop(rid)
         self._begin(choice)
         self._admission.leave(choice.submission.account)
-        rids = self._by_submission[choice.submission.rid]
+        rids = self._by_submission[choice.submission.key]
         rids.discard(rid)
         if not rids:
-            del self._by_submission[choice.submission.rid]
+            del self._by_submission[choice.submission.key]

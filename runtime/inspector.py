@@ -78,5 +78,5 @@ def describe(request: Request, now_s: float) -> dict[str, Any]:
         "output_tokens": request.num_output,
         "max_tokens": request.max_tokens - request.prompt_len,
         "age_s": now_s - request.arrival_s,
-        "waiting": request.node is None and not request.pages,
+        "phase": request.phase,
     }

@@ -24,10 +24,26 @@ def set_up_logs(level: str, form: LogFormat) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
-class _TextFormatter(logging.Formatter):
+def one_line(text: str) -> str:
+    """A text with everything escaped that could begin another line, or that no stream can write."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+class _OneLine(logging.Formatter):
+    """Messages may name what a client has sent, which must not forge other lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """See logging.Formatter."""
+        record.message = one_line(record.message)
+        return super().formatMessage(record)
+
+
+class _TextFormatter(_OneLine):
     def __init__(self) -> None:
         super().__init__(_TEXT)
-        self._of_request = logging.Formatter(_TEXT_OF_REQUEST)
+        self._of_request = _OneLine(_TEXT_OF_REQUEST)
 
     def format(self, record: logging.LogRecord) -> str:
         if not (found := request_id.get()):
@@ -50,4 +66,4 @@ class _JsonFormatter(logging.Formatter):
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        return json.dumps(line, ensure_ascii=False).encode(errors="backslashreplace").decode()

@@ -34,7 +34,7 @@ class Submission:
     Attributes:
         prompt: text, or token ids.
         sampling: its `max_new_tokens` may be None for as many as the context holds.
-        rid: request id; unique among live requests.
+        rid: request id; unique among an account's live requests.
         account: whose it is; open requests are counted by it.
         namespace: requests of different namespaces never share cached pages.
         logprobs: number of alternatives to report per output token; None: no log-probabilities.
@@ -56,6 +56,11 @@ class Submission:
     add_special_tokens: bool = True
     diffusion: DiffusionParams | None = None
     shared_text: str | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Tells it from all other live ones; nobody learns from it which ids others use."""
+        return self.account, self.rid
 
 
 @dataclass(slots=True)

@@ -139,11 +139,18 @@ class TokenLogprob(msgspec.Struct, array_like=True):
 
 
 class Finish(msgspec.Struct):
-    """Why a request ended. `matched` is the stop token or string; `message` explains an abort or an error."""
+    """Why a request ended.
+
+    Attributes:
+        matched: the stop token or string.
+        message: explains an abort or an error.
+        refused: whether an error is the request's own fault.
+    """
 
     type: FinishType
     matched: int | str | None = None
     message: str | None = None
+    refused: bool = False
 
 
 class TokenEvent(msgspec.Struct):

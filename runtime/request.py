@@ -77,6 +77,13 @@ class Request:
         """Whether prompt positions still owe log-probabilities."""
         return self.prompt_logprobs_from is not None and not self.num_output
 
+    @property
+    def phase(self) -> str:
+        """What it is at, for people."""
+        if self.node is None and not self.pages:
+            return "waiting"
+        return "decode" if self.num_output else "prefill"
+
     def key(self, num_tokens: int) -> bytes:
         """The tree's key of the first `num_tokens` tokens."""
         return self.tokens[:num_tokens].tobytes()

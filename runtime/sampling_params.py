@@ -26,7 +26,7 @@ class SamplingParams(BaseModel):
     min_p: float = Field(0.0, ge=0, le=1)
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="counts output tokens")
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="counts output tokens")
-    repetition_penalty: float = Field(1.0, gt=0, le=2, description="of prompt and output tokens")
+    repetition_penalty: float = Field(1.0, ge=0.01, le=2, description="of prompt and output tokens")
     seed: int | None = Field(None, ge=0, lt=1 << 63, description="the same seed and request give the same tokens")
     stop: list[StopString] = Field(default_factory=list, max_length=16, description="generation ends before these")
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list, max_length=64)

@@ -53,7 +53,11 @@ class Scheduler:
         self._chunk_tokens = config.chunk_tokens or self.step_tokens
         self.cache = cache
         self.waiting = Waiting(
-            config.schedule_policy, config.overtake_share, cache.page_size, lambda request: self._match(request)[1]
+            config.schedule_policy,
+            config.overtake_share,
+            self.step_tokens,
+            cache.page_size,
+            lambda request: self._match(request)[1],
         )
         self.running: list[Request] = []
         self.num_retracted = 0

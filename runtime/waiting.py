@@ -15,8 +15,8 @@ from runtime.request import Request
 # Waiting requests that are matched anew in one pass, at most, after something was computed that they may share.
 _REFRESHED = 16
 
-# Credit for overtaking that can be saved up: in tokens, and in places among those that run.
-_MOST_TOKENS, _MOST_PLACES = 32_768.0, 4.0
+# Credit for overtaking that can be saved up: in full steps, and in places among those that run.
+_MOST_STEPS, _MOST_PLACES = 16, 4.0
 
 _Family = tuple[str, bytes]
 
@@ -31,8 +31,8 @@ class Waiting:
     - `balanced`: by arrival, but a share of the work goes to the longest match. Each admission in order earns credit in
       proportion to the tokens that it has to compute; whoever overtakes spends as many tokens as it has to compute.
       So those of which nearly all is cached get through while they still find it there, and nobody waits more than
-      1 / (1 - share) times as long as by arrival, and a bounded number of tokens. Places are earned and spent in the
-      same way while they are scarce.
+      1 / (1 - share) times as long as by arrival, and 16 full steps. Places are earned and spent in the same way while
+      they are scarce.
 
     What the tree has of a request is looked up when it comes, when it could be admitted, and, for a bounded number of
     requests per pass, after another one with the same first page was computed.
@@ -40,12 +40,18 @@ class Waiting:
     Args:
         policy: see above.
         overtake_share: for `balanced`, between 0 and 1.
+        step_tokens: rows of a full step, the unit of what credit can be saved up.
         page_size: tokens in a page.
         match: how many tokens of a request the tree has now.
     """
 
     def __init__(
-        self, policy: SchedulePolicy, overtake_share: float, page_size: int, match: Callable[[Request], int]
+        self,
+        policy: SchedulePolicy,
+        overtake_share: float,
+        step_tokens: int,
+        page_size: int,
+        match: Callable[[Request], int],
     ) -> None:
         self._order: SortedKeyList = SortedKeyList(key=_RANKS[policy])
         self._matches: SortedKeyList | None = SortedKeyList(key=lambda request: request.rank)
@@ -53,7 +59,8 @@ class Waiting:
             self._matches = None
         self._lpm = policy == "lpm"
         self._earned = overtake_share / (1 - overtake_share)
-        self._tokens, self._places = _MOST_TOKENS, _MOST_PLACES
+        self._most_tokens = float(_MOST_STEPS * step_tokens)
+        self._tokens, self._places = self._most_tokens, _MOST_PLACES
         self._page_size = page_size
         self._match = match
         self._families: dict[_Family, OrderedDict[Request, None]] = {}
@@ -104,7 +111,7 @@ class Waiting:
         """Take out a request that is let in, and book what it earns or spends."""
         if self._matches is not None and not self._lpm:
             in_order, cost = request is self._order[0], self._cost(request)
-            self._tokens = min(self._tokens + (self._earned * cost if in_order else -cost), _MOST_TOKENS)
+            self._tokens = min(self._tokens + (self._earned * cost if in_order else -cost), self._most_tokens)
             if scarce:
                 self._places = min(self._places + (self._earned if in_order else -1), _MOST_PLACES)
         self.remove(request)

@@ -9,13 +9,15 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.errors import RametError
-from runtime.logs import request_id
+from runtime.logs import one_line, request_id
 from runtime.output import new_rid
 from server.errors import error_response
 
 log = logging.getLogger("ramet.access")
 
 _HEADER = b"x-request-id"
+# No client fills the log with one request.
+_MOST_PATH = 256
 # What a client or a proxy may call its request; anything else could forge log lines.
 _ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -44,7 +46,7 @@ class AccessLog:
         try:
             await self.app(scope, receive, tell)
         except Exception:
-            log.exception("%s %s failed", scope["method"], scope["path"])
+            log.exception("%s %s failed", scope["method"], _path(scope))
             if not status:
                 await error_response(RametError("an internal error occurred"))(scope, receive, tell)
         finally:
@@ -56,12 +58,16 @@ def _rid_of(scope: Scope) -> str:
     return given.decode() if _ID.fullmatch(given) else new_rid()
 
 
+def _path(scope: Scope) -> str:
+    return one_line(scope["path"][:_MOST_PATH])
+
+
 def _write(scope: Scope, status: int, seconds: float) -> None:
     # 499 is what nobody was told, as the client had left.
     status = status or 499
     client = (scope.get("client") or ("-",))[0]
     tenant = getattr(scope.get("state", {}).get("tenant"), "name", "")
-    path = scope["path"].encode("unicode_escape").decode()
+    path = _path(scope)
     fields = {"method": scope["method"], "path": path, "status": status, "client": client, "key": tenant}
     log.info(
         "%s %s %d %.0f ms %s %s",

@@ -27,6 +27,7 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate:
         version=version("ramet"),
         summary="A serving runtime for language models whose heart is a radix tree over token sequences.",
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+        redirect_slashes=False,  # where to is what the client's Host header says
     )
     options = config.server
     app.state.context = Context(engine, config, Metrics(engine.info.name), tenants, gate or Gate())

@@ -22,8 +22,9 @@ from runtime.errors import RametError
 from server.errors import error_response
 
 ENVIRONMENT = "RAMET_API_KEYS"
-# The page itself is the same for everybody; what it shows wants a key.
-OPEN_PATHS = frozenset({"/health", "/", "/dashboard"})
+# Routers and orchestrators ask without a key whether to send requests here. The page itself is the same for everybody;
+# what it shows wants a key.
+OPEN_PATHS = frozenset({"/health", "/ready", "/", "/dashboard"})
 ADMIN_PATHS = (
     *("/cache/", "/dashboard/", "/flush_cache", "/abort_request", "/server_info", "/get_server_info", "/metrics"),
     *("/pause", "/resume", "/shutdown"),
@@ -124,7 +125,7 @@ def read_keys(path: Path | None) -> list[Tenant]:
 
 
 class Guard:
-    """ASGI middleware: with keys, every route but `/health` wants one, and some want an admin's."""
+    """ASGI middleware: with keys, every route but `/health` and `/ready` wants one, and some want an admin's."""
 
     def __init__(self, app: ASGIApp, tenants: list[Tenant]):
         self.app = app

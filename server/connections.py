@@ -52,8 +52,10 @@ class Connection(H11Protocol):
         self._watch_head()
 
     def _watch_head(self) -> None:
-        """Run the timer while the client owes (the rest of) a request's head."""
-        owes = self.conn.their_state is h11.IDLE and (self.cycle is None or self.conn.trailing_data[0] != b"")
+        """Run the timer while the client owes (the rest of) a head, or of a body whose answer it has already."""
+        answered = self.cycle is None or self.cycle.response_complete
+        owes_head = self.conn.their_state is h11.IDLE and (self.cycle is None or self.conn.trailing_data[0] != b"")
+        owes = owes_head or (self.conn.their_state is h11.SEND_BODY and answered)
         if owes and self._head_timer is None:
             self._head_timer = self.loop.call_later(self.patience_s, self.transport.abort)
         elif not owes and self._head_timer is not None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel
 from starlette.exceptions import HTTPException
 
 from runtime.errors import Overloaded, RametError
@@ -19,13 +19,19 @@ _NOT_AGAIN = frozenset((408, 409, 429))
 
 _NO_OBJECT = ("missing", "model_attributes_type", "model_type")
 _MAX_NAME = 100
+# What a request names is told back to it, but not by the megabyte.
+_MAX_MESSAGE = 500
 _BRANCHES = frozenset(("str", "int", "float", "bool", "list", "dict"))
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= _MAX_MESSAGE else text[:_MAX_MESSAGE] + " ..."
 
 
 class ErrorDetail(BaseModel):
     """What went wrong."""
 
-    message: str
+    message: Annotated[str, AfterValidator(_clip)]
     type: str
     param: str | None = None
     code: str | None = None

@@ -40,7 +40,8 @@ async def follow(outputs: OutputStream, metrics: Metrics) -> AsyncIterator[Outpu
     async for output in outputs:
         key = (output.index, output.choice)
         metrics.observe(output, last.get(key))
-        last[key] = output.e2e_s
+        if output.new_token_ids:  # others tell of the prompt or of a canvas whose beginning is not decided
+            last[key] = output.e2e_s
         yield output
 
 

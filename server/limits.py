@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import re
 
-import numpy as np
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.errors import DeadlineExceeded, InvalidRequest, RametError
+from runtime.json_text import MAX_DEPTH, is_deep
 from server.errors import BodyTooLarge, UnsupportedMediaType, error_response
 
 # A client that still sends does not read; so much more of its body is thrown away, in units of the limit.
 _DRAIN = 8
 
-# Levels of lists and objects. What a template or a JSON schema needs lies far below, what exhausts a stack far above.
-MAX_DEPTH = 64
-
-_BEGINNING = 1 << 12
-
 _JSON = b"application/json"
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 class BodyLimit:
@@ -34,10 +26,14 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application with a `receive` that has read the body already."""
-        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH", "DELETE"):
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        if b"transfer-encoding" in headers and b"content-length" in headers:
+            # A proxy that believes the other one sees the next request begin elsewhere.
+            await self._refuse(InvalidRequest("a body has either a length or chunks"), receive, send)
+            return
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and (len(length) > 18 or int(length) > self.max_bytes):
             await self._refuse(self._too_large(), receive, send)
@@ -53,9 +49,8 @@ class BodyLimit:
             return
         if body is None:
             return
-        if body and not _is_json(headers.get(b"content-type", _JSON)):
-            wrong = UnsupportedMediaType("the body must be JSON: send the header Content-Type: application/json")
-            await error_response(wrong)(scope, receive, send)
+        if body and (wrong := _unreadable(headers)):
+            await error_response(UnsupportedMediaType(wrong))(scope, receive, send)
             return
         if is_deep(body):
             deep = InvalidRequest(f"the body is nested more than {MAX_DEPTH} levels deep")
@@ -101,24 +96,14 @@ class BodyLimit:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def is_deep(body: bytes) -> bool:
-    """Whether JSON text is nested more than MAX_DEPTH levels deep."""
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return False
-    # What is deep mostly begins so, and is known without looking at megabytes.
-    return _is_deep(body[:_BEGINNING]) or _is_deep(body)
-
-
-def _is_deep(body: bytes) -> bool:
-    brackets = np.frombuffer(_STRING.sub(b"", body).translate(None, _NO_BRACKETS), dtype=np.uint8)
-    # "[" and "{" lie two below "]" and "}", and have the second bit set.
-    steps = np.where(brackets & 2, 1, -1)
-    return bool(len(steps)) and int(steps.cumsum(dtype=np.int32).max()) > MAX_DEPTH
-
-
-def _is_json(content_type: bytes) -> bool:
-    kind = content_type.split(b";")[0].strip().lower()
-    return kind == _JSON or kind.endswith(b"+json")
+def _unreadable(headers: dict[bytes, bytes]) -> str:
+    """Why a body of these headers is not read; empty if it is."""
+    kind = headers.get(b"content-type", _JSON).split(b";")[0].strip().lower()
+    if kind != _JSON and not kind.endswith(b"+json"):
+        return "the body must be JSON: send the header Content-Type: application/json"
+    if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+        return "the body must not be compressed"
+    return ""
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

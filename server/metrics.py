@@ -42,6 +42,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "denoise_steps": ("Denoising steps of all requests", ("ramet:denoise_steps",)),
     "refreshes": ("Denoising steps that refreshed a shared prefix", ("ramet:prefix_refreshes",)),
     "encoded_prefixes": ("Shared prefixes encoded for a diffusion model", ("ramet:encoded_prefixes",)),
+    "partial_matches": ("Requests that reused the beginning of a longer encoding", ("ramet:partial_matches",)),
     "prefill_tokens": ("Token rows computed by prefill", ("ramet:prefill_tokens",)),
 }
 _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -104,7 +105,7 @@ class Metrics:
         ]
 
     def observe(self, output: Output, previous_s: float | None) -> None:
-        """Book an Output; `previous_s` is the completion's last `e2e_s`, None for its first Output."""
+        """Book an Output; `previous_s` is the `e2e_s` of the completion's last tokens, None before them."""
         new = len(output.new_token_ids)
         self._generated.add(new)
         if new and previous_s is None:

@@ -11,7 +11,7 @@ from runtime.errors import InvalidRequest
 from runtime.sampling_params import SamplingParams
 from server.auth import CacheScope
 from server.tools import MAX_TOOLS, NamedTool, Tool, ToolCall, ToolChoice, schema_of_call
-from server.wire import Body, CacheSalt, Diffusion, LogitBias, Priority, Text, Timeout, TokenIds
+from server.wire import Body, CacheSalt, Diffusion, JsonObject, LogitBias, Priority, Text, Timeout, TokenIds
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 NewTokens = Annotated[int, Field(ge=1, le=1 << 20)]
@@ -49,7 +49,7 @@ class CommonRequest(Body):
     logit_bias: LogitBias = Field(default_factory=dict)
     top_k: int = Field(-1, ge=-1, le=1 << 20)
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=2)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=2)
     min_tokens: int = Field(0, ge=0, le=1 << 20)
     ignore_eos: bool = False
     stop_token_ids: TokenIds = Field(default_factory=list)
@@ -144,7 +144,7 @@ class ResponseFormat(Body):
     """What an answer must look like; `json_schema` holds a name and the schema."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
+    json_schema: JsonObject | None = None
 
     def schema_text(self) -> str | None:
         """The JSON schema that the answer follows, None for any text. Raises InvalidRequest."""
@@ -161,6 +161,8 @@ class ResponseFormat(Body):
 class ChatRequest(CommonRequest):
     """`POST /v1/chat/completions`."""
 
+    # What SGLang's router sends along; no model here marks its reasoning.
+    IGNORED = CommonRequest.IGNORED | {"separate_reasoning", "stream_reasoning"}
     NAMES: ClassVar[dict[str, str]] = {**CommonRequest.NAMES, "prompt": "messages", "json_schema": "response_format"}
 
     model_config = ConfigDict(

@@ -118,6 +118,7 @@ async def model_info(context: Ctx) -> dict[str, Any]:
         "vocab_size": info.vocab_size,
         "eos_token_ids": info.eos_token_ids,
         "dtype": info.dtype,
+        "diffusion": msgspec.to_builtins(info.diffusion),
     }
 
 

@@ -130,6 +130,7 @@ async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant])
         settings = uvicorn.Config(
             app,
             http=patient(options.client_timeout),
+            ws="none",
             log_level=options.log_level,
             log_config=None,
             access_log=False,

@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from runtime.json_text import parse_json
 from runtime.models.tokenizer import Tokenizer
-from server.wire import Body, Text
+from server.wire import Body, JsonObject, Text
 
 MAX_TOOLS = 128
 
@@ -32,7 +33,7 @@ class Function(Body):
 
     name: Name
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
 
 
 class Tool(Body):
@@ -88,7 +89,7 @@ class ToolCall(BaseModel):
     def plain(self) -> dict[str, Any]:
         """What a chat template takes: arguments as an object, where they are one."""
         try:
-            arguments = json.loads(self.function.arguments or "{}")
+            arguments = parse_json(self.function.arguments or "{}")
         except ValueError:
             arguments = self.function.arguments
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
@@ -228,12 +229,12 @@ class CallReader:
     def _read(self, text: str) -> list[tuple[str, str]]:
         """The calls that a JSON text holds: one, or a list of them; none if it is anything else."""
         try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
+            value = parse_json(text)
+        except ValueError:
             return []
         entries = value if isinstance(value, list) else [value]
         calls = [(entry.get("name"), _arguments(entry)) for entry in entries if isinstance(entry, dict)]
-        known = [(name, arguments) for name, arguments in calls if name in self.names]
+        known = [(name, arguments) for name, arguments in calls if isinstance(name, str) and name in self.names]
         return known if len(known) == len(entries) else []
 
     def _numbered(self, name: str, arguments: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from runtime.diffusion_params import DiffusionParams
+from runtime.json_text import check_unicode
 from runtime.sampling_params import SamplingParams
 
 # Prompts in one request.
@@ -58,7 +59,13 @@ def _with_int_keys(value: Any) -> Any:
     return {int(k) if isinstance(k, str) and k.isascii() and k[:20].isdigit() else k: v for k, v in value.items()}
 
 
+def _unicode_within(value: dict[str, Any]) -> dict[str, Any]:
+    check_unicode(value)
+    return value
+
+
 Text = Annotated[str, AfterValidator(_unicode)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_unicode_within)]
 TokenIds = list[Annotated[int, Field(ge=0)]]
 Rid = Annotated[str, Field(min_length=1, max_length=256)]
 CacheSalt = Annotated[

@@ -101,11 +101,17 @@ class Victim:
         return {"server": _resident(self.process.pid), "engine": _resident(self.engine_pid())}
 
     async def warm_up(self, draw: random.Random) -> None:
-        """Touch all of the pool, and everything that is loaded with the first request."""
+        """Touch all of the pool, and everything that stays in memory once it was needed.
+
+        The first grammar loads its library with a table of the vocabulary (60 MiB in the engine, whatever follows); the
+        first long prompt whose log-probabilities are wanted takes the largest logits that a step has (40 MiB).
+        """
         info = (await self.get("/server_info"))["model"]
         length = min(1024, info["context_length"] - 64, info["pool_tokens"] // 2)
         await asyncio.gather(*(self.generate(ids(draw, 40), 16) for _ in range(32)))
         await asyncio.gather(*(self.generate(ids(draw, length), 8) for _ in range(info["pool_tokens"] // length + 1)))
+        await self.post("/generate", text="x", sampling_params={"max_new_tokens": 2, "regex": "[a-z]+"})
+        await self.generate(ids(draw, length), 1, return_logprob=True, logprob_start_len=0, top_logprobs_num=2)
 
     async def problems(self, before: dict[str, float] | None = None) -> list[str]:
         """What is wrong once nothing runs any more: lost pages, locked nodes, grown memory, no answer."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from runtime.decoding.fast_dllm import by_factor, by_threshold
+from runtime.decoding.sampling import BadLogits
 from runtime.diffusion_params import DiffusionParams
 from runtime.models.diffusion import DiffusionSpec
 from runtime.sampling_params import SamplingParams
@@ -82,12 +83,18 @@ class Denoiser:
 
         Args:
             logits: float32 [n, vocab], of the `candidates`; overwritten.
+
+        Raises:
+            BadLogits: if a row has a value that is no finite number and could be chosen.
         """
         positions = self.candidates()
         logits[:, self.spec.mask_token_id] = -math.inf
         if self._bias is not None:
             logits.index_add_(1, self._bias[0], self._bias[1].expand(len(logits), -1))
         tokens, confidence = self._choose(logits)
+        # One such value makes all probabilities of its row no numbers.
+        if not bool(confidence.isfinite().all()):
+            raise BadLogits
         decided = self._select(confidence).cpu().numpy()
         self.tokens[positions[decided]] = tokens.cpu().numpy()[decided]
         self._undecided[positions[decided]] = False

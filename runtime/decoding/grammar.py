@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from runtime.errors import InvalidRequest, RametError
+from runtime.json_text import parse_json
 from runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ def _source(params: SamplingParams) -> str | None:
     if params.json_schema is None:
         return None
     try:
-        schema = json.loads(params.json_schema)
+        schema = parse_json(params.json_schema)
         if not isinstance(schema, dict):
             raise ValueError
-    except (ValueError, RecursionError):
+    except ValueError:
         raise InvalidRequest("json_schema must be the text of a JSON object", param="json_schema") from None
     return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
 
@@ -75,10 +75,10 @@ class Grammar:
         self._matcher = matcher
 
     def forbidden(self, vocab_size: int) -> np.ndarray:
-        """Which tokens may not follow, bool [vocab]. Raises RametError if the grammar has grown beyond its limits."""
+        """Which tokens may not follow, bool [vocab]. Raises InvalidRequest at a dead end or a limit."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise RametError(f"the grammar cannot be followed further: {_first_line(self._matcher.get_error())}")
+            raise InvalidRequest(f"the grammar cannot be followed further: {_first_line(self._matcher.get_error())}")
         return np.unpackbits(bits, bitorder="little", count=vocab_size) == 0
 
     def accept(self, token: int) -> None:
@@ -107,18 +107,18 @@ class GrammarCompiler:
         self._eos = eos
         self._timeout_s = timeout_s
         self._tokenizer: LLTokenizer | None = None
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self._pool: ThreadPoolExecutor | None = None
         self._open: dict[str, tuple[Future[LLMatcher], float]] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def start(self, rid: str, params: SamplingParams) -> None:
-        """Begin to compile what a request asks for."""
+    def start(self, rid: str, params: SamplingParams, tenant: str = "") -> None:
+        """Begin to compile what a request asks for; what is kept of it serves its tenant alone, as the time tells."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "ramet-grammar")
-        self._open[rid] = (self._pool.submit(self._compile, params), time.monotonic() + self._timeout_s)
+        self._open[rid] = (self._pool.submit(self._compile, params, tenant), time.monotonic() + self._timeout_s)
 
     def cancel(self, rid: str) -> bool:
         """Forget a request; False if it is none of those that are being compiled."""
@@ -148,14 +148,15 @@ class GrammarCompiler:
             return InvalidRequest(f"the grammar cannot be followed: {_first_line(matcher.get_error())}")
         return Grammar(matcher)
 
-    def _compile(self, params: SamplingParams) -> LLMatcher:
+    def _compile(self, params: SamplingParams, tenant: str) -> LLMatcher:
         source = _source(params)
         assert source is not None
+        key = (tenant, source)
         if self._tokenizer is None:
             self._tokenizer = LLTokenizer(self._load_tokenizer(), n_vocab=self._vocab_size, eos_token=self._eos)
-        if source not in self._kept:
-            self._kept[source] = LLMatcher(self._tokenizer, source, limits=_LIMITS, log_level=0)
+        if key not in self._kept:
+            self._kept[key] = LLMatcher(self._tokenizer, source, limits=_LIMITS, log_level=0)
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-        self._kept.move_to_end(source)
-        return self._kept[source].deep_copy()
+        self._kept.move_to_end(key)
+        return self._kept[key].deep_copy()

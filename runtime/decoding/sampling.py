@@ -15,6 +15,9 @@ from runtime.sampling_params import SamplingParams
 
 log = logging.getLogger("ramet.engine")
 
+# Below it the quotient leaves float32; the most likely token is certain long before.
+_LEAST_TEMPERATURE = 1e-4
+
 
 class BadLogits(RametError):
     """The model computed something that is no number."""
@@ -151,7 +154,7 @@ class Sampler:
 
 def filter_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """The distribution [vocab] after temperature, then top-k, top-p and min-p; dropped tokens have probability 0."""
-    probs = (logits / params.temperature).softmax(-1)
+    probs = (logits / max(params.temperature, _LEAST_TEMPERATURE)).softmax(-1)
     if 0 < params.top_k < len(probs):
         values, tokens = probs.topk(params.top_k)
         probs = torch.zeros_like(probs).scatter_(0, tokens, values)

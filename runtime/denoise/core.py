@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from array import array
 from collections.abc import Mapping
@@ -15,15 +16,19 @@ from runtime.batch import ForwardBatch
 from runtime.config import Config
 from runtime.core import EngineCore
 from runtime.decoding.diffusion import Denoiser
+from runtime.decoding.sampling import BadLogits
 from runtime.denoise.request import DenoiseRequest, DenoiseWork
 from runtime.denoise.scheduler import DenoiseScheduler
 from runtime.diffusion_params import DiffusionParams
+from runtime.errors import RametError
 from runtime.kv.encodings import Encodings
 from runtime.protocol import AddPin, AddRequest, DiffusionInfo, Finish, Inbound, Outbound, TokenEvent
 from runtime.reuse.bicache import plan_denoise
 from runtime.reuse.boundaries import BoundaryStore
 from runtime.reuse.depth import choose_table
 from runtime.sampling_params import SamplingParams
+
+log = logging.getLogger("ramet.engine")
 
 
 class DiffusionCore(EngineCore):
@@ -47,7 +52,8 @@ class DiffusionCore(EngineCore):
         self.info.diffusion = DiffusionInfo(
             self.diffusion.mask_token_id, self.diffusion.algorithm, spec.num_layers, self.table.version
         )
-        self.counters |= {"encoded_prefixes": 0, "denoise_steps": 0, "refreshes": 0, "row_layers": 0}
+        counted = ("encoded_prefixes", "partial_matches", "denoise_steps", "refreshes", "row_layers")
+        self.counters |= dict.fromkeys(counted, 0)
 
     def handle(self, message: Inbound) -> Outbound | None:
         """Take a message; what is to be answered at once, if anything."""
@@ -66,6 +72,9 @@ class DiffusionCore(EngineCore):
         params = DiffusionParams.model_construct(**(message.diffusion or {}))
         if params.reuse is None:
             params.reuse = self.config.diffusion.bicache
+        if params.partial is None:
+            # A declared prefix is meant to be encoded.
+            params.partial = self.config.diffusion.partial_matches and params.prefix_tokens is None
         eos = () if sampling.ignore_eos else self.info.eos_token_ids
         self._sequence += 1
         generator = torch.Generator(self.executor.device)
@@ -128,14 +137,34 @@ class DiffusionCore(EngineCore):
             request.refreshed_at = request.num_steps
             request.refreshes += 1
             self.counters["refreshes"] += 1
+        self.counters["partial_matches"] += request.is_partial and not request.num_steps
         request.num_steps += 1
         self.counters["denoise_steps"] += 1
         wanted = logits[item.logits]
         if item.unprompted_rows:
             unprompted = logits[item.unprompted_logits]
             wanted = unprompted + (request.params.cfg_scale + 1) * (wanted - unprompted)
-        request.denoiser.commit(wanted)
-        return self._report(request)
+        error = self._decide(request, wanted)
+        if error is None:
+            return self._report(request)
+        event = self._fail(request, error)
+        if isinstance(error, BadLogits):
+            self.counters["bad_logits"] += 1
+            # What it shared may be where they come from: the next request shall not find it.
+            self.encodings.forget(request)
+            self.boundaries.discard(request.encoding)
+        return event
+
+    def _decide(self, request: DenoiseRequest, logits: torch.Tensor) -> RametError | None:
+        """Let a request decide some positions; what stood in the way of that, which concerns it alone."""
+        try:
+            request.denoiser.commit(logits)
+        except BadLogits as error:
+            return error
+        except Exception as error:
+            log.exception("no token could be chosen for request %s", request.rid)
+            return RametError(f"no token could be chosen: {type(error).__name__}")
+        return None
 
     def _keep_boundary(self, request: DenoiseRequest, states: torch.Tensor) -> torch.Tensor | None:
         """For other requests, and for this one's next refresh; not at all where there is no memory for it."""

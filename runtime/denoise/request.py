@@ -25,7 +25,8 @@ class DenoiseRequest(Request):
         denoiser: the canvas.
         params: how it is denoised, filled.
         interval: steps between two refreshes of the prefix.
-        prefix_len: shared leading positions, whole pages; 0: none. Set at admission, as the next two.
+        prefix_len: shared leading positions, whole pages; 0: none. Set at admission, as the next three.
+        encoded_len: tokens that were encoded together with them; more than `prefix_len` where part of it matches.
         depth: layers in which they are reused.
         encoding: the tree's namespace of the prefix; empty without reuse.
         is_encoding: whether the next step encodes the prefix alone.
@@ -40,6 +41,7 @@ class DenoiseRequest(Request):
     params: DiffusionParams
     interval: int
     prefix_len: int = 0
+    encoded_len: int = 0
     depth: int = 0
     encoding: str = ""
     is_encoding: bool = False
@@ -61,9 +63,21 @@ class DenoiseRequest(Request):
         return self.num_sent
 
     @property
+    def phase(self) -> str:
+        """What it is at, for people."""
+        if not self.pages:
+            return "waiting"
+        return "encode" if self.is_encoding else "denoise"
+
+    @property
     def prefix_ratio(self) -> float:
         """The shared prefix's share of the canvas."""
         return self.prefix_len / self.length
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether what it shares is the beginning of a longer encoding."""
+        return bool(self.encoding) and self.encoded_len > self.prefix_len
 
     @property
     def num_canvases(self) -> int:
@@ -97,6 +111,7 @@ class DenoiseRequest(Request):
         """What the response says of the reuse."""
         return {
             "shallow_depth": self.depth if self.encoding else 0,
+            "encoded_tokens": self.encoded_len if self.encoding else 0,
             "refreshes": self.refreshes,
             "prefix_ratio": round(self.prefix_ratio, 4),
             "denoise_steps": self.num_steps,

@@ -6,7 +6,7 @@ from itertools import count, islice
 
 from runtime.config import SchedulerConfig
 from runtime.denoise.request import DenoiseRequest, DenoiseWork
-from runtime.kv.encodings import Encodings
+from runtime.kv.encodings import Encodings, Part
 from runtime.request import Request
 from runtime.reuse.boundaries import BoundaryStore
 from runtime.reuse.depth import DepthTable
@@ -35,7 +35,9 @@ class DenoiseScheduler:
         self.step_tokens = config.step_tokens or step_tokens
         self.encodings, self.cache = encodings, encodings.cache
         self.table, self.boundaries, self.num_layers = table, boundaries, num_layers
-        self.waiting = Waiting(config.schedule_policy, config.overtake_share, self.cache.page_size, self._matched)
+        self.waiting = Waiting(
+            config.schedule_policy, config.overtake_share, self.step_tokens, self.cache.page_size, self._matched
+        )
         self.running: list[DenoiseRequest] = []
         self.num_retracted = 0
         self._turns = count(1)
@@ -83,7 +85,7 @@ class DenoiseScheduler:
                 return
             if request.is_encoding:
                 encoding.add(request.encoding)
-            request.boundary = self.boundaries.get(request.encoding, request.depth)
+            request.boundary = self.boundaries.get(request.encoding, request.prefix_len, request.depth)
             request.cached_tokens = request.num_tree_pages * self.cache.page_size
             self.waiting.admit(request, self._scarce())
             self.running.append(request)
@@ -98,16 +100,30 @@ class DenoiseScheduler:
         Whole pages are shared. The row that the first mask is read from is never part of it: the head runs on what is
         computed at every step.
         """
-        request.prefix_len = length = self._prefix(request)
-        page_size, params = self.cache.page_size, request.params
+        shared = self._prefix(request)
+        shared = self._part(request, shared) or shared
         private = self.cache.pages_for(request.length) * request.num_canvases
-        if length // page_size + private > self.cache.pool.num_pages:
-            request.prefix_len = length = 0
-        depth = self.table.depth(request.prefix_ratio) if params.depth is None else params.depth
-        request.depth = min(depth, self.num_layers) if length else 0
-        request.encoding = Encodings.namespace(request.namespace, request.key(length)) if request.depth else ""
+        if self.cache.pages_for(shared.length) + private > self.cache.pool.num_pages:
+            shared = Part("", 0, 0)
+        request.prefix_len, request.encoded_len = shared.length, shared.encoded
+        request.depth = self._depth(request, shared)
+        request.encoding = shared.encoding if request.depth else ""
 
-    def _prefix(self, request: DenoiseRequest) -> int:
+    def _depth(self, request: DenoiseRequest, shared: Part) -> int:
+        if not shared.length:
+            return 0
+        depth = request.params.depth
+        if depth is None:
+            depth = self.table.partial_depth(shared.length / request.length, shared.length / shared.encoded)
+        return min(depth, self.num_layers)
+
+    def _prefix(self, request: DenoiseRequest) -> Part:
+        """What is declared, encoded or not, or what is found to be encoded; as a whole."""
+        length = self._prefix_length(request)
+        encoding = Encodings.namespace(request.namespace, request.key(length)) if length else ""
+        return Part(encoding, length, length)
+
+    def _prefix_length(self, request: DenoiseRequest) -> int:
         if not (request.params.reuse and self.cache.enabled):
             return 0
         limit = request.prompt_len - request.denoiser.spec.logits_shift
@@ -115,6 +131,25 @@ class DenoiseScheduler:
         if declared is None:
             return self.encodings.discover(request.tokens, request.namespace, limit)
         return min(declared, limit) // self.cache.page_size * self.cache.page_size
+
+    def _part(self, request: DenoiseRequest, whole: Part) -> Part | None:
+        """The beginning of another encoding, where that is wanted and goes further than what the tree has as a whole.
+
+        None where the table was not measured for that.
+        """
+        params = request.params
+        if not (params.reuse and params.partial and self.cache.enabled):
+            return None
+        limit = request.prompt_len - request.denoiser.spec.logits_shift
+        has_whole = whole.length and self.encodings.match(request.key(whole.length), whole.encoding)
+        if params.prefix_tokens is not None:
+            if has_whole:
+                return None
+            limit = min(limit, params.prefix_tokens)
+        part = self.encodings.part(request.tokens, request.namespace, limit)
+        if part is None or (has_whole and part.length <= whole.length):
+            return None
+        return part if self._depth(request, part) else None
 
     def _matched(self, request: Request) -> int:
         """Tokens of a waiting request that the tree has."""

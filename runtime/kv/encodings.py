@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from dataclasses import dataclass
 
-from radix import Match, ShallowMeta
+from radix import Match, ShallowMeta, path
 from radix.node import TOKEN_BYTES
 from runtime.denoise.request import DenoiseRequest
 from runtime.kv.cache import PagedCache
+from runtime.kv.encoded_index import EncodedIndex
 
 # Encodings that are remembered beyond those that the tree has, before those are looked up that it lost.
 _SLACK = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The beginning of an encoded prefix.
+
+    Attributes:
+        encoding: its namespace in the tree.
+        length: tokens of the beginning.
+        encoded: tokens that were encoded together.
+    """
+
+    encoding: str
+    length: int
+    encoded: int
 
 
 class Encodings:
@@ -26,6 +43,7 @@ class Encodings:
         self.cache = cache
         self._known: dict[str, dict[int, set[str]]] = {}
         self._num_known = 0
+        self._index = EncodedIndex()
 
     @staticmethod
     def namespace(base: str, key: bytes) -> str:
@@ -57,6 +75,20 @@ class Encodings:
             known[length].discard(encoding)
             self._num_known -= 1
         return 0
+
+    def part(self, tokens: array[int], base: str, limit: int) -> Part | None:
+        """The encoding of which `tokens[:limit]` has most whole pages in the tree; None if there is no page."""
+        key, best = tokens[:limit].tobytes(), None
+        for whole, encoding in self._index.neighbours(base, key):
+            found = self.cache.tree.match(key, encoding)
+            meta = self.cache.tree.shallow(found)
+            length = len(found.pages) * self.cache.page_size
+            if meta is None:
+                if not self.cache.tree.match(whole, encoding).pages:
+                    self._index.discard(base, whole, encoding)
+            elif best is None or length > best.length:
+                best = Part(encoding, length, meta.encoded_tokens)
+        return best
 
     def admit(self, request: DenoiseRequest) -> bool:
         """Give a request the tree's pages of its prefix, if they are there, and private ones for the rest.
@@ -98,11 +130,20 @@ class Encodings:
         request.is_encoding = False
         self._remember(request)
 
+    def forget(self, request: DenoiseRequest) -> None:
+        """Drop the encoding that a request shared, unless it is pinned or another live request reads it."""
+        if not request.encoding:
+            return
+        found = self.cache.tree.match(request.key(request.prefix_len), request.encoding)
+        for top in list(path(found.node))[-1:]:
+            self.cache.drop(top)
+
     def _remember(self, request: DenoiseRequest) -> None:
         lengths = self._known.setdefault(request.namespace, {})
         encodings = lengths.setdefault(request.prefix_len, set())
         self._num_known += request.encoding not in encodings
         encodings.add(request.encoding)
+        self._index.add(request.namespace, request.key(request.prefix_len), request.encoding)
         there = {namespace for namespace, _ in self.cache.tree.roots()} if self._is_full() else None
         if there is not None:
             self._forget(there)
@@ -117,4 +158,5 @@ class Encodings:
             for base, lengths in self._known.items()
         }
         self._known = {base: lengths for base, lengths in kept.items() if lengths}
+        self._index.keep(there)
         self._num_known = sum(len(e) for lengths in self._known.values() for e in lengths.values())

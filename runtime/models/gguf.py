@@ -224,7 +224,7 @@ def _write_tensors(path: Path, tensors: dict[str, Any], config: dict[str, Any], 
             data = _values(path, tensor).reshape(_shape(tensor))
             if architecture == "llama" and (module := name.split(".")[-2]) in heads:
                 data = _unpermute(data, heads[module])
-            np.ascontiguousarray(data).tofile(file)
+            file.write(np.ascontiguousarray(data).data)
 
 
 def _stored(tensor: Any) -> tuple[str, int]:
@@ -265,7 +265,8 @@ def _write_tokenizer(path: Path, metadata: dict[str, Any], work: Path) -> None:
     from runtime.models.gguf_tokenizer import build_tokenizer
 
     fast, settings = build_tokenizer(path, metadata)
-    fast.save(str(work / "tokenizer.json"))
+    # The library's own way to save has no OSError for a full disk.
+    (work / "tokenizer.json").write_text(fast.to_str(pretty=True), encoding="utf-8")
     _write_json(work / "tokenizer_config.json", settings)
 
 

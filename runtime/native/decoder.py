@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from runtime.batch import ForwardBatch, HiddenRows
+from runtime.errors import ModelError
 from runtime.kv.pool import KVPool
 from runtime.models import llama
 from runtime.native import library as c
@@ -41,10 +42,12 @@ class PackedWeights:
         self._kept: list[torch.Tensor] = []
         self._finalizer = weakref.finalize(self, library.free, self._next, num_bytes)
 
-    def add(self, weight: torch.Tensor, bias: torch.Tensor | None = None, paired: bool = False) -> c.Matrix:
-        """Pack a weight [n, k], float32 or bfloat16, with its bias [n]; `paired`: gate over up."""
-        library, weight = self.team.library, weight.contiguous()
-        matrix = describe(weight, paired)
+    def add(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, paired: bool = False, int8: bool = False
+    ) -> c.Matrix:
+        """Pack a weight [n, k], float32 or bfloat16, with its bias [n]; `paired`: gate over up; `int8`: in 8 bits."""
+        library, weight = self.team.library, (weight.float() if int8 else weight).contiguous()
+        matrix = describe(weight, paired, int8)
         matrix.data = self._next
         self._next += packed_bytes(library, matrix)
         assert self._next <= self._end
@@ -62,10 +65,10 @@ class PackedWeights:
         return tensor.data_ptr()
 
 
-def describe(weight: torch.Tensor, paired: bool = False) -> c.Matrix:
+def describe(weight: torch.Tensor, paired: bool = False, int8: bool = False) -> c.Matrix:
     """A matrix like a weight [n, k], not packed yet."""
     n, k = weight.shape
-    return c.Matrix(n=n, k=k, is_bf16=weight.dtype == torch.bfloat16, is_paired=paired)
+    return c.Matrix(n=n, k=k, storage=2 if int8 else int(weight.dtype == torch.bfloat16), is_paired=paired)
 
 
 def packed_bytes(library: Library, matrix: c.Matrix) -> int:
@@ -77,19 +80,29 @@ class NativeDecoder:
     """The decoder stack and head over a paged pool on the CPU.
 
     Weights and pool are float32 or bfloat16 as given; all arithmetic is float32, except that `avx512bf16` rounds
-    activations to bfloat16 where it multiplies them with bfloat16 weights.
+    activations to bfloat16 where it multiplies them with bfloat16 weights, and that `int8` rounds weights and the
+    activations that meet them to 8 bits, with a scale for each 64 of a row.
 
     Attributes:
         name: `native-` and the instruction set.
     """
 
-    def __init__(self, library: Library, model: llama.LlamaModel, pool: KVPool, threads: int):
-        """Pack the weights of `model`, which loses them on the way, so that no copy stays. Raises MemoryError."""
-        self.name = f"native-{library.isa}"
-        self.library = library
+    def __init__(
+        self, library: Library, model: llama.LlamaModel, pool: KVPool, threads: int, int8: bool = False
+    ) -> None:
+        """Pack the weights of `model`, which loses them on the way, so that no copy stays.
+
+        Raises:
+            MemoryError: they do not fit.
+            ModelError: `int8` on a processor without AVX-512 VNNI.
+        """
+        if int8 and not library.has_int8():
+            raise ModelError("--quantization int8 needs a processor with AVX-512 VNNI")
+        self.name = f"native-{library.isa}" + ("-int8" if int8 else "")
+        self.library, self._int8 = library, int8
         self.spec, self.rope, self.pool = model.spec, model.rope, pool
         self.team = Team(library, threads)
-        self._weights = PackedWeights(self.team, _model_bytes(library, model))
+        self._weights = PackedWeights(self.team, _model_bytes(library, model, int8))
         self._layers = (c.Layer * self.spec.num_layers)()
         for index in range(self.spec.num_layers):
             self._layers[index] = self._pack_layer(model.layers[index], index)
@@ -108,10 +121,10 @@ class NativeDecoder:
             post_norm=self._norm(layer.post_norm),
             q_norm=self._norm(layer.q_norm),
             k_norm=self._norm(layer.k_norm),
-            qkv=pack.add(layer.qkv, layer.qkv_bias),
-            o=pack.add(layer.o, layer.o_bias),
-            gate_up=pack.add(layer.gate_up, layer.gate_up_bias, paired=True),
-            down=pack.add(layer.down, layer.down_bias),
+            qkv=pack.add(layer.qkv, layer.qkv_bias, int8=self._int8),
+            o=pack.add(layer.o, layer.o_bias, int8=self._int8),
+            gate_up=pack.add(layer.gate_up, layer.gate_up_bias, paired=True, int8=self._int8),
+            down=pack.add(layer.down, layer.down_bias, int8=self._int8),
             kv=c.LayerKV(k=k.data_ptr(), v=v.data_ptr()),
         )
 
@@ -135,9 +148,10 @@ class NativeDecoder:
             ),
             layers=self._layers,
             norm=self._norm(model.norm),
-            head=self._weights.add(model.head),
+            head=self._weights.add(model.head, int8=self._int8),
             # A tied embedding is read out of the packed head.
             embedding=None if spec.tie_embeddings else self._weights.keep(model.embedding),
+            embedding_is_bf16=model.embedding.dtype == torch.bfloat16,
         )
 
     @torch.inference_mode()
@@ -199,8 +213,8 @@ class NativeDecoder:
         return out
 
 
-def _model_bytes(library: Library, model: llama.LlamaModel) -> int:
+def _model_bytes(library: Library, model: llama.LlamaModel, int8: bool) -> int:
     weights = [(model.head, False)]
     for layer in model.layers:
         weights += [(layer.qkv, False), (layer.o, False), (layer.gate_up, True), (layer.down, False)]
-    return sum(packed_bytes(library, describe(weight, paired)) for weight, paired in weights)
+    return sum(packed_bytes(library, describe(weight, paired, int8)) for weight, paired in weights)

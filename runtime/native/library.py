@@ -9,10 +9,10 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 # Best first. Each is a library of its own, made from the same sources under other compiler flags.
-ISAS = ("avx512bf16", "avx512", "avx2")
+ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2")
 
 # What `ramet_interface` of a library for these declarations says.
-_INTERFACE = 2
+_INTERFACE = 3
 
 
 def _fields(integers: str = "", pointers: str = "") -> list[tuple[str, type]]:
@@ -22,7 +22,7 @@ def _fields(integers: str = "", pointers: str = "") -> list[tuple[str, type]]:
 class Matrix(Structure):
     """Packed weights [n, k]; see `src/matrix.h`."""
 
-    _fields_ = (("data", c_void_p), ("bias", c_void_p), *_fields("n k is_bf16 is_paired"))
+    _fields_ = (("data", c_void_p), ("bias", c_void_p), *_fields("n k storage is_paired"))
 
 
 class Product(Structure):
@@ -74,7 +74,7 @@ class Model(Structure):
     _fields_ = (
         *_fields("hidden inner vocab num_layers"),
         *(("eps", c_float), ("shape", Shape), ("layers", POINTER(Layer)), ("norm", c_void_p)),
-        *(("head", Matrix), ("embedding", c_void_p)),
+        *(("head", Matrix), ("embedding", c_void_p), ("embedding_is_bf16", c_int64)),
     )
 
 
@@ -109,6 +109,7 @@ class Step(Structure):
 _INTO_LIBRARY: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "interface": (c_int64, ()),
     "supported": (c_int64, ()),
+    "has_int8": (c_int64, ()),
     "team_create": (c_void_p, (c_int64,)),
     "team_destroy": (None, (c_void_p,)),
     "allocate": (c_void_p, (c_int64,)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -59,6 +60,8 @@ def profile(config: Config, settings: ProfileSettings, arguments: argparse.Names
         raise ModelError(f"{spec.architecture} is no diffusion model: its prefixes are reused in all layers")
     if settings.length > spec.context_length:
         raise ModelError(f"--length is {settings.length}; the model's context is {spec.context_length}")
+    if settings.longest_encoding > spec.context_length:
+        raise ModelError(f"--kept makes encodings of {settings.longest_encoding}; the context is {spec.context_length}")
     tokenizer = Tokenizer.load(path)
     prefix = _read(arguments.prefix)
     prompts = [line for line in _read(arguments.prompts).splitlines() if line.strip()]
@@ -67,7 +70,8 @@ def profile(config: Config, settings: ProfileSettings, arguments: argparse.Names
         arguments.out.with_name(arguments.out.name + ".partial"),
         header(spec, settings, arguments.prefix, arguments.prompts),
     )
-    cache = config.cache.model_copy(update={"page_size": 1, "pool_tokens": 4 * settings.length})
+    room = 2 * settings.length + settings.longest_encoding
+    cache = config.cache.model_copy(update={"page_size": 1, "pool_tokens": room})
     probe = Probe(Executor(config.model_copy(update={"cache": cache}), path))
     try:
         table = Profiler(probe, samples, settings, records).run()
@@ -76,10 +80,16 @@ def profile(config: Config, settings: ProfileSettings, arguments: argparse.Names
     arguments.out.write_text(json.dumps(table) + "\n", encoding="utf-8")
     draw_heat_map(table, arguments.plot or arguments.out.with_suffix(".png"))
     records.remove()
-    print("ratio %  cosine  table")
+    _print(table, "")
+    for kept, part in table["truncated"].items():
+        _print(part, f"  where {kept} % of an encoding match")
+    return 0
+
+
+def _print(table: dict[str, Any], title: str) -> None:
+    print(f"ratio %  cosine  table{title}")
     for ratio, depth in table["depths"].items():
         print(f"{ratio:7}  {table['depths_cosine'][ratio]:6}  {depth:5}")
-    return 0
 
 
 def _read(path: Path | None) -> str:

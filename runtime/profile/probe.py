@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,10 +22,10 @@ _GREEDY = SamplingParams(temperature=0)
 
 
 class Probe:
-    """Samples on an executor whose pool has pages of one token and room for four canvases.
+    """Samples on an executor whose pool has pages of one token and room for an encoding and two canvases.
 
-    The prefix is encoded alone into the first rows of the pool; the canvas with reuse follows, the one without reuse
-    has the second half.
+    The prefix, with what followed it then, is encoded alone into the first rows of the pool; the canvas with reuse
+    follows, then the one without.
     """
 
     def __init__(self, executor: Executor):
@@ -42,7 +44,7 @@ class Probe:
         self._run(self._alone(sample))
         self._run(self._full(sample))
         n = len(sample.prefix)
-        pool, full = self.executor.pool, 2 * sample.length + n
+        pool, full = self.executor.pool, sample.encoded + sample.length
         found = []
         for layer in range(self.executor.spec.num_layers):
             alone, whole = (
@@ -87,24 +89,24 @@ class Probe:
         return self.executor.run(batch)
 
     def _alone(self, sample: Sample) -> DenoiseRequest:
-        request = self._reusing(sample, 1)
+        whole = replace(sample, prefix=[*sample.prefix, *sample.lost], lost=())
+        request = self._reusing(whole, 1)
         request.is_encoding = True
         return request
 
     def _reusing(self, sample: Sample, depth: int) -> DenoiseRequest:
-        n = len(sample.prefix)
-        request = self._request(sample, range(n + sample.length))
+        n, start = len(sample.prefix), sample.encoded
+        shared = range(n) if depth else range(0)
+        request = self._request(sample, [*shared, *range(start, start + sample.length)])
         request.prefix_len, request.depth = n, depth
         request.encoding = "prefix" if depth else ""
-        if not depth:
-            request.pages = request.pages[n:]
         return request
 
     def _full(self, sample: Sample) -> DenoiseRequest:
-        start = 2 * sample.length + len(sample.prefix)
+        start = sample.encoded + sample.length
         return self._request(sample, range(start, start + sample.length))
 
-    def _request(self, sample: Sample, pages: range) -> DenoiseRequest:
+    def _request(self, sample: Sample, pages: Iterable[int]) -> DenoiseRequest:
         """A request of one block, of whose masks each step decides one."""
         prompt = np.array([*sample.prefix, *sample.prompt], dtype=np.int64)
         params = DiffusionParams(gen_length=sample.gen_length, block_length=sample.gen_length)

@@ -26,76 +26,80 @@ class Profiler:
 
     def __init__(self, probe: Probe, samples: Samples, settings: ProfileSettings, records: Records):
         self.probe, self.samples, self.settings, self.records = probe, samples, settings, records
-        self._divergences: dict[int, dict[int, float]] = {}
 
     def run(self) -> dict[str, Any]:
         """Measure what `records` do not have yet; the table as a JSON object."""
-        settings = self.settings
-        total = len(settings.ratios) * settings.samples
-        with tqdm(total=total, desc="similarity", unit="request") as bar:
-            raw = {ratio: self._similarities(ratio, bar) for ratio in settings.ratios}
-        cosine = {ratio: paper_depth(rows, settings.threshold) for ratio, rows in raw.items()}
-        chosen = cosine
-        if settings.rule == "kl":
-            with tqdm(total=len(settings.ratios), desc="divergence", unit="ratio") as bar:
-                chosen = {ratio: self._calibrate(ratio, cosine[ratio], bar) for ratio in settings.ratios}
-        return self._table(raw, cosine, chosen)
+        settings, shares = self.settings, (100, *self.settings.kept)
+        cells = len(shares) * len(settings.ratios)
+        with tqdm(total=cells * settings.samples, desc="similarity", unit="request") as bar:
+            raw = {kept: {ratio: self._similarities(kept, ratio, bar) for ratio in settings.ratios} for kept in shares}
+        with tqdm(total=cells, desc="divergence", unit="ratio", disable=settings.rule != "kl") as bar:
+            whole, *truncated = (self._part(kept, raw[kept], bar) for kept in shares)
+        return {
+            "name": f"profiled, {settings.rule}",
+            "model": identity(self.probe.executor.spec),
+            "settings": settings.model_dump(),
+            **whole,
+            "truncated": dict(zip(settings.kept, truncated, strict=True)),
+        }
 
-    def _similarities(self, ratio: int, bar: tqdm) -> list[list[float]]:
+    def _similarities(self, kept: int, ratio: int, bar: tqdm) -> list[list[float]]:
         found = []
         for number in range(self.settings.samples):
-            value = self.records.get("similarity", ratio, number)
+            value = self.records.get("similarity", kept, ratio, number)
             if value is None:
-                value = self.probe.similarity(self.samples.sample(ratio, number), self.settings.per_token)
-                self.records.put(value, "similarity", ratio, number)
+                value = self.probe.similarity(self.samples.sample(ratio, number, kept), self.settings.per_token)
+                self.records.put(value, "similarity", kept, ratio, number)
             found.append(value)
             bar.update()
         return found
 
-    def _calibrate(self, ratio: int, depth: int, bar: tqdm) -> int:
-        """The largest depth up to `depth` within the bound, by bisection: divergence grows with depth.
+    def _part(self, kept: int, raw: dict[int, list[list[float]]], bar: tqdm) -> dict[str, Any]:
+        """Depths and measurements for encodings of which `kept` percent match."""
+        cosine = {ratio: paper_depth(rows, self.settings.threshold) for ratio, rows in raw.items()}
+        chosen, divergence = cosine, {}
+        if self.settings.rule == "kl":
+            found = {ratio: self._calibrate(kept, ratio, depth, bar) for ratio, depth in cosine.items()}
+            chosen = {ratio: depth for ratio, (depth, _) in found.items()}
+            divergence = {ratio: measured for ratio, (_, measured) in found.items()}
+        return {
+            # Below the smallest ratio the first layer is exact all the same.
+            "depths": {0: 1, **chosen},
+            "depths_cosine": {0: 1, **cosine},
+            "similarity": {ratio: np.mean(rows, axis=0).round(5).tolist() for ratio, rows in raw.items()},
+            "divergence": divergence,
+            "raw_similarity": {ratio: np.round(rows, 5).tolist() for ratio, rows in raw.items()},
+        }
 
-        Depth 1 is exact and needs no look.
+    def _calibrate(self, kept: int, ratio: int, depth: int, bar: tqdm) -> tuple[int, dict[int, float]]:
+        """The largest depth up to `depth` within the bound, by bisection, and what was measured by depth.
+
+        Divergence grows with depth. Depth 1 is exact and needs no look.
         """
         low, high = 1, depth + 1
+        measured: dict[int, float] = {}
         middle = depth
         while high - low > 1:
-            if self._divergence(ratio, middle) <= self.settings.kl_bound:
+            measured[middle] = self._divergence(kept, ratio, middle)
+            if measured[middle] <= self.settings.kl_bound:
                 low = middle
             else:
                 high = middle
             middle = (low + high) // 2
         bar.update()
-        return low
+        return low, measured
 
-    def _divergence(self, ratio: int, depth: int) -> float:
+    def _divergence(self, kept: int, ratio: int, depth: int) -> float:
         """The mean over samples."""
         settings, found = self.settings, []
         for number in range(min(settings.kl_samples, settings.samples)):
-            value = self.records.get("divergence", ratio, depth, number)
+            value = self.records.get("divergence", kept, ratio, depth, number)
             if value is None:
-                value = self.probe.divergence(self.samples.sample(ratio, number), depth, settings.kl_steps)
-                self.records.put(value, "divergence", ratio, depth, number)
+                sample = self.samples.sample(ratio, number, kept)
+                value = self.probe.divergence(sample, depth, settings.kl_steps)
+                self.records.put(value, "divergence", kept, ratio, depth, number)
             found.append(value)
-        mean = float(np.mean(found))
-        self._divergences.setdefault(ratio, {})[depth] = mean
-        return mean
-
-    def _table(
-        self, raw: dict[int, list[list[float]]], cosine: dict[int, int], chosen: dict[int, int]
-    ) -> dict[str, Any]:
-        settings = self.settings
-        return {
-            "name": f"profiled, {settings.rule}",
-            "model": identity(self.probe.executor.spec),
-            "settings": settings.model_dump(),
-            # Below the smallest ratio the first layer is exact all the same.
-            "depths": {0: 1, **chosen},
-            "depths_cosine": {0: 1, **cosine},
-            "similarity": {ratio: np.mean(rows, axis=0).round(5).tolist() for ratio, rows in raw.items()},
-            "divergence": self._divergences,
-            "raw_similarity": {ratio: np.round(rows, 5).tolist() for ratio, rows in raw.items()},
-        }
+        return float(np.mean(found))
 
 
 def paper_depth(similarities: list[list[float]], threshold: float) -> int:

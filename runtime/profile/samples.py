@@ -28,11 +28,20 @@ _TOPICS = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Token ids of one request: what is shared, what follows, and how many masks come after that."""
+    """Token ids of one request: what is shared, what follows, and how many masks come after that.
+
+    `lost` followed the prefix where it was encoded, and does not in this request.
+    """
 
     prefix: list[int]
     prompt: list[int]
     gen_length: int
+    lost: tuple[int, ...] = ()
+
+    @property
+    def encoded(self) -> int:
+        """Tokens that were encoded with the prefix, itself included."""
+        return len(self.prefix) + len(self.lost)
 
     @property
     def length(self) -> int:
@@ -68,17 +77,30 @@ class Samples:
         while len(self._prefix) < length:
             self._prefix += encode(_fill(draw, _RULES) + "\n")
 
-    def sample(self, ratio: int, number: int) -> Sample:
-        """Sample `number` with `ratio` percent of the canvas shared; one position at least is not."""
+    def sample(self, ratio: int, number: int, kept: int = 100) -> Sample:
+        """Sample `number` with `ratio` percent of the canvas shared; one position at least is not.
+
+        That is `kept` percent of what was encoded; the rest of it is other text.
+        """
         shared = min(max(round(self._length * ratio / 100), 1), self._length - 2)
         gen_length = max(min(self._gen_length, (self._length - shared) // 2), 1)
         wanted = self._length - shared - gen_length
         draw = random.Random(f"{self._seed}-{ratio}-{number}")
-        prompt: list[int] = []
-        while len(prompt) < wanted:
+        prompt = self._draw(draw, wanted)
+        lost = self._draw(draw, encoded_length(shared, kept) - shared)
+        return Sample(self._prefix[:shared], prompt, gen_length, tuple(lost))
+
+    def _draw(self, draw: random.Random, count: int) -> list[int]:
+        found: list[int] = []
+        while len(found) < count:
             text = draw.choice(self._prompts) if self._prompts else _fill(draw, _QUESTIONS)
-            prompt += self._encode(text + "\n")
-        return Sample(self._prefix[:shared], prompt[:wanted], gen_length)
+            found += self._encode(text + "\n")
+        return found[:count]
+
+
+def encoded_length(shared: int, kept: int) -> int:
+    """Tokens of the encoding of which `shared` tokens are `kept` percent."""
+    return -(-shared * 100 // kept)
 
 
 def _fill(draw: random.Random, patterns: Sequence[str]) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from runtime.profile.samples import encoded_length
 
 _RATIOS = [5, 10, 20, 30, 40, 50, 60, 70, 80, 85, 90, 95, 99]
 
@@ -15,6 +17,9 @@ class ProfileSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     ratios: list[int] = Field(_RATIOS, description="shared percent of a request, separated by commas")
+    kept: list[int] = Field(
+        [], description="also measure beginnings of encodings: percent that is left of them, separated by commas"
+    )
     samples: int = Field(32, ge=1, le=100_000, description="requests at each ratio (the paper takes 500)")
     length: int = Field(512, ge=8, description="tokens of a request: prefix, prompt and masks")
     gen_length: int = Field(64, ge=1, description="masks of a request, at most half of what is not shared")
@@ -26,14 +31,19 @@ class ProfileSettings(BaseModel):
     kl_steps: int = Field(2, ge=1, description="denoising steps at which it is")
     seed: int = Field(0, description="which prompts are drawn")
 
-    @field_validator("ratios", mode="before")
+    @field_validator("ratios", "kept", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return value.split(",") if isinstance(value, str) else value
 
-    @field_validator("ratios")
+    @field_validator("ratios", "kept")
     @classmethod
-    def _check(cls, value: list[int]) -> list[int]:
-        if not value or not all(1 <= ratio <= 99 for ratio in value):
-            raise ValueError("ratios are percentages of 1 to 99")
+    def _check(cls, value: list[int], info: ValidationInfo) -> list[int]:
+        if not all(1 <= share <= 99 for share in value) or (info.field_name == "ratios" and not value):
+            raise ValueError(f"{info.field_name} are percentages of 1 to 99")
         return sorted(set(value))
+
+    @property
+    def longest_encoding(self) -> int:
+        """Tokens of the longest prefix that is encoded."""
+        return encoded_length(self.length - 2, min(self.kept, default=100))

@@ -8,9 +8,9 @@ import torch
 
 
 class BoundaryStore:
-    """Boundary states by encoding and depth, the least recently used first to go.
+    """Boundary states by encoding, rows and depth, the least recently used first to go.
 
-    They depend on the prefix and the depth alone, so an entry never grows stale. One that is gone is computed again
+    They depend on these alone, so an entry never grows stale. One that is gone is computed again
     at the next refresh.
 
     Args:
@@ -20,24 +20,30 @@ class BoundaryStore:
     def __init__(self, max_bytes: int):
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._entries: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, int, int], torch.Tensor] = OrderedDict()
 
-    def get(self, encoding: str, depth: int) -> torch.Tensor | None:
-        """Float32 [prefix, hidden], or None."""
-        states = self._entries.get((encoding, depth))
+    def get(self, encoding: str, rows: int, depth: int) -> torch.Tensor | None:
+        """Float32 [rows, hidden], or None."""
+        states = self._entries.get((encoding, rows, depth))
         if states is not None:
-            self._entries.move_to_end((encoding, depth))
+            self._entries.move_to_end((encoding, rows, depth))
         return states
 
     def put(self, encoding: str, depth: int, states: torch.Tensor) -> None:
         """Keep states, if there is room for them at all."""
-        if (encoding, depth) in self._entries or states.nbytes > self.max_bytes:
+        key = (encoding, len(states), depth)
+        if key in self._entries or states.nbytes > self.max_bytes:
             return
-        self._entries[encoding, depth] = states
+        self._entries[key] = states
         self.num_bytes += states.nbytes
         while self.num_bytes > self.max_bytes:
             _, gone = self._entries.popitem(last=False)
             self.num_bytes -= gone.nbytes
+
+    def discard(self, encoding: str) -> None:
+        """Drop the states of an encoding, whatever the depth."""
+        for key in [key for key in self._entries if key[0] == encoding]:
+            self.num_bytes -= self._entries.pop(key).nbytes
 
     def clear(self) -> None:
         """Drop everything."""

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,33 +29,48 @@ class DepthTable:
         name: where the table comes from, for people.
         depths: by the shared prefix's share of prompt and output, in percent; the largest key that is not above counts.
         similarity: cosine similarity by layer, where it was measured, by the same keys.
+        truncated: such depths for the beginning of a longer encoding, by how much of it that is, in percent; the
+            largest key that is not above counts.
     """
 
     name: str
     depths: dict[int, int]
     similarity: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    truncated: dict[int, dict[int, int]] = field(default_factory=dict)
 
     @property
     def version(self) -> str:
         """Tells one table from another."""
-        digest = hashlib.blake2b(json.dumps(self.depths, sort_keys=True).encode(), digest_size=4)
+        measured = [self.depths, self.truncated] if self.truncated else self.depths
+        digest = hashlib.blake2b(json.dumps(measured, sort_keys=True).encode(), digest_size=4)
         return f"{self.name}#{digest.hexdigest()}"
 
     def depth(self, ratio: float) -> int:
         """The depth for a ratio of 0 to 1; 0 below the smallest key."""
-        key = self._key(ratio)
+        key = _at_most(self.depths, ratio)
         return 0 if key is None else self.depths[key]
+
+    def partial_depth(self, ratio: float, kept: float) -> int:
+        """The depth at a ratio for the first `kept` (0 to 1) of what was encoded; 0 if that was not measured."""
+        if kept >= 1:
+            return self.depth(ratio)
+        measured = _at_most(self.truncated, kept)
+        depths = {} if measured is None else self.truncated[measured]
+        key = _at_most(depths, ratio)
+        return 0 if key is None else depths[key]
 
     def similarity_at(self, ratio: float) -> tuple[float, ...] | None:
         """The measured similarity by layer for a ratio; None if there is none."""
-        key = self._key(ratio)
+        key = _at_most(self.depths, ratio)
         return None if key is None else self.similarity.get(key)
 
-    def _key(self, ratio: float) -> int | None:
-        keys = sorted(self.depths)
-        # 29 / 100 * 100 is a little less than 29.
-        at = bisect_right(keys, ratio * 100 + 1e-6)
-        return keys[at - 1] if at else None
+
+def _at_most(table: Mapping[int, object], share: float) -> int | None:
+    """The largest key, in percent, that is not above a share of 0 to 1."""
+    keys = sorted(table)
+    # 29 / 100 * 100 is a little less than 29.
+    at = bisect_right(keys, share * 100 + 1e-6)
+    return keys[at - 1] if at else None
 
 
 # The first layer's KV does not depend on anything else, so that reusing it is exact.
@@ -76,14 +92,19 @@ def _from_json(value: dict[str, Any], path: Path, spec: ModelSpec) -> DepthTable
     if value.get("model") != identity(spec):
         raise ModelError(f"the depth table {path} is for {value.get('model')}; the model is {identity(spec)}")
     try:
-        depths = {int(ratio): int(depth) for ratio, depth in value["depths"].items()}
+        depths = _depths(value)
+        truncated = {int(kept): _depths(part) for kept, part in (value.get("truncated") or {}).items()}
         similarity = {int(ratio): tuple(map(float, row)) for ratio, row in (value.get("similarity") or {}).items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"the depth table {path} cannot be read: {error}") from None
-    bad = [depth for depth in depths.values() if not 0 <= depth <= spec.num_layers]
-    if bad or not depths:
+    every = [depth for table in (depths, *truncated.values()) for depth in table.values()]
+    if not depths or not all(0 <= depth <= spec.num_layers for depth in every):
         raise ModelError(f"the depth table {path} must have depths of 0 to {spec.num_layers}")
-    return DepthTable(str(value.get("name") or path.name), depths, similarity)
+    return DepthTable(str(value.get("name") or path.name), depths, similarity, truncated)
+
+
+def _depths(value: dict[str, Any]) -> dict[int, int]:
+    return {int(ratio): int(depth) for ratio, depth in value["depths"].items()}
 
 
 def choose_table(given: Path | None, directory: Path, spec: ModelSpec) -> DepthTable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -111,6 +112,39 @@ def test_aborts_leave_nothing(deep_dir):
     driver.run()
     assert {rid: finish.type for rid, finish in driver.finish.items()} == {
         "0": "length", "1": "length", "2": "abort", "3": "abort", "4": "abort"}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("setting", [{}, {"sampling": {"temperature": 0.7, "seed": 1, "top_p": 0.9}}, {"cfg_scale": 1}])
+def test_logits_that_are_no_numbers_end_their_request_alone(any_dir, monkeypatch, value, setting):
+    """At a later step, with the error and the counter of causal models; what it shared is computed anew."""
+    plain, driver = DenoiseDriver(make_core(any_dir)), DenoiseDriver(make_core(any_dir))
+    same = {"gen_length": 8, "steps": 4, "depth": 2, **setting}
+    shared = PROMPTS[3][:32]
+    wanted = plain.one([*shared, 1], prefix_tokens=32, **same)
+    core, run, plan = driver.core, driver.core.executor.run, driver.core._plan
+    steps = []
+
+    def poisoned(batch):
+        logits = run(batch).clone()
+        for item in steps[-1]:
+            if item.request.rid == "bad" and item.request.num_steps == 2:
+                logits[item.logits.start, 7] = value
+        return logits
+
+    monkeypatch.setattr(core, "_plan", lambda work: steps.append(work) or plan(work))
+    monkeypatch.setattr(core.executor, "run", poisoned)
+    driver.denoise("bad", [*shared, 2], prefix_tokens=32, **same)
+    driver.denoise("sound", PROMPTS[2], **same)
+    driver.run()
+    assert max(map(len, steps)) == 2
+    assert driver.tokens["sound"] == plain.one(PROMPTS[2], **same)
+    assert driver.finish["bad"].type == "error"
+    assert "not finite" in driver.finish["bad"].message
+    state = core.state()
+    assert (state["bad_logits"], state["failed_requests"], state["pages_private"]) == (1, 1, 0)
+    assert state["tree_nodes"] == core.boundaries.num_bytes == 0
+    assert driver.one([*shared, 1], prefix_tokens=32, **same) == wanted
 
 
 @pytest.mark.parametrize("out_of_memory", [False, True])

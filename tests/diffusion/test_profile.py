@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from runtime.reuse.depth import NO_TABLE, DepthTable, choose_table, read_table
 from server.cli import main
 from tests.diffusion.driver import DenoiseDriver, make_core
 from tests.diffusion.models import EOS, MASK, save_tiny
-from tests.diffusion.reference import PlainBiCache
+from tests.diffusion.reference import PlainBiCache, PlainPartial
 
 draw = random.Random(11)
 SAMPLE = Sample([draw.randrange(EOS) for _ in range(37)], [draw.randrange(EOS) for _ in range(9)], 6)
@@ -65,6 +66,27 @@ def test_divergence_is_the_outputs(any_dir, any_plain):
     assert probe.divergence(SAMPLE, 4, 1) > 1e-3
 
 
+def test_beginnings_are_measured_as_they_are_served(any_dir, any_plain):
+    """Similarity and divergence where only a part of what was encoded matches."""
+    sample = replace(SAMPLE, lost=tuple(draw.randrange(EOS) for _ in range(40)))
+    tokens = sample.prefix + sample.prompt + [MASK] * sample.gen_length
+    encoded = any_plain.hidden([*sample.prefix, *sample.lost])[1]
+    flat = [
+        float(F.cosine_similarity(*(torch.cat((k[:37], v[:37])).flatten() for k, v in pair), dim=0))
+        for pair in zip(encoded, any_plain.hidden(tokens)[1], strict=True)
+    ]
+    probe = make_probe(any_dir)
+    assert probe.similarity(sample, per_token=False) == pytest.approx(flat, abs=1e-4)
+    assert flat[0] == pytest.approx(1)
+    without = any_plain.logits(tokens)[-sample.gen_length :].clamp_min(-1e4).log_softmax(-1)
+    for depth in (1, 2, 4):
+        partial = PlainPartial(any_plain, [*sample.prefix, *sample.lost], 37, depth, 1)
+        with_reuse = partial.logits(tokens)[-sample.gen_length :].clamp_min(-1e4).log_softmax(-1)
+        expected = float((without.exp() * (without - with_reuse)).sum(-1).mean())
+        assert probe.divergence(sample, depth, 1) == pytest.approx(expected, rel=1e-2, abs=1e-5)
+    assert probe.divergence(sample, 4, 1) != pytest.approx(probe.divergence(SAMPLE, 4, 1), rel=1e-2)
+
+
 def test_the_papers_rule():
     high, low = [1.0, 0.98, 0.99, 0.5, 0.99], [1.0, 0.98, 0.99, 0.99, 0.99]
     assert paper_depth([high], 0.97) == 3, "layers after the first that falls short do not count"
@@ -83,6 +105,11 @@ def test_samples_have_the_ratio_and_repeat():
         assert one == Samples(lambda text: list(text.encode()), "", [], 200, 32, seed=3).sample(ratio, 7)
         assert one.prefix == samples.sample(99, 0).prefix[: len(one.prefix)]
     assert samples.sample(50, 1).prompt != samples.sample(50, 2).prompt
+    for kept in (30, 75, 99):
+        part = samples.sample(50, 7, kept)
+        assert (part.prefix, part.prompt) == (samples.sample(50, 7).prefix, samples.sample(50, 7).prompt)
+        assert len(part.prefix) / part.encoded == pytest.approx(kept / 100, abs=0.01)
+        assert part.encoded <= ProfileSettings(length=200, kept=[kept]).longest_encoding
     given = Samples(lambda text: list(text.encode()), "Be brief.", ["Why?"], 200, 32, seed=3).sample(50, 0)
     assert bytes(given.prefix).startswith(b"Be brief.")
     assert set(bytes(given.prompt).split()) <= {b"Why?", b"Why", b"Wh", b"W"}
@@ -120,7 +147,7 @@ def test_an_interrupted_profile_goes_on(deep_dir, tmp_path):
     with pytest.raises(Interrupted):
         run(tmp_path / "parts", fail_after=5)
     with (tmp_path / "parts").open("a") as file:
-        file.write('["similarity/50/2", [0.0')  # cut off in the middle of a write
+        file.write('["similarity/100/50/2", [0.0')  # cut off in the middle of a write
     again, count = run(tmp_path / "parts")
     assert count == 2
     assert again == whole
@@ -145,16 +172,20 @@ def test_the_command_writes_a_table_that_the_engine_takes(default_model_dir, tmp
         "--length",
         "80",
     ]
-    assert main([*command, "--samples", "2", "--rule", "cosine", "--threshold", "0.5"]) == 0
+    assert main([*command, "--samples", "2", "--rule", "cosine", "--threshold", "0.5", "--kept", "50,80"]) == 0
+    assert "where 80 % of an encoding match" in capsys.readouterr().out
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "t.json.partial").exists()
     table = json.loads((tmp_path / "t.json").read_text())
     assert table["settings"]["threshold"] == 0.5
-    assert len(table["similarity"]["40"]) == 4
+    assert len(table["similarity"]["40"]) == len(table["truncated"]["50"]["similarity"]["40"]) == 4
     core = make_core(path, depth_table=tmp_path / "t.json")
     driver = DenoiseDriver(core)
     driver.one(list(range(100, 164)), gen_length=8, prefix_tokens=64)
     assert driver.report(driver.last())["shallow_depth"] == table["depths"]["80"]
+    driver.one([*range(100, 148), *range(7, 12)], gen_length=8, partial=True)
+    assert driver.report(driver.last())["encoded_tokens"] == 64
+    assert driver.report(driver.last())["shallow_depth"] == table["truncated"]["50"]["depths"]["40"]
     node = next(core.cache.tree.nodes())
     assert node.shallow.profile == core.table.version
     assert node.shallow.similarity == pytest.approx(table["similarity"]["80"])
@@ -168,6 +199,7 @@ def test_what_cannot_be_profiled(default_model_dir, tmp_path, capsys):
     assert "no diffusion model" in capsys.readouterr().err
     path = save_tiny("llada", tmp_path / "tiny", tokenizer_from=default_model_dir)
     assert main(["profile", "--model", str(path), *out, "--length", "1000"]) == 1
+    assert main(["profile", "--model", str(path), *out, "--length", "400", "--kept", "50"]) == 1
     assert main(["profile", "--model", str(path), *out, "--prompts", str(tmp_path / "none")]) == 1
     with pytest.raises(SystemExit):
         main(["profile", "--model", str(path), *out, "--ratios", "5,200"])

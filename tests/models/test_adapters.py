@@ -12,6 +12,7 @@ from runtime.errors import ModelError
 from runtime.models.adapters.merge import MASK_TOKEN_ID, merge_adapter
 from runtime.models.spec import ModelSpec
 from tests.diffusion.reference import PlainModel
+from tests.full_disk import little_room
 
 ABOUT = {"rank": "4", "alpha": "8"}
 
@@ -86,4 +87,12 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(trained, tiny_dir, tmp_
     (tmp_path / "wrong.safetensors").write_bytes(b"cut")
     with pytest.raises(ModelError, match="not an adapter of this model"):
         merge_adapter(tiny_dir, tmp_path / "wrong.safetensors", models, "merged")
+    assert not list(models.iterdir())
+
+
+def test_a_full_disk_leaves_nothing(adapter, tiny_dir, tmp_path):
+    models = tmp_path / "models"
+    models.mkdir()
+    with little_room(10_000), pytest.raises(ModelError, match=r"^cannot write .*/models/merged"):
+        merge_adapter(tiny_dir, adapter, models, "merged")
     assert not list(models.iterdir())

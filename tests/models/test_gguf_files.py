@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from runtime.errors import ModelError
-from runtime.models import gguf as converter
 from runtime.models.gguf import convert_gguf
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_weights
+from tests.full_disk import little_room
 
 HIDDEN, LAYERS, HEADS, TOKENS = 64, 2, 4, 260
 Kind = gguf.GGMLQuantizationType
@@ -122,15 +122,14 @@ def test_a_file_cut_anywhere(tmp_path, share):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_full_disk(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(converter, "_write_tensors", full)
+@pytest.mark.parametrize("room", [0, 100, 5_000, 60_000])
+def test_a_disk_that_is_full_at_some_point(tmp_path, room):
+    """The system itself refuses to write any file further: the first, config.json, the tokenizer, the tensors."""
     path = write(tmp_path / "m.gguf")
-    with pytest.raises(ModelError, match="No space left"):
+    with little_room(room), pytest.raises(ModelError, match=r"^cannot write .*/out: File too large$"):
         convert_gguf(path, tmp_path / "out")
-    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"], "nothing half-written stays"
+    load_weights(convert_gguf(path, tmp_path / "out"), ModelSpec.load(tmp_path / "out"), torch.float32)
 
 
 def test_several_processes_convert_at_once(tmp_path):

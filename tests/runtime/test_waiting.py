@@ -20,7 +20,7 @@ class Queue:
     def __init__(self, policy: str, overtake_share: float = 0.1):
         self.found: dict[int, int] = {}
         self.matched: list[str] = []
-        self.waiting = Waiting(policy, overtake_share, 1, self.match)
+        self.waiting = Waiting(policy, overtake_share, 2048, 1, self.match)
         self.sequence = count()
 
     def match(self, request: Request) -> int:
@@ -102,7 +102,7 @@ def test_balanced_overtakes_within_its_bound(scarce):
     for at in range(0, len(let_in), 50):
         before, mine = let_in[:at], let_in[at].sequence
         late, due = ([r for r in before if (r.sequence > mine) == side] for side in (True, False))
-        assert cost(late) <= cost(due) / 9 + 32_768
+        assert cost(late) <= cost(due) / 9 + 16 * 2048
         assert not scarce or len(late) <= len(due) / 9 + 4
 
 

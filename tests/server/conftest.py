@@ -17,6 +17,8 @@ import httpx
 import openai
 import pytest
 
+from tests.diffusion.models import save_tiny
+
 
 @dataclass
 class LiveServer:
@@ -112,6 +114,20 @@ def server(default_model_dir, tmp_path_factory) -> Iterator[LiveServer]:
     server.check_idle()
     assert stop(server) == 0
     assert "Traceback" not in log.read_text()
+
+
+@pytest.fixture(scope="session")
+def denoiser(default_model_dir, tmp_path_factory) -> Iterator[LiveServer]:
+    """A server of a small random LLaDA; its pages are checked at the end."""
+    directory = tmp_path_factory.mktemp("denoiser")
+    path = save_tiny("llada", directory / "tiny-llada", tokenizer_from=default_model_dir)
+    server = start(directory / "log", "--model", str(path), "--pool-tokens", "4096", "--debug-invariants")
+    yield server
+    server.check_idle()
+    assert stop(server) == 0
+    log = (directory / "log").read_text()
+    assert "Traceback" not in log
+    assert "there is no depth table for this model" in log
 
 
 @pytest.fixture

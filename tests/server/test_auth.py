@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import http.client
+import threading
+import time
+from types import SimpleNamespace
+
 import httpx
 import pytest
 
-from server.auth import ADMIN_PATHS, OWN_PATHS, BadKeys, Tenant, read_keys
+from runtime.config import Config
+from server.app import create_app
+from server.auth import BadKeys, Tenant, read_keys
 from tests.server.conftest import start, stop
 
 KEYS = {"alice": "alice-secret-key", "bob": "bob-secret-key", "root": "root-secret-key"}
@@ -40,32 +47,88 @@ def cached(answer: httpx.Response) -> int:
     return answer.json()["meta_info"]["cached_tokens"]
 
 
-def test_every_route_but_health_wants_a_key(ask):
-    routes = ask("root", "GET", "/openapi.json").json()["paths"]
-    assert len(routes) > 15
-    for path, methods in routes.items():
+# Who may ask for what, every route that there is: whoever adds one has to decide.
+OPEN = {"/health", "/ready", "/", "/dashboard"}
+ANY_KEY = {
+    *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}"),
+    *("/tokenize", "/detokenize", "/health_generate", "/model_info", "/get_model_info", "/cache/tree"),
+    *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
+}
+ADMIN = {
+    *("/cache/pin", "/cache/pins", "/cache/pins/{pin_id}", "/cache/nodes/{page}", "/cache/nodes/{page}/pin"),
+    *("/cache/stats", "/dashboard/events", "/server_info", "/get_server_info", "/metrics"),
+    *("/flush_cache", "/abort_request", "/pause", "/resume", "/shutdown"),
+}
+
+
+def test_every_route_has_its_guard(ask):
+    engine = SimpleNamespace(info=SimpleNamespace(name="x"))
+    routes = [(path, methods) for path, methods in flat(create_app(engine, Config(), []).routes)]
+    assert {path for path, _ in routes} == OPEN | ANY_KEY | ADMIN
+    for path, methods in routes:
         for method in methods:
-            answer = ask(None, method.upper(), path)
-            if path == "/health":
-                assert answer.status_code == 200
+            where = (method, path.replace("{page}", "1"))
+            if path in OPEN:
+                assert ask(None, *where).status_code in (200, 405), path
                 continue
-            assert answer.status_code == 401, path
-            assert answer.json()["error"]["type"] == "authentication_error"
-            assert answer.headers["www-authenticate"] == "Bearer"
-            assert ask("wrong-key-of-some-length", method.upper(), path).status_code == 401
-    for path in ("/docs", "/openapi.json", "/no/such/route"):
-        assert ask(None, "GET", path).status_code == 401
-
-
-def test_admin_routes_want_an_admin(ask):
-    routes = ask("root", "GET", "/openapi.json").json()["paths"]
-    admin = [(m.upper(), p) for p, methods in routes.items() for m in methods if p.startswith(ADMIN_PATHS)]
-    assert {"/cache/pin", "/flush_cache", "/abort_request", "/server_info", "/metrics"} <= {path for _, path in admin}
-    for method, path in [(m, p) for m, p in admin if p not in OWN_PATHS]:
-        answer = ask("alice", method, path)
-        assert answer.status_code == 403, path
-        assert answer.json()["error"]["type"] == "permission_error"
+            for stranger in (None, "wrong-key-of-some-length"):
+                answer = ask(stranger, *where)
+                assert answer.status_code == 401, path
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert method == "HEAD" or answer.json()["error"]["type"] == "authentication_error"
+            if path in ADMIN:
+                answer = ask("alice", *where)
+                assert answer.status_code == 403, path
+                assert method == "HEAD" or answer.json()["error"]["type"] == "permission_error"
+    assert ask(None, "GET", "/no/such/route").status_code == 401
     assert ask("root", "GET", "/server_info").status_code == 200
+
+
+def flat(routes):
+    """Paths and methods of an application's routes, those of routers among them."""
+    for route in routes:
+        if (router := getattr(route, "original_router", None)) is not None:
+            yield from flat(router.routes)
+        else:
+            yield route.path, route.methods
+
+
+def test_no_other_spelling_of_a_path_gets_around_its_guard(guarded):
+    def ask(path: str, **headers: str) -> int:
+        connection = http.client.HTTPConnection(guarded.url.removeprefix("http://"), timeout=60)
+        connection.request("POST", path, headers=headers)
+        return connection.getresponse().status
+
+    for path in (
+        *("/%66lush_cache", "/flush_cache%00", "/flush_cache/", "/flush_cache;x", "/cache/../flush_cache"),
+        *("//flush_cache", "/FLUSH_CACHE", "/v1/../flush_cache", "http://x/flush_cache", "/health/../flush_cache"),
+        *("/health/", "/dashboard/../flush_cache", "*"),
+    ):
+        assert ask(path) == 401, path
+        assert ask(path, Authorization=f"Bearer {KEYS['alice']}") in (403, 404), path
+
+
+def test_a_request_id_is_of_its_key_alone(ask):
+    """Whether another tenant's id is in use says something about it, and would keep it from being used."""
+    found = []
+    body = {"rid": "mine", "text": "x", "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+    ask("root", path="/pause")
+    thread = threading.Thread(target=lambda: found.append(ask("alice", **body)))
+    thread.start()
+    while not ask("root", "GET", "/server_info").json()["state"]["waiting"]:
+        time.sleep(0.02)
+    taken = ask("alice", **body)
+    assert (taken.status_code, taken.json()["error"]["param"]) == (400, "rid")
+    other = threading.Thread(target=lambda: found.append(ask("bob", **body)))
+    other.start()
+    while ask("root", "GET", "/server_info").json()["state"]["waiting"] < 2:
+        assert other.is_alive(), found
+        time.sleep(0.02)
+    ask("root", path="/abort_request", rid="mine")
+    ask("root", path="/resume")
+    for waiting in (thread, other):
+        waiting.join(30)
+    assert [answer.json()["meta_info"]["finish_reason"]["type"] for answer in found] == ["abort", "abort"]
 
 
 def test_both_ways_to_show_a_key(guarded):

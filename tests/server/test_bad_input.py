@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+SCHEMA = "sampling_params.json_schema"
 BAD = [
     (b'{"text": "x"', 400, None),
     (b"", 400, None),
@@ -65,6 +66,16 @@ BAD = [
     (b'{"text": "x", "sampling_params": {"stop": ["a", ""]}}', 400, "sampling_params.stop.1"),
     (b'{"text": "x", "sampling_params": {"logit_bias": {"99999999": 1}}}', 400, "sampling_params.logit_bias"),
     (b'{"text": ["x", "y"], "sampling_params": [{}, {"top_p": 3}]}', 400, "sampling_params.1.top_p"),
+    (b'{"text": "x", "rid": "\\ud800"}', 400, "rid"),
+    (b'{"text": "x", "cache_salt": "\\ud800"}', 400, "cache_salt"),
+    (
+        rb'{"text": "x", "sampling_params": {"json_schema": "{\"a\": \"\\ud800\"}"}}',
+        400,
+        "sampling_params.json_schema",
+    ),
+    (rb'{"text": "x", "sampling_params": {"json_schema": "{\"a\": NaN}"}}', 400, SCHEMA),
+    (b'{"text": "x", "sampling_params": {"repetition_penalty": 5e-324}}', 400, "sampling_params.repetition_penalty"),
+    (b'{"text": "x", "sampling_params": {"json_schema": "{\\"$ref\\": \\"#\\"}"}}', 400, None),
 ]
 
 
@@ -78,6 +89,25 @@ def test_bad_input_is_a_client_error(client, body, status, param):
     assert error["param"] == param
     good = client.post("/generate", json={"text": "x", "sampling_params": {"max_new_tokens": 1}})
     assert good.json()["meta_info"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-8])
+def test_a_temperature_next_to_nothing_is_as_good_as_greedy(client, temperature):
+    def ask(value: float) -> list[int]:
+        body = {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 4, "temperature": value}}
+        return client.post("/generate", json=body).json()["output_ids"]
+
+    assert ask(temperature) == ask(0)
+
+
+def test_no_answer_repeats_megabytes_of_its_request(client):
+    for path, body in (
+        ("/generate", b'{"input_ids": [' + b"9" * 4000 + b"]}"),
+        ("/v1/completions", json.dumps({"model": "m" * 90_000, "prompt": "x"}).encode()),
+    ):
+        answer = client.post(path, content=body)
+        assert answer.status_code in (400, 404)
+        assert len(answer.content) < 1000
 
 
 def test_bad_input_to_a_stream_is_a_plain_error(client):
@@ -134,6 +164,17 @@ def test_more_completions_than_can_ever_be_open(client):
     assert error.json()["error"]["param"] == "sampling_params.n"
 
 
+CHAT = {"model": "smollm2", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+ODD_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"description": "\ud800"}}}
+
+
+@pytest.mark.parametrize("arguments", ["[" * 1100, '"\\ud800"', "NaN", "1e999", "{", ""])
+def test_odd_arguments_of_earlier_calls_are_taken_as_text(client, arguments):
+    turn = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": arguments}}]}
+    answer = client.post("/v1/chat/completions", json={**CHAT, "messages": [turn]})
+    assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -150,6 +191,17 @@ def test_more_completions_than_can_ever_be_open(client):
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "model"),
         ("/v1/chat/completions", {"model": "smollm2", "messages": [{"role": "user"}]}, "messages.0"),
         ("/v1/chat/completions", {"model": "smollm2", "messages": "x"}, "messages"),
+        ("/v1/chat/completions", {**CHAT, "tools": [ODD_TOOL]}, "tools.0.function.parameters"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "tools": [ODD_TOOL], "tool_choice": "required"},
+            "tools.0.function.parameters",
+        ),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "\ud800"}}}},
+            "response_format.json_schema",
+        ),
     ],
 )
 def test_bad_input_to_other_routes(client, path, body, param):

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 import httpx
 import openai
 import pytest
 
-from tests.diffusion.models import save_tiny
-from tests.server.conftest import start, stop
 from tests.server.test_generate import ask, events
 
 GREEDY = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
 PROMPT = "A prompt that is long enough to fill some pages, about roots, stems and leaves of aspens, and their names."
 MASK = 3
-
-
-@pytest.fixture(scope="module")
-def denoiser(default_model_dir, tmp_path_factory):
-    """A server of a small random LLaDA; its pages are checked at the end."""
-    directory = tmp_path_factory.mktemp("denoiser")
-    path = save_tiny("llada", directory / "tiny-llada", tokenizer_from=default_model_dir)
-    server = start(directory / "log", "--model", str(path), "--pool-tokens", "4096", "--debug-invariants")
-    yield server
-    server.check_idle()
-    assert stop(server) == 0
-    log = (directory / "log").read_text()
-    assert "Traceback" not in log
-    assert "there is no depth table for this model" in log
 
 
 @pytest.fixture
@@ -54,14 +40,23 @@ def test_generate_and_what_it_says_of_reuse(tiny):
     assert plain["meta_info"]["shallow_depth"] == plain["meta_info"]["cached_tokens"] == 0
 
 
+def first_tokens(tiny):
+    """How many times to a first token have been booked."""
+    text = tiny.get("/metrics").text
+    return float(re.search(r"^sglang:time_to_first_token_seconds_count\{.*\} (\S+)$", text, re.MULTILINE)[1])
+
+
 def test_a_stream_shows_what_is_settled_and_the_canvas(tiny):
     settings = {"steps": 8, "block_length": 16, "stream_canvas": True}
+    before = first_tokens(tiny)
     whole = ask(tiny, text=PROMPT, sampling_params=GREEDY, diffusion=settings)
     parts = events(tiny, text=PROMPT, sampling_params=GREEDY, diffusion=settings)
     assert "".join(part["delta"] for part in parts) == parts[-1]["text"] == whole["text"]
     assert parts[-1]["output_ids"] == parts[-1]["canvas"] == whole["output_ids"]
     assert MASK in parts[0]["canvas"]
     assert len({len(part["canvas"]) for part in parts}) == 1
+    after = first_tokens(tiny)
+    assert after == before + 2, "the time to the first token, not to the first canvas"
     for part in parts:
         assert part["canvas"][: len(part["output_ids"])] == part["output_ids"]
 

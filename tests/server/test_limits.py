@@ -49,6 +49,22 @@ def test_the_answer_to_a_large_body_comes_before_the_rest_is_thrown_away():
         assert read == 5
 
 
+def test_a_body_with_two_lengths_is_refused():
+    headers = [(b"content-length", b"2"), (b"transfer-encoding", b"chunked")]
+    sent, seen, _ = exchange([b"{}"], headers)
+    assert [message.get("status") for message in sent] == [400, None, None]
+    assert (b"connection", b"close") in sent[0]["headers"]
+    assert not seen
+
+
+def test_a_compressed_body_is_not_unpacked():
+    for encoding in (b"gzip", b"br", b"identity, gzip"):
+        sent, seen, _ = exchange([b"\x1f\x8b"], [(b"content-encoding", encoding)])
+        assert sent[0]["status"] == 415
+        assert not seen
+    assert exchange([b"{}"], [(b"content-encoding", b"Identity")])[1]
+
+
 def test_an_endless_body_is_not_read_to_its_end():
     sent, _, read = exchange([b"x" * 1000] * 1000)
     assert sent[0]["status"] == 413

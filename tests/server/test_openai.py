@@ -92,6 +92,15 @@ def test_fields_that_change_nothing_are_ignored(api):
     api.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=1, user="me", store=False, metadata={"a": "b"})
 
 
+def test_what_sglangs_router_makes_of_a_chat_is_served(client):
+    """It writes every body anew, with all the fields that it knows."""
+    absent = dict.fromkeys(("logprobs", "stream", "no_stop_trim", "ignore_eos", "continue_final_message"), False)
+    sent = {"skip_special_tokens": True, "separate_reasoning": True, "stream_reasoning": True}
+    body = {"model": MODEL, "messages": CHAT, "max_completion_tokens": 2, "return_hidden_states": False}
+    answer = client.post("/v1/chat/completions", json={**body, **absent, **sent})
+    assert answer.json()["usage"]["completion_tokens"] == 2
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [

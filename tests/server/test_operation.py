@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
 import shutil
 import signal
 import socket
@@ -16,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
+from runtime.logs import set_up_logs
 from server.access import AccessLog
 from tests.server.conftest import start, stop
 from tests.server.test_faults import LONG, streams
@@ -172,6 +175,27 @@ def test_a_client_that_does_not_send_is_cut(ask, operated):
     connection.close()
 
 
+@pytest.mark.parametrize("head", ["GET /health", "GET /nope", "POST /generate"])
+def test_a_client_that_goes_on_sending_after_its_answer_is_cut(operated, head):
+    """It holds its connection without a key, and as long as it likes, if nobody looks."""
+    host, port = operated.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(f"{head} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        deadline = time.monotonic() + 60
+        with contextlib.suppress(ConnectionError):
+            while True:
+                assert time.monotonic() < deadline
+                connection.sendall(b"1\r\nx\r\n")
+                time.sleep(0.1)
+
+
+def test_an_upgrade_is_a_request_like_any_other(ask, operated):
+    upgrade = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+    upgrade["sec-websocket-key"] = "dGhlIHNhbXBsZSBub25jZQ=="
+    assert httpx.get(f"{operated.url}/v1/models", headers=upgrade).status_code == 401
+    assert ask("alice", "GET", "/v1/models", headers=upgrade).status_code == 200
+
+
 def test_what_is_no_http_and_what_is_too_deep(ask, operated):
     host, port = operated.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as connection:
@@ -202,6 +226,19 @@ def test_request_ids_origins_and_proxies(ask, operated):
         assert answer.headers.get("access-control-allow-origin") == allowed
 
 
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_no_client_writes_a_log_line_of_its_own(form, capsys):
+    set_up_logs("info", form)
+    try:
+        logging.getLogger("ramet").warning("request %s failed", "x\n2026-01-01 INFO forged\u2028\ud800\x1b[31m")
+        line = capsys.readouterr().err
+    finally:
+        logging.basicConfig(force=True)
+    assert line.count("\n") == 1
+    assert "\x1b" not in line
+    assert "forged" in line
+
+
 def test_an_unexpected_failure_is_logged_once(caplog):
     sent = []
 
@@ -211,13 +248,13 @@ def test_an_unexpected_failure_is_logged_once(caplog):
     async def send(message):
         sent.append(message)
 
-    scope = {"type": "http", "method": "GET", "path": "/x\n", "headers": []}
+    scope = {"type": "http", "method": "GET", "path": "/x\n" + "y" * 5000, "headers": []}
     with caplog.at_level("INFO"):
         asyncio.run(AccessLog(app)(scope, None, send))
     assert sent[0]["status"] == 500
     assert b"secret" not in sent[1]["body"]
     assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"]
-    assert "\n" not in caplog.records[1].getMessage()
+    assert not any("\n" in record.getMessage() or len(record.getMessage()) > 400 for record in caplog.records)
 
 
 def test_sigterm_lets_what_runs_end_and_takes_nothing_new(tiny_dir, tmp_path):
@@ -256,13 +293,24 @@ def test_what_runs_for_too_long_is_aborted(tiny_dir, tmp_path):
 def test_a_second_signal_ends_at_once(tiny_dir, tmp_path):
     server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192")
     httpx.post(f"{server.url}/pause")
-    threading.Thread(target=lambda: httpx.post(f"{server.url}/generate", json=LONG, timeout=60), daemon=True).start()
+    found: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            httpx.post(f"{server.url}/generate", json=LONG, timeout=60)
+        except httpx.TransportError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
     server.wait(lambda state: state["waiting"] == 1)
     server.process.send_signal(signal.SIGTERM)
     while httpx.get(f"{server.url}/ready").status_code == 200 or "stopping" not in server.log.read_text():
         time.sleep(0.02)
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(20) == 1
+    thread.join(20)
+    assert found, "what ran is lost, and its client knows"
 
 
 def test_traces_go_to_a_collector(tiny_dir, tmp_path):

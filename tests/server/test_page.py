@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -117,6 +118,70 @@ def test_the_playground_shows_what_was_reused(page, server, stream):
     assert first == second
     body = {"text": prompt, "sampling_params": {"max_new_tokens": 5, "temperature": 0}}
     assert second == httpx.post(f"{server.url}/generate", json=body, timeout=60).json()["text"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_canvas_is_shown_as_it_denoises(page, denoiser, scheme):
+    httpx.post(f"{denoiser.url}/flush_cache")
+    page.emulate_media(color_scheme=scheme)
+    page.goto(denoiser.url)
+    page.locator("#steps").wait_for()
+    assert page.locator("#algorithm").input_value() == "low_confidence", "the model's own"
+    prompt = SAYING + "So what did they eat?"
+    fields = {"prompt": prompt, "tokens": "24", "steps": "12", "block": "8", "shared": "16"}
+    for name, value in fields.items():
+        page.locator(f"#{name}").fill(value)
+    page.evaluate("""() => new MutationObserver(() => window.seen.push(
+        [...document.querySelectorAll("#canvas:not([hidden]) .cell")].map(
+            (cell) => cell.matches(".mask") ? null : cell.textContent)
+    )).observe(document.getElementById("told"), { childList: true })""")
+    for cached in (0, 16):
+        page.evaluate("() => { window.seen = [] }")
+        page.get_by_role("button", name="Generate").click()
+        page.locator("#told", has_text="after 12 steps").wait_for()
+        page.locator("#stop:disabled").wait_for()
+        told = page.locator("#told").text_content()
+        assert told.startswith(f"{cached} of ")
+        assert ("reused in 1 of 4 layers" in told) == (cached > 0)
+    seen = [cells for cells in page.evaluate("window.seen") if cells]
+    masked = [sum(text is None for text in cells) for cells in seen]
+    assert set(masked) <= set(range(0, 23, 2)), "each step decides two"
+    assert masked == sorted(set(masked), reverse=True)
+    assert masked[-1] == 0
+    assert len(masked) > 3, "the browser may merge some steps"
+    for cells in seen:
+        first = cells.index(None) if None in cells else 24
+        assert not any(cells[first // 8 * 8 + 8 :]), "blocks from left to right"
+    for earlier, later in pairwise(seen):
+        assert all(a in (None, b) for a, b in zip(earlier, later, strict=True)), "what is decided stays"
+    body = {"text": prompt, "sampling_params": {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}}
+    settings = {"steps": 12, "block_length": 8, "prefix_tokens": 16}
+    ids = httpx.post(f"{denoiser.url}/generate", json=body | {"diffusion": settings}, timeout=60).json()["output_ids"]
+    pieces = {"tokens": [[token] for token in ids], "skip_special_tokens": False}
+    assert [text.replace("\u23ce", "\n").replace("\u21e5", "\t") for text in seen[-1]] == httpx.post(
+        f"{denoiser.url}/detokenize", json=pieces
+    ).json()["text"]
+    parts = [page.locator(f"#answer .{kind}").text_content() for kind in ("reused", "computed")]
+    assert "".join(parts) == prompt
+    assert len(parts[0]) > 20
+    colours = [
+        page.locator(f"#answer .{kind}").evaluate("(part) => getComputedStyle(part).backgroundColor")
+        for kind in ("reused", "computed")
+    ]
+    assert colours[0] != colours[1]
+    assert page.locator("#canvas").get_attribute("aria-label") == "24 of 24 positions decided"
+    page.locator("#stream").set_checked(False)
+    page.get_by_role("button", name="Generate").click()
+    page.locator("#told", has_text="after 12 steps").wait_for()
+    assert page.locator("#canvas").is_hidden()
+
+
+def test_fields_of_diffusion_models_are_theirs_alone(page, server):
+    page.goto(server.url)
+    page.locator("#status", has_text="live").wait_for()
+    assert page.locator("#steps").is_hidden()
+    assert page.locator("#algorithm").is_hidden()
+    page.locator("#tokensname", has_text="new tokens").wait_for()
 
 
 def test_text_is_never_markup(page, server):

@@ -107,6 +107,14 @@ def read(reader: CallReader, text: str, size: int) -> tuple[str, list]:
         ('<tool_call>{"name": "unknown"}</tool_call>', '<tool_call>{"name": "unknown"}</tool_call>', []),
         ('<tool_call>{"name": "stop"}', "", [("stop", {})]),
         ("<tool_call>" + "[" * 2000, "<tool_call>" + "[" * 2000, []),
+        *(
+            (f"<tool_call>{odd}</tool_call>", f"<tool_call>{odd}</tool_call>", [])
+            for odd in (
+                '{"name": []}',
+                '{"name": "stop", "arguments": "\\ud800"}',
+                '{"name": "stop", "arguments": NaN}',
+            )
+        ),
     ],
 )
 def test_calls_between_tags(text, shown, calls, size):

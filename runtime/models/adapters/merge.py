@@ -73,8 +73,8 @@ def merge_adapter(base: Path, adapter: Path, models: Path, name: str) -> Path:
             for file_name in _TOKENIZER_FILES:
                 shutil.copyfile(base / file_name, work / file_name)
             publish(work, target)
-    except OSError as error:
-        raise ModelError(f"cannot write {target}: {error.strerror or error}") from None
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from None
     return target
 
 

@@ -11,13 +11,16 @@
 #define RAMET_API extern "C" __attribute__((visibility("default")))
 
 // Changes with every structure or function that the Python side knows: a library of another build is not used.
-RAMET_API int64_t ramet_interface() { return 2; }
+RAMET_API int64_t ramet_interface() { return 3; }
 
 // Whether this processor has what the library was compiled for.
 RAMET_API int64_t ramet_supported() {
     __builtin_cpu_init();
 #if defined(__AVX512BF16__)
     if (!__builtin_cpu_supports("avx512bf16")) return 0;
+#endif
+#if defined(__AVX512VNNI__)
+    if (!__builtin_cpu_supports("avx512vnni")) return 0;
 #endif
 #if defined(__AVX512F__)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -26,6 +29,9 @@ RAMET_API int64_t ramet_supported() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
 }
+
+// Whether matrices may be kept in 8 bits.
+RAMET_API int64_t ramet_has_int8() { return ramet::kMultipliesBytes; }
 
 RAMET_API ramet::Team* ramet_team_create(int64_t threads) { return new ramet::Team(int(threads)); }
 RAMET_API void ramet_team_destroy(ramet::Team* team) { delete team; }

@@ -27,7 +27,8 @@ struct Model {
     const Layer* layers;
     const float* norm;  // [hidden]
     Matrix head;
-    const void* embedding;  // [vocab, hidden] in the head's dtype; null: tied, read out of the head
+    const void* embedding;  // [vocab, hidden]; null: tied, read out of the head
+    int64_t embedding_is_bf16;
 };
 
 // See HiddenRows in runtime/batch.py.
@@ -156,7 +157,7 @@ class Decoder {
             const int64_t token = step.tokens[row], hidden = model_.hidden;
             if (model_.embedding == nullptr) {
                 unpack_row(model_.head, token, to);
-            } else if (model_.head.is_bf16) {
+            } else if (model_.embedding_is_bf16) {
                 const bf16* from = static_cast<const bf16*>(model_.embedding) + token * hidden;
                 for (int64_t i = 0; i < hidden; ++i) to[i] = to_float(from[i]);
             } else {

@@ -133,6 +133,88 @@ constexpr bool kMultipliesPairs = true;
 constexpr bool kMultipliesPairs = false;
 #endif
 
+// A row [k] of activations in 8 bits, by groups as the weights are: -128 times the sum of the group, which makes the
+// weights' bytes signed; four values in each lane; the group's scale.
+constexpr int64_t int8_lanes(int64_t k) { return (k + 3) / 4 + 2 * groups(k); }
+
+#if defined(__AVX512VNNI__)
+inline void to_int8(const float* in, int64_t k, uint32_t* out) {
+    for (int64_t from = 0; from < k; from += kGroup) {
+        const int count = int(std::min(kGroup, k - from));
+        Vec most = zero(), defect = zero();
+        for (int i = 0; i < count; i += kLanes) {
+            Vec x = load(in + from + i, std::min(kLanes, count - i));
+            most = max(most, _mm512_abs_ps(x));
+            defect = fma(x, zero(), defect);  // what is not finite has to stay so
+        }
+        const float largest = reduce_max(most);
+        const Vec inverse = set1(largest > 0 ? 127 / largest : 0);
+        Bits sum = _mm512_setzero_si512();
+        for (int i = 0; i < count; i += kLanes) {
+            const int n = std::min(kLanes, count - i);
+            Bits bytes = _mm512_cvtps_epi32(mul(load(in + from + i, n), inverse));
+            sum = _mm512_add_epi32(sum, bytes);
+            _mm_mask_storeu_epi8(out + 1 + i / 4, __mmask16((1u << round_up(n, 4)) - 1), _mm512_cvtepi32_epi8(bytes));
+        }
+        *out = uint32_t(-128 * _mm512_reduce_add_epi32(sum));
+        out += 1 + (count + 3) / 4;
+        *out++ = std::bit_cast<uint32_t>(largest / 127 + reduce_add(defect));
+    }
+}
+
+template <int R>
+using Sums = Bits[R][2];
+
+// sums = one group's product, exactly. Not inline: or the compiler, which also has the tile to keep, would spill here.
+template <int R>
+[[gnu::noinline]] void dot_group(Sums<R>& out, const void* a, int64_t lda, const uint32_t* w, int64_t count) {
+    Rows<R> rows(a, lda);
+    Sums<R> sums;
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm512_castps_si512(rows.at(r));
+    rows.advance(1);
+    for (int64_t i = 0; i < count; ++i, w += kPanel) {
+        prefetch_ahead(w);
+        Bits w0 = load_bits(w), w1 = load_bits(w + kLanes);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            Bits x = _mm512_castps_si512(rows.at(r));
+            sums[r][0] = _mm512_dpbusd_epi32(sums[r][0], w0, x);
+            sums[r][1] = _mm512_dpbusd_epi32(sums[r][1], w1, x);
+        }
+        rows.advance(1);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) out[r][0] = sums[r][0], out[r][1] = sums[r][1];
+}
+
+// tile += a [R, k] * int8 panel: exact integers within a group, float32 across groups.
+template <int R>
+[[gnu::always_inline]] inline void dot_int8(Tile<R>& tile, const void* a, int64_t lda, const uint32_t* w, int64_t k) {
+    Sums<R> sums;
+    for (int64_t left = (k + 3) / 4; left > 0; left -= kGroup / 4) {
+        const int64_t count = std::min(left, kGroup / 4);
+        dot_group<R>(sums, a, lda, w, count);
+        a = static_cast<const uint32_t*>(a) + 1 + count;
+        w += count * kPanel;
+        const float* scales = reinterpret_cast<const float*>(w);
+        Vec s0 = load(scales), s1 = load(scales + kLanes);
+        w += kPanel;
+        Rows<R> rows(a, lda);
+        a = static_cast<const uint32_t*>(a) + 1;
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            Vec x = rows.at(r);
+            tile[r][0] = fma(mul(x, s0), _mm512_cvtepi32_ps(sums[r][0]), tile[r][0]);
+            tile[r][1] = fma(mul(x, s1), _mm512_cvtepi32_ps(sums[r][1]), tile[r][1]);
+        }
+    }
+}
+constexpr bool kMultipliesBytes = true;
+#else
+constexpr bool kMultipliesBytes = false;
+#endif
+
 // What becomes of a product.
 enum class Into : int64_t {
     kStore,  // c = product + bias
@@ -187,8 +269,12 @@ void compute(const Product& product, const void* a, int64_t lda, const uint32_t*
     clear<R>(tile);
     if (widened != nullptr) {
         dot_f32<R, false>(tile, a, lda, widened, w.k);
-    } else if (!w.is_bf16) {
+    } else if (w.storage == Storage::kFloat32) {
         dot_f32<R, true>(tile, a, lda, w.panel(panel), w.k);
+    } else if (w.storage == Storage::kInt8) {
+#if defined(__AVX512VNNI__)
+        dot_int8<R>(tile, a, lda, w.panel(panel), w.k);
+#endif
     } else {
 #if defined(__AVX512BF16__)
         dot_bf16_pairs<R>(tile, a, lda, w.panel(panel), (w.k + 1) / 2);
@@ -222,11 +308,25 @@ inline const uint32_t* widen(const Matrix& w, int64_t panel, uint32_t* room) {
     return room;
 }
 
+// Rows of a product's activations as its weights take them, if not as they are.
+inline void round_rows(const Product& product, int64_t begin, int64_t end, uint32_t* out, int64_t lanes) {
+    for (int64_t r = begin; r < end; ++r, out += lanes) {
+        const float* in = product.a + r * product.lda;
+        if (product.w->storage == Storage::kInt8) {
+#if defined(__AVX512VNNI__)
+            to_int8(in, product.w->k, out);
+#endif
+        } else {
+            for (int64_t i = 0; i < lanes; ++i) out[i] = to_bf16(in[2 * i]) | uint32_t(to_bf16(in[2 * i + 1])) << 16;
+        }
+    }
+}
+
 // This thread's share of a product, one phase of a team.
 //
 // Rows are cut into blocks whose activations stay in the second-level cache while panel after panel passes; a panel
-// is read from memory once per block. `room` is the thread's own: for activations rounded to bfloat16 where these are
-// multiplied, else for a panel widened to float32 where many tiles of rows use it.
+// is read from memory once per block. `room` is the thread's own: for activations rounded to bfloat16 or 8 bits where these
+// are multiplied, else for a panel widened to float32 where many tiles of rows use it.
 inline void multiply(Team& team, const Product& product, Buffer<uint32_t>& room) {
     constexpr int64_t kWidenFromTiles = 4;
     constexpr int64_t kBlockBytes = 768 << 10;
@@ -235,31 +335,24 @@ inline void multiply(Team& team, const Product& product, Buffer<uint32_t>& room)
     int64_t blocks = (product.m + most - 1) / most, panels = w.panels();
     // Long runs of panels read memory best, short ones share the work best.
     int64_t run = std::clamp<int64_t>(panels / (team.size() * 8), 1, 8), runs = (panels + run - 1) / run;
-    bool rounds = kMultipliesPairs && w.is_bf16;
-    int64_t rounded_block = -1, pair_lanes = (w.k + 1) / 2;
+    const bool is_bf16 = w.storage == Storage::kBfloat16, is_int8 = w.storage == Storage::kInt8;
+    const bool rounds = (kMultipliesPairs && is_bf16) || is_int8;
+    int64_t rounded_block = -1, rounded_lanes = is_int8 ? int8_lanes(w.k) : (w.k + 1) / 2;
     for (int64_t piece; (piece = team.take()) < blocks * runs;) {
         int64_t block = piece / runs, first_panel = piece % runs * run;
         int64_t begin = block * product.m / blocks, end = (block + 1) * product.m / blocks;
         const void* a = product.a + begin * product.lda;
         int64_t lda = product.lda;
         if (rounds) {
-            uint32_t* rounded = room.reserve(most * pair_lanes);
-            if (block != rounded_block) {
-                for (int64_t r = begin; r < end; ++r) {
-                    const float* in = product.a + r * product.lda;
-                    uint32_t* out = rounded + (r - begin) * pair_lanes;
-                    for (int64_t i = 0; i < pair_lanes; ++i) {
-                        out[i] = to_bf16(in[2 * i]) | uint32_t(to_bf16(in[2 * i + 1])) << 16;
-                    }
-                }
-                rounded_block = block;
-            }
-            a = rounded, lda = pair_lanes;
+            uint32_t* rounded = room.reserve(most * rounded_lanes);
+            if (block != rounded_block) round_rows(product, begin, end, rounded, rounded_lanes);
+            rounded_block = block;
+            a = rounded, lda = rounded_lanes;
         }
         int64_t tiles = (end - begin + kMaxRows - 1) / kMaxRows;
         for (int64_t panel = first_panel; panel < std::min(first_panel + run, panels); ++panel) {
             const uint32_t* widened = nullptr;
-            if (w.is_bf16 && !rounds && tiles >= kWidenFromTiles) {
+            if (is_bf16 && !rounds && tiles >= kWidenFromTiles) {
                 widened = widen(w, panel, room.reserve((w.k + 1) * kPanel));
             }
             for (int64_t t = 0; t < tiles; ++t) {

@@ -2,17 +2,25 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "team.h"
 #include "vec.h"
 
 namespace ramet {
 
+enum class Storage : int64_t { kFloat32, kBfloat16, kInt8 };
+
+constexpr int64_t kGroup = 64;  // k that share a scale where they are kept in 8 bits
+
+constexpr int64_t groups(int64_t k) { return (k + kGroup - 1) / kGroup; }
+
 // [n, k] weights in panels of kPanel output columns, one contiguous stream: all k of the first panel, then the next.
 //
 // float32: for each k, the panel's kPanel weights. bfloat16: for each pair of k, kPanel 32-bit lanes with k in the low
-// half and k + 1 in the high half; this is what the dot product of bfloat16 pairs (vdpbf16ps) takes, too. Columns
-// beyond n and a k beyond an odd one are zero.
+// half and k + 1 in the high half; this is what the dot product of bfloat16 pairs (vdpbf16ps) takes, too. int8: for
+// each four k, kPanel 32-bit lanes with four bytes of scale * (byte - 128), and after kGroup of k the kPanel scales;
+// this is what the dot product of bytes (vpdpbusd) takes. Columns beyond n and a k beyond the last are zero.
 //
 // A paired matrix holds two of n / 2 columns (gate and up): a panel's first vector are columns of the one, its second
 // the same columns of the other, so that both results meet in registers.
@@ -21,14 +29,17 @@ struct Matrix {
     const float* bias;  // [panels * kPanel] in the order of the panels; null: none
     int64_t n;
     int64_t k;
-    int64_t is_bf16;
+    Storage storage;
     int64_t is_paired;
 
     int64_t panels() const {
         return is_paired ? (n / 2 + kLanes - 1) / kLanes : (n + kPanel - 1) / kPanel;
     }
     // 32-bit lanes that one panel takes.
-    int64_t panel_lanes() const { return (is_bf16 ? (k + 1) / 2 : k) * kPanel; }
+    int64_t panel_lanes() const {
+        if (storage == Storage::kInt8) return ((k + 3) / 4 + groups(k)) * kPanel;
+        return (storage == Storage::kBfloat16 ? (k + 1) / 2 : k) * kPanel;
+    }
     int64_t bytes() const { return panels() * panel_lanes() * 4; }
     const uint32_t* panel(int64_t p) const { return static_cast<const uint32_t*>(data) + p * panel_lanes(); }
 
@@ -40,7 +51,27 @@ struct Matrix {
     }
 };
 
-// Fill `w` from row-major weights [n, k] of its own dtype.
+// One column of an int8 panel from its k weights: each group's largest becomes 127.
+inline void pack_int8(const float* in, int64_t k, uint32_t* out) {
+    for (int64_t from = 0; from < k; from += kGroup) {
+        const int64_t count = std::min(kGroup, k - from);
+        float most = 0;
+        for (int64_t i = 0; i < count; ++i) most = std::max(most, std::abs(in[from + i]));
+        const float inverse = most > 0 ? 127 / most : 0;
+        for (int64_t i = 0; i < count; i += 4, out += kPanel) {
+            uint32_t lane = 0;
+            for (int64_t j = 0; j < 4; ++j) {
+                float x = i + j < count ? in[from + i + j] * inverse : 0;
+                lane |= uint32_t(std::lrint(x) + 128) << (8 * j);
+            }
+            *out = lane;
+        }
+        *out = std::bit_cast<uint32_t>(most / 127);
+        out += kPanel;
+    }
+}
+
+// Fill `w` from row-major weights [n, k] of its own dtype, or of float32 for 8 bits.
 inline void pack(Team& team, const Matrix& w, const void* source) {
     auto pack_panel = [&](int64_t p) {
         uint32_t* out = const_cast<uint32_t*>(w.panel(p));
@@ -49,7 +80,9 @@ inline void pack(Team& team, const Matrix& w, const void* source) {
             int64_t lanes = w.panel_lanes() / kPanel;
             if (row < 0) {
                 for (int64_t i = 0; i < lanes; ++i) out[i * kPanel + column] = 0;
-            } else if (w.is_bf16) {
+            } else if (w.storage == Storage::kInt8) {
+                pack_int8(static_cast<const float*>(source) + row * w.k, w.k, out + column);
+            } else if (w.storage == Storage::kBfloat16) {
                 const bf16* in = static_cast<const bf16*>(source) + row * w.k;
                 for (int64_t i = 0; i < lanes; ++i) {
                     uint32_t high = 2 * i + 1 < w.k ? in[2 * i + 1] : 0;
@@ -69,7 +102,16 @@ inline void pack(Team& team, const Matrix& w, const void* source) {
 // Read row `row` of an unpaired matrix back, as float32 [k]: the embedding of a model that ties it to its head.
 inline void unpack_row(const Matrix& w, int64_t row, float* out) {
     const uint32_t* in = w.panel(row / kPanel) + row % kPanel;
-    if (w.is_bf16) {
+    if (w.storage == Storage::kInt8) {
+        for (int64_t from = 0; from < w.k; from += kGroup) {
+            const int64_t count = std::min(kGroup, w.k - from), lanes = (count + 3) / 4;
+            const float scale = std::bit_cast<float>(in[lanes * kPanel]);
+            for (int64_t i = 0; i < count; ++i) {
+                out[from + i] = scale * float(int(in[i / 4 * kPanel] >> (i % 4 * 8) & 255) - 128);
+            }
+            in += (lanes + 1) * kPanel;
+        }
+    } else if (w.storage == Storage::kBfloat16) {
         for (int64_t i = 0; i < w.k; ++i) out[i] = to_float(bf16(in[i / 2 * kPanel] >> (i % 2 * 16)));
     } else {
         for (int64_t i = 0; i < w.k; ++i) out[i] = std::bit_cast<float>(in[i * kPanel]);

@@ -1,0 +1,22 @@
+#!/bin/sh
+# Makes what the compose files need beside themselves: an admin's key, a user's key, Grafana's password, and `.env`.
+# What is there already is kept.
+set -eu
+cd "$(dirname "$0")"
+
+random() {
+    od -An -N24 -tx1 /dev/urandom | tr -d ' \n'
+}
+
+# Containers run as other users, so the files are readable; the directory keeps everybody else on the host out.
+mkdir -p secrets models
+chmod 700 secrets
+if [ ! -e secrets/api_keys ]; then
+    admin=$(random)
+    printf '%s' "$admin" > secrets/admin_key
+    printf 'admin %s admin\nuser %s\n' "$admin" "$(random)" > secrets/api_keys
+fi
+[ -e secrets/grafana_password ] || random > secrets/grafana_password
+chmod 444 secrets/*
+[ -e .env ] || cp .env.example .env
+echo "keys are in $(pwd)/secrets"

@@ -1,0 +1,2 @@
+// See pyproject.toml for the flags.
+#include "api.h"
