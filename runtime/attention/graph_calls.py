@@ -29,9 +29,10 @@ class GraphCalls:
     def __init__(self, backend: FlashInferAttention, size: int, shared: bool, max_pages: int):
         """`max_pages`: page table entries of a step that there is room for, in all."""
         self.backend, self.size, self.shared, self.max_pages = backend, size, shared, max_pages
-        self.num_shared_rows = _LEVELS * size if shared else 0
         # Every stretch that is shared has two rows or more, and the filling is one more request.
         self.num_requests = size if shared else 0
+        # FlashInfer sizes a graph's grid for requests of one row at least, so the filling has one for each.
+        self.num_shared_rows = _LEVELS * size + self.num_requests if shared else 0
         device = backend.device
         total = self.num_shared_rows + size
         decode = backend.make_decode(**self._buffers(size, "buffer"))
