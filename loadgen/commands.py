@@ -11,6 +11,7 @@ from loadgen import (
     bench_compare,
     bench_denoise,
     bench_faults,
+    bench_gpu,
     bench_growth,
     bench_policies,
     bench_prefix,
@@ -55,6 +56,7 @@ BENCHES = {
         bench_faults.run,
     ),
     "growth": Bench("how the engine's costs grow with context and batch", bench_growth.add_arguments, bench_growth.run),
+    "gpu": Bench("what the GPU path computes, and how fast", bench_gpu.add_arguments, bench_gpu.run),
     "bicache": Bench(
         "accuracy and cost of reusing a shared prefix in a diffusion model",
         bench_bicache.add_arguments,

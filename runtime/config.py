@@ -44,6 +44,9 @@ class ModelConfig(Section):
         "none", description="int8: weights and what meets them in 8 bits, for the CPU's kernels with AVX-512 VNNI"
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
+    random_weights: bool = Field(
+        False, description="for measurements: weights at random, of which the model's directory needs none"
+    )
     tensor_parallel: int = Field(
         1, ge=1, description="processes, each with a GPU of its own if there are any, that share the model's layers out"
     )
@@ -80,6 +83,10 @@ class CacheConfig(Section):
     pool_tokens: int | None = Field(None, ge=1, description="size of the pool in tokens; overrides --pool-memory")
     pool_memory: float = Field(1.0, gt=0, description="size of the pool in GiB (CPU)")
     memory_fraction: float = Field(0.85, gt=0, lt=1, description="share of the GPU for weights and pool (CUDA)")
+    kv_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="auto: as --dtype; fp8: e4m3 without scales, half the memory (on a CPU computed by torch)",
+    )
 
 
 class SchedulerConfig(Section):
@@ -147,6 +154,11 @@ class EngineConfig(Section):
     """The engine process."""
 
     threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: all cores")
+    cuda_graph_batches: str = Field(
+        "1,2,4,8,16,32,64,128",
+        pattern=r"^(\d+(,\d+)*)?$",
+        description="decode steps of so many requests, filled up to the next number, are CUDA graphs; 0: none",
+    )
     debug_invariants: bool = Field(False, description="check page conservation after every step (slow)")
     grammar_timeout: float = Field(
         5.0, gt=0, description="seconds that a JSON schema or a regular expression may take to compile"

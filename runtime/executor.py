@@ -11,17 +11,20 @@ import torch
 
 from runtime.attention.backend import AttentionBackend
 from runtime.attention.cpu import CPUAttention
+from runtime.attention.flashinfer import FlashInferAttention
 from runtime.batch import ForwardBatch
 from runtime.config import Config
 from runtime.decoding.batched import BatchedSampler
 from runtime.decoding.sampling import Sampler, argmax
 from runtime.device import choose_attention, choose_device, choose_dtype
 from runtime.errors import EngineDead, ModelError
+from runtime.graphs import DecodeGraphs
 from runtime.kv.pool import KVPool
+from runtime.memory import check_weights, pool_pages
 from runtime.models.llama import LlamaModel
 from runtime.models.ops import FlashInferOps, Ops
 from runtime.models.spec import ModelSpec
-from runtime.models.weights import load_weights
+from runtime.models.weights import load_weights, random_weights
 from runtime.native.decoder import NativeDecoder
 from runtime.native.library import Library, load_best
 from runtime.parallel.group import Group
@@ -48,17 +51,25 @@ class Executor:
         self.spec = ModelSpec.load(path)
         self.device = choose_device(config.model) if group is None else group.device
         self._group = group
+        self._graphs: DecodeGraphs | None = None
         self._share = self.spec if group is None else split_spec(self.spec, group.size)
         library = self._choose_kernels(config)
         if library is None and config.model.quantization != "none":
             raise ModelError(f"--quantization {config.model.quantization} needs the native kernels of a CPU")
         self.dtype = choose_dtype(config.model, self.device, library is not None)
+        self.kv_dtype = torch.float8_e4m3fn if config.cache.kv_dtype == "fp8" else self.dtype
         backend = choose_attention(config.model, self.device, self.dtype)
         self.context_length = _context_length(config, self.spec)
         ops = FlashInferOps(self.context_length, group) if backend == "flashinfer" else Ops(group)
+        check_weights(self.spec, self.dtype, self.device, config.cache.memory_fraction, group.size if group else 1)
         shard = None if group is None else Shard(group.rank, group.size)
-        model = LlamaModel(self._share, load_weights(path, self.spec, self.dtype, shard), self.device, ops)
-        self.pool = self._make_pool(config)
+        if config.model.random_weights:
+            weights = random_weights(self.spec, self.dtype, self.device, shard)
+        else:
+            weights = load_weights(path, self.spec, self.dtype, shard)
+        model = LlamaModel(self._share, weights, self.device, ops)
+        graphs = self._graph_sizes(config) if backend == "flashinfer" else []
+        self.pool = self._make_pool(config, spare_pages=1 if graphs else 0)
         if library is not None:
             threads, int8 = config.engine.threads or ALL_THREADS, config.model.quantization == "int8"
             native = NativeDecoder(library, model, self.pool, threads, int8)
@@ -71,31 +82,21 @@ class Executor:
             self.least_saved_tokens = attention.least_saved_tokens
             self._forward = partial(model.forward, pool=self.pool, backend=attention)
             self._argmax = argmax
+            if isinstance(attention, FlashInferAttention) and graphs:
+                self._graphs = DecodeGraphs(model, self.pool, attention, graphs, self.context_length)
 
-    def _make_pool(self, config: Config) -> KVPool:
+    def _make_pool(self, config: Config, spare_pages: int) -> KVPool:
         spec, cache = self._share, config.cache
-        per_token = KVPool.bytes_per_token(spec.num_layers, spec.num_kv_heads, spec.head_dim, self.dtype)
-        if cache.pool_tokens is not None:
-            tokens = cache.pool_tokens
-        elif self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            tokens = int(free - (1 - cache.memory_fraction) * total) // per_token
-        else:
-            tokens = int(cache.pool_memory * 2**30) // per_token
-        num_pages = tokens // cache.page_size
+        per_token = KVPool.bytes_per_token(spec.num_layers, spec.num_kv_heads, spec.head_dim, self.kv_dtype)
+        num_pages = pool_pages(cache, per_token, self.device)
         if self._group is not None:
             num_pages = self._group.least(num_pages)
-        if num_pages < 2:
-            raise ModelError(
-                f"the KV pool would hold {max(tokens, 0)} tokens, fewer than two pages of {cache.page_size}; "
-                f"one token takes {per_token} bytes: raise --pool-tokens, --pool-memory or --memory-fraction"
-            )
-        return KVPool(
-            spec.num_layers, num_pages, cache.page_size, spec.num_kv_heads, spec.head_dim, self.dtype, self.device
-        )
+        shape = (spec.num_layers, num_pages, cache.page_size, spec.num_kv_heads, spec.head_dim)
+        return KVPool(*shape, self.kv_dtype, self.device, spare_pages)
 
     def _choose_kernels(self, config: Config) -> Library | None:
-        if self.device.type != "cpu" or not config.model.native_kernels or self._group is not None:
+        torch_only = not config.model.native_kernels or self._group is not None or config.cache.kv_dtype == "fp8"
+        if self.device.type != "cpu" or torch_only:
             return None
         library = load_best()
         if library is None:
@@ -105,11 +106,16 @@ class Executor:
             )
         return library
 
+    def _graph_sizes(self, config: Config) -> list[int]:
+        """Batch sizes of the graphs; none where ranks meet within a step, or if requests are not decoded."""
+        if self._group is not None or self.spec.diffusion is not None:
+            return []
+        sizes = sorted({int(size) for size in config.engine.cuda_graph_batches.split(",") if size})
+        return [size for size in sizes if size]
+
     def _make_backend(self, name: str, model: LlamaModel) -> AttentionBackend:
         if name == "cpu":
             return CPUAttention(self.pool, model.rope)
-        from runtime.attention.flashinfer import FlashInferAttention
-
         return FlashInferAttention(self.pool, model.rope, self._share.num_heads, self.dtype)
 
     @property
@@ -123,7 +129,8 @@ class Executor:
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """One step; returns float32 logits [S, vocab] of the batch's `logits_rows`, valid until the next step."""
-        return self._forward(batch)
+        graph = None if self._graphs is None else self._graphs.find(batch)
+        return self._forward(batch) if graph is None else graph.run(batch)
 
     def make_sampler(self) -> Sampler:
         """What chooses tokens where the logits are."""

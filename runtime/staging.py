@@ -9,4 +9,9 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host tensor on `device`; on a GPU through pinned memory, in the order of its stream."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return pin(tensor, device).to(device, non_blocking=True)
+
+
+def pin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor that others may bring to `device` without waiting."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor

@@ -16,7 +16,7 @@ from runtime.flashinfer import load_flashinfer
 from runtime.kv.pool import KVPool
 from runtime.models.ops import rotate
 from runtime.models.rope import RotaryEmbedding
-from runtime.staging import upload
+from runtime.staging import pin, upload
 
 _WORKSPACE_BYTES = 128 << 20
 
@@ -90,13 +90,17 @@ class FlashInferAttention(AttentionBackend):
         wrappers, index = self._wrappers[kind], self._used[kind]
         self._used[kind] += 1
         if index == len(wrappers):
-            wrappers.append(self._make_decode() if kind == "decode" else self._make_prefill())
+            wrappers.append(self.make_decode() if kind == "decode" else self.make_prefill())
         return wrappers[index]
 
-    def _make_prefill(self) -> Any:
-        return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, kv_layout="NHD", backend="fa2")
+    def make_prefill(self, **buffers: Any) -> Any:
+        """A wrapper for several queries a request; `buffers`: what a CUDA graph needs."""
+        return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace, kv_layout="NHD", backend="fa2", **buffers
+        )
 
-    def _make_decode(self, **buffers: Any) -> Any:
+    def make_decode(self, **buffers: Any) -> Any:
+        """A wrapper for one query a request; `buffers`: what a CUDA graph needs."""
         return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, kv_layout="NHD", use_tensor_cores=self.uses_tensor_cores, backend="fa2", **buffers
         )
@@ -109,7 +113,7 @@ class FlashInferAttention(AttentionBackend):
     def prepare(self, plan: AttentionPlan) -> Calls:
         """Plan the wrappers. Nothing here waits for the device."""
         kinds: dict[str, list[Edge]] = {}
-        for edge in plan.edges:
+        for edge in by_first_row(plan.edges, plan.num_rows):
             masked = edge.mode == "masked" or plan.spans[edge.span].keep is not None
             # One row sees the whole span whether the edge is causal or full.
             single = edge.mode == "full" and len(rows_of(edge, plan.num_rows)) == 1
@@ -122,10 +126,12 @@ class FlashInferAttention(AttentionBackend):
         rows = np.concatenate([index.rows for _, _, index in indexes])
         if len(calls) == 1 and calls[0].cos_sin is None and np.array_equal(rows, np.arange(plan.num_rows)):
             return Calls(calls)
-        head_dim = self.pool.k.shape[-1]
-        out = torch.zeros(len(rows) + 1, self.num_heads, head_dim, dtype=self.dtype, device=self.device)
-        lse = torch.full(out.shape[:2], -torch.inf, dtype=torch.float32, device=self.device)
-        return Calls(calls, upload(merge_table(rows, plan.num_rows), self.device), out, lse)
+        return Calls(calls, upload(merge_table(rows, plan.num_rows), self.device), *self.room(len(rows)))
+
+    def room(self, results: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for partial results, and an empty one behind them."""
+        out = torch.zeros(results + 1, self.num_heads, self.pool.k.shape[-1], dtype=self.dtype, device=self.device)
+        return out, torch.full(out.shape[:2], -torch.inf, dtype=torch.float32, device=self.device)
 
     def _call(self, plan: AttentionPlan, edges: Sequence[Edge], kind: str, index: PagedIndex, place: slice) -> Call:
         if index.decode_only and kind != "masked":
@@ -137,7 +143,7 @@ class FlashInferAttention(AttentionBackend):
                 flat = [flat_mask(e, plan.spans[e.span], len(rows_of(e, plan.num_rows))) for e in edges]
                 mask = upload(torch.cat(flat), self.device)
             wrapper = self._wrapper("prefill")
-            self._plan_prefill(wrapper, index, kind == "causal", mask)
+            self.plan_prefill(wrapper, index, kind == "causal", mask)
         cos_sin = None
         if index.shift.any():
             shift = upload(torch.from_numpy(-index.shift), self.device)
@@ -153,20 +159,21 @@ class FlashInferAttention(AttentionBackend):
     def plan_decode(self, wrapper: Any, index: PagedIndex) -> None:
         """Plan a decode wrapper for one query a request."""
         wrapper.plan(
-            torch.from_numpy(index.kv_indptr),
+            pin(torch.from_numpy(index.kv_indptr), self.device),
             upload(torch.from_numpy(index.kv_indices), self.device),
-            torch.from_numpy(index.last_page_len),
+            pin(torch.from_numpy(index.last_page_len), self.device),
             *self._shape(),
             q_data_type=self.dtype,
             kv_data_type=self.pool.k.dtype,
         )
 
-    def _plan_prefill(self, wrapper: Any, index: PagedIndex, causal: bool, mask: torch.Tensor | None) -> None:
+    def plan_prefill(self, wrapper: Any, index: PagedIndex, causal: bool, mask: torch.Tensor | None) -> None:
+        """Plan a prefill wrapper; `mask`: bool, flat, all pairs of one request after those of another."""
         wrapper.plan(
-            torch.from_numpy(index.qo_indptr),
-            torch.from_numpy(index.kv_indptr),
+            pin(torch.from_numpy(index.qo_indptr), self.device),
+            pin(torch.from_numpy(index.kv_indptr), self.device),
             upload(torch.from_numpy(index.kv_indices), self.device),
-            torch.from_numpy(index.last_page_len),
+            pin(torch.from_numpy(index.last_page_len), self.device),
             *self._shape(),
             custom_mask=mask,
             causal=causal,
@@ -182,8 +189,7 @@ class FlashInferAttention(AttentionBackend):
 
     def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer, each [pages, page_size, kv_heads, head_dim]."""
-        page_size, num_pages = self.pool.page_size, self.pool.num_pages
-        k, v = (t[layer].view(num_pages, page_size, *t.shape[2:]) for t in (self.pool.k, self.pool.v))
+        k, v = (t[layer].unflatten(0, (-1, self.pool.page_size)) for t in (self.pool.k, self.pool.v))
         return k, v
 
     def run(self, prepared: Calls, q: torch.Tensor, layer: int) -> torch.Tensor:
@@ -198,3 +204,12 @@ class FlashInferAttention(AttentionBackend):
             out, lse = prepared.out[call.place], prepared.lse[call.place]
             call.wrapper.run(queries, pages, out=out, lse=lse, return_lse=True)
         return self._flashinfer.merge_states(prepared.out[prepared.table], prepared.lse[prepared.table])[0]
+
+
+def by_first_row(edges: Sequence[Edge], num_rows: int) -> list[Edge]:
+    """Edges in the order of their rows, so that one call's results come in it as well."""
+
+    def first(edge: Edge) -> int:
+        return edge.rows.indices(num_rows)[0] if isinstance(edge.rows, slice) else int(edge.rows[0])
+
+    return sorted(edges, key=first)

@@ -25,10 +25,12 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        spare_pages: int = 0,
     ):
+        """`spare_pages`: behind the others, for rows that nobody reads."""
         self.num_pages = num_pages
         self.page_size = page_size
-        shape = (num_layers, num_pages * page_size, num_kv_heads, head_dim)
+        shape = (num_layers, (num_pages + spare_pages) * page_size, num_kv_heads, head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.on_copy: Callable[[int, int, int], None] | None = None

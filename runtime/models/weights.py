@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
 import torch
@@ -44,6 +45,23 @@ def load_weights(
                     tensor = _read(file, path, name, expected[own], dtype)
                     weights[own] = tensor if shard is None else shard.cut(own, tensor).clone()
                     bar.update()
+    if shard is not None and spec.tie_embeddings:
+        weights["lm_head.weight"] = shard.head(weights["model.embed_tokens.weight"]).clone()
+    return weights
+
+
+def random_weights(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, shard: Shard | None = None
+) -> dict[str, torch.Tensor]:
+    """Tensors like those of `load_weights`, always the same, drawn on `device`; norms are 1 and biases 0."""
+    weights = {}
+    for name, shape in spec.expected_tensors().items():
+        if len(shape) == 1:
+            tensor = torch.full(shape, float(name.endswith("norm.weight")), dtype=dtype, device=device)
+        else:
+            generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+            tensor = torch.empty(shape, dtype=dtype, device=device).normal_(0, shape[1] ** -0.5, generator=generator)
+        weights[name] = tensor if shard is None else shard.cut(name, tensor).clone()
     if shard is not None and spec.tie_embeddings:
         weights["lm_head.weight"] = shard.head(weights["model.embed_tokens.weight"]).clone()
     return weights

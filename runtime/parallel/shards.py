@@ -31,6 +31,11 @@ def split_spec(spec: ModelSpec, size: int) -> ModelSpec:
     )
 
 
+def share_of(name: str, size: int) -> int:
+    """Into how many parts a tensor of the model is cut."""
+    return size if name == "lm_head.weight" or name.split(".")[-2] in _CUT else 1
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One rank's share of the weights."""

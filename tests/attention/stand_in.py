@@ -65,6 +65,14 @@ class Wrapper:
         self.plans: list = []
         Wrapper.made.append(self)
 
+    def fill(self, indptr, indices, last_page_len):
+        into = self.buffers()
+        assert len(last_page_len) == len(into["last_page_len"]), "the batch size of a graph is fixed"
+        into["indptr"].copy_(indptr)
+        into["last_page_len"].copy_(last_page_len)
+        into["indices"].fill_(-1)
+        into["indices"][: len(indices)].copy_(indices)
+
     def _run(self, q, pages, out, lse, return_lse, visible):
         plan = self.plans[-1]
         assert q.dtype == plan["q_data_type"]
@@ -104,7 +112,15 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         assert max_token_per_sequence == int((qo_indptr[1:] - qo_indptr[:-1]).max())
         if custom_mask is not None:
             assert custom_mask.dtype == torch.bool
-        self.plans.append(dict(locals()))
+        self.plans.append({name: value for name, value in locals().items() if name != "self"})
+        if self.graph:
+            assert self.plans[0]["qo_indptr"][-1] == qo_indptr[-1], "the rows of a graph are fixed"
+            self.fill(indptr, indices, last_page_len)
+            self.options["qo_indptr_buf"].copy_(qo_indptr)
+
+    def buffers(self):
+        names = {name: self.options[f"paged_kv_{name}_buf"] for name in ("indptr", "indices", "last_page_len")}
+        return {**names, "qo_indptr": self.options["qo_indptr_buf"]}
 
     def run(self, q, pages, out=None, lse=None, return_lse=False):
         plan = self.plans[-1]
@@ -129,11 +145,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         qo_indptr = torch.arange(len(last_page_len) + 1)
         self.plans.append({name: value for name, value in locals().items() if name != "self"})
         if self.graph:
-            into = self.buffers()
-            assert len(last_page_len) == len(into["last_page_len"]), "the batch size of a graph is fixed"
-            into["indptr"].copy_(indptr)
-            into["last_page_len"].copy_(last_page_len)
-            into["indices"][: len(indices)].copy_(indices)
+            self.fill(indptr, indices, last_page_len)
 
     def buffers(self):
         return {name: self.options[f"paged_kv_{name}_buffer"] for name in ("indptr", "indices", "last_page_len")}

@@ -199,7 +199,8 @@ def test_rotation_by_position_is_torchs(device, spec):
 def test_a_whole_engine_gives_torchs_tokens(tiny_dir, replaced, monkeypatch):
     """Chunks, shared prefixes, partial pages and decode, with a cost rule that shares whatever is shared."""
     monkeypatch.setattr("runtime.attention.flashinfer._MERGE_BYTES", 1)
-    options = {"dtype": "float32", "native_kernels": False, "pool_tokens": 2048, "device": "cpu", "step_tokens": 24}
+    options = {"dtype": "float32", "native_kernels": False, "pool_tokens": 2048, "device": "cpu", "step_tokens": 24,
+               "cuda_graph_batches": "0"}  # fmt: skip
     shared = list(range(100, 150))
     prompts = [shared + [200 + i] * (3 * i + 1) for i in range(4)] + [[7, 8, 9]]
     sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}

@@ -1,0 +1,191 @@
+"""What the GPU path computes: attention against the reference, whole models against transformers and themselves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loadgen.gpu.records import Figures, Item
+
+if TYPE_CHECKING:
+    import torch
+
+    from runtime.batch import AttentionPlan, Span
+
+_LENGTHS = (5, 40, 131, 300)
+_NEW = 32
+# Heads, key-value heads and their size, as of Llama-3.1-8B and of SmolLM2.
+HEADS = ((32, 8, 128), (9, 3, 64))
+_KINDS = ("decode", "prefill", "cascade", "not causal", "masked", "fp8 cascade", "fp8 decode")
+
+
+def items(model: Path | None, device: str, directory: Path) -> Iterator[Item]:
+    """Attention (on a GPU), then the greedy tokens of `model`, or else of one at random."""
+    if device == "cuda":
+        for heads in HEADS:
+            for page_size in (1, 16):
+                for kind in _KINDS:
+                    name = f"attention, {kind}, pages of {page_size}, {heads[0]}/{heads[1]} heads of {heads[2]}"
+                    yield name, partial(attention, kind, page_size, heads)
+    settings: dict[str, dict[str, Any]] = {"float32": {}, "bfloat16": {}}
+    if device == "cuda":
+        settings |= {"bfloat16, without graphs": {"cuda_graph_batches": "0"}, "bfloat16, fp8 KV": {"kv_dtype": "fp8"}}
+    for name, more in settings.items():
+        yield f"greedy tokens in {name}", partial(greedy, model, device, directory, name.split(",")[0], more)
+
+
+def attention(kind: str, page_size: int, heads: tuple[int, int, int]) -> Figures:
+    """Relative error of FlashInfer on bfloat16 against the reference, computed in float32 on the same numbers."""
+    import torch
+
+    from runtime.attention.cpu import CPUAttention
+    from runtime.attention.flashinfer import FlashInferAttention
+    from runtime.kv.pool import KVPool
+    from runtime.models.rope import RotaryEmbedding
+    from runtime.models.spec import RopeSpec
+
+    device = torch.device("cuda")
+    num_heads, kv_heads, dim = heads
+    dtype = torch.float8_e4m3fn if kind.startswith("fp8") else torch.bfloat16
+    pool = KVPool(1, 16384 // page_size, page_size, kv_heads, dim, dtype, device)
+    pool.k.copy_(torch.randn(pool.k.shape, device=device))
+    pool.v.copy_(torch.randn(pool.v.shape, device=device))
+    exact = KVPool(1, pool.num_pages, page_size, kv_heads, dim, torch.float32, device)
+    exact.k.copy_(pool.k)
+    exact.v.copy_(pool.v)
+    rope = RotaryEmbedding(RopeSpec(10000.0), dim, device)
+    ours, reference = FlashInferAttention(pool, rope, num_heads), CPUAttention(exact, rope)
+    plan = _plan(kind, _Pages(pool.num_pages, page_size))
+    q = torch.randn(plan.num_rows, num_heads, dim, device=device).bfloat16()
+    (prepared,) = ours.prepare_step([plan])
+    got = ours.run(prepared, q, 0).float()
+    wanted = reference.run(reference.prepare(plan), q.float(), 0)
+    return {"relative error": float((got - wanted).norm() / wanted.norm()), "bound": 1e-2}
+
+
+class _Pages:
+    """Spans of random pages."""
+
+    def __init__(self, num_pages: int, page_size: int):
+        self._free, self._page_size = list(range(num_pages)), page_size
+        random.shuffle(self._free)
+
+    def span(self, length: int) -> Span:
+        import numpy as np
+
+        from runtime.batch import Span
+
+        pages = [self._free.pop() for _ in range(-(-length // self._page_size))]
+        return Span(np.array(pages, dtype=np.int32), length)
+
+
+def _plan(kind: str, pages: _Pages) -> AttentionPlan:
+    from runtime.batch import AttentionPlan
+
+    draw = random.randrange
+    plan = AttentionPlan(0)
+
+    def add(rows: int, length: int, mode: Any = "causal") -> None:
+        plan.add(slice(plan.num_rows, plan.num_rows + rows), pages.span(length), mode)
+        plan.num_rows += rows
+
+    if kind.endswith("decode"):
+        for _ in range(17):
+            add(1, draw(1, 700))
+    elif kind == "not causal":
+        for _ in range(5):
+            add(draw(1, 300), draw(1, 1500), "full")
+    elif kind == "masked":
+        import torch
+
+        plan.num_rows = 33
+        plan.add(slice(0, 33), pages.span(77), "masked", torch.rand(33, 77) < 0.5)
+    elif kind == "prefill":
+        for _ in range(5):
+            rows = draw(1, 300)
+            add(rows, rows + draw(1, 1200))
+    else:
+        for _ in range(9):
+            rows = draw(1, 4)
+            add(rows, rows + draw(0, 200))
+        ends = [edge.rows.stop for edge in plan.edges if isinstance(edge.rows, slice)]
+        plan.add(slice(0, plan.num_rows), pages.span(16 * draw(1, 200)), "full")
+        plan.add(slice(0, ends[3]), pages.span(16 * draw(1, 40)), "full")
+    return plan
+
+
+def greedy(model: Path | None, device: str, directory: Path, dtype: str, more: dict[str, Any]) -> Figures:
+    """Share of greedy tokens that are those of transformers on this device; and cached ones those of uncached ones."""
+    import torch
+
+    path = model or _random_model(directory)
+    draw = random.Random(1)
+    prompts = [[draw.randrange(3, 4000) for _ in range(length)] for length in _LENGTHS]
+    theirs = _transformers(path, device, getattr(torch, dtype), prompts)
+    torch.cuda.empty_cache()
+    cold, warm = _ours(path, {"device": device, "dtype": dtype, **more}, prompts)
+    return {
+        "as transformers": _agreement(cold, theirs), "cached as uncached": _agreement(warm, cold),
+        "tokens": len(prompts) * _NEW, "model": "at random" if model is None else model.name,
+    }  # fmt: skip
+
+
+def _ours(path: Path, options: dict[str, Any], prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
+    from loadgen.gpu.drive import Drive
+
+    options = {"native_kernels": False, "pool_tokens": 4096, **options}
+    drive = Drive(path, **options)
+    try:
+        return drive.tokens(prompts, _NEW), drive.tokens(prompts, _NEW)
+    finally:
+        drive.close()
+
+
+def _transformers(path: Path, device: str, dtype: torch.dtype, prompts: list[list[int]]) -> list[list[int]]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    model = model.to(device).eval()
+    found = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = torch.tensor([prompt], device=device)
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=_NEW, min_new_tokens=_NEW,
+                pad_token_id=0,
+            )  # fmt: skip
+            found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def _agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    """Share of tokens up to the first that differs."""
+    same = 0
+    for a, b in zip(ours, theirs, strict=True):
+        same += next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+    return same / sum(map(len, theirs))
+
+
+def _random_model(directory: Path) -> Path:
+    """A checkpoint of a small Llama with weights at random."""
+    path = directory / "llama-random"
+    if not path.exists():
+        import torch
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=4096, hidden_size=576, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=9,
+            num_key_value_heads=3, max_position_embeddings=2048, eos_token_id=2, bos_token_id=1,
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # Wide enough that greedy continuations differ from prompt to prompt.
+                parameter.mul_(3 if parameter.ndim > 1 else 1)
+        model.save_pretrained(path)
+    return path
