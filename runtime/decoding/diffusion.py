@@ -176,14 +176,14 @@ class Denoiser:
 
 
 def restrict(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Logits [n, vocab] with minus infinity for what top-k and top-p leave out."""
-    if 0 < sampling.top_k < logits.shape[-1]:
-        least = logits.topk(sampling.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -math.inf)
+    """Logits [n, vocab] with minus infinity for what top-p and then top-k leave out, in the order of Dream's sampler."""
     if sampling.top_p < 1:
         values, tokens = logits.softmax(-1).sort(descending=True)
         dropped = values.cumsum(-1) - values >= sampling.top_p
         logits = logits.masked_fill(dropped.gather(1, tokens.argsort(-1)), -math.inf)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
     return logits
 
 

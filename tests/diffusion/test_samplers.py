@@ -121,7 +121,8 @@ def test_the_bias_and_the_filters():
     assert (one.tokens == 9).sum() == 1
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0], [0.0, 0.0, 5.0, 0.0]])
     kept = restrict(logits, SamplingParams(top_k=2, top_p=0.7)).isfinite()
-    assert kept.tolist() == [[True, False, False, False], [False, False, True, False]]
+    # Top-p first: after top-k the second would have no place in it.
+    assert kept.tolist() == [[True, True, False, False], [False, False, True, False]]
 
 
 def test_parallel_decoding_by_threshold_and_by_factor():
