@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The benchmark's options."""
     parser.add_argument("--model", help="default: the default model")
     parser.add_argument("--dtype", default="auto", help="default: auto")
+    parser.add_argument("--quantization", default="none", help="as of `ramet serve`")
     parser.add_argument("--contexts", type=int, nargs="*", default=[512, 1024, 2048, 4096, 8000], help="tokens")
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64], help="requests that decode")
     parser.add_argument("--steps", type=int, default=24, help="decode steps that each median is of")
@@ -80,7 +81,8 @@ class Growth:
 
         given = {} if arguments.model is None else {"model": arguments.model}
         running = max(arguments.batches, default=1)
-        config = make_config(**given, dtype=arguments.dtype, pool_memory=2.0, max_running=running)
+        given |= {"dtype": arguments.dtype, "quantization": arguments.quantization}
+        config = make_config(**given, pool_memory=2.0, max_running=running)
         self.core: EngineCore = EngineCore(config, resolve_model(config.model))
         self._steps, self._repeats = arguments.steps, arguments.repeats
         self._draw, self._count = random.Random(), 0
@@ -92,6 +94,8 @@ class Growth:
         from runtime.executor import ALL_THREADS
 
         spec, dtype = self.core.executor.spec, self.core.executor.dtype
+        # In 8 bits, each 64 of a row have a scale in float32.
+        weight_bytes = 1 + 4 / 64 if self.core.config.model.quantization == "int8" else dtype.itemsize
         torch.set_num_threads(ALL_THREADS)
         large, vector, square = torch.ones(8192, 8192), torch.ones(8192), torch.randn(2048, 2048)
         read_s = min(timed(lambda: large @ vector) for _ in range(10))
@@ -104,7 +108,7 @@ class Growth:
         return {
             "gbytes_s": gbytes_s,
             "gflop_s": gflop_s,
-            "decode_ms": (body + head) * dtype.itemsize / gbytes_s / 1e6,
+            "decode_ms": (body + head) * weight_bytes / gbytes_s / 1e6,
             "prefill_tok_s": gflop_s * 1e9 / (2 * body),
         }
 

@@ -198,7 +198,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of a step")
-    parser.add_argument("--stale", type=float, default=0.5, help="share of steps that read a prefix of earlier steps")
+    parser.add_argument("--stale", type=float, default=0.0, help="share of steps that read a prefix of earlier steps")
     parser.add_argument("--mix", type=_mix, default={"keep": 1.0}, help="tasks and weights, as keep=3,lookup=1")
     parser.add_argument("--device", help="cpu or cuda; the GPU where there is one")
     parser.add_argument("--threads", type=int, default=0, help="of the CPU; torch's default with 0")

@@ -176,7 +176,7 @@ class Denoiser:
 
 
 def restrict(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Logits [n, vocab] with minus infinity for what top-p and then top-k leave out, in the order of Dream's sampler."""
+    """Logits [n, vocab] with minus infinity for what top-p and then, as in Dream, top-k leave out."""
     if sampling.top_p < 1:
         values, tokens = logits.softmax(-1).sort(descending=True)
         dropped = values.cumsum(-1) - values >= sampling.top_p
