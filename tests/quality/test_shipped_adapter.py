@@ -1,0 +1,43 @@
+"""The adapter that ships: what its model answers, with and without reuse."""
+
+import pytest
+
+from loadgen.quality.cases import Case
+from loadgen.quality.measure import Cell, Outcome, Runner
+from loadgen.quality.tasks import Source
+from loadgen.quality.vocabulary import Vocabulary
+from runtime.config import ModelConfig, default_cache_dir
+from runtime.engine import Engine
+from runtime.models.adapters import ADAPTERS
+from runtime.models.resolve import resolve_model
+
+NAME = "smollm2-135m-diffusion"
+ROOM = 32
+
+
+@pytest.fixture(scope="module")
+def runner(default_model_dir):
+    path = resolve_model(ModelConfig(model=NAME, cache_dir=default_cache_dir()))
+    with Engine(model=str(path), dtype="float32", pool_tokens=4096) as engine:
+        yield Runner(engine, Vocabulary(path).end), Source(Vocabulary(path), "shipped")
+
+
+def outcome(runner, **fields) -> Outcome:
+    """Of two requests about one list, half of each that list."""
+    run, source = runner
+    whole = {"gen_length": ROOM, "steps": ROOM, "block_length": ROOM, **fields}
+    return run.run(Case("", whole), Cell("keep", ROOM, 0.5).group(source, 0, 2))
+
+
+def test_it_is_a_short_name():
+    assert NAME in ADAPTERS
+
+
+def test_it_does_its_task_and_reuse_in_all_layers_ruins_that(runner):
+    plain, shallow, naive = (
+        outcome(runner, **fields) for fields in ({"reuse": False}, {"depth": 5, "refresh_interval": 1}, {"depth": 30})
+    )
+    assert plain.right >= 0.9 * plain.tokens
+    assert shallow.right >= 0.9 * shallow.tokens
+    assert naive.right <= 0.4 * naive.tokens
+    assert naive.rows < shallow.rows < plain.rows
