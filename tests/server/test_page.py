@@ -128,7 +128,7 @@ def test_the_canvas_is_shown_as_it_denoises(page, denoiser, scheme):
     page.locator("#steps").wait_for()
     assert page.locator("#algorithm").input_value() == "low_confidence", "the model's own"
     prompt = SAYING + "So what did they eat?"
-    fields = {"prompt": prompt, "tokens": "24", "steps": "12", "block": "8", "shared": "16"}
+    fields = {"prompt": prompt, "tokens": "96", "steps": "48", "block": "8", "shared": "16"}
     for name, value in fields.items():
         page.locator(f"#{name}").fill(value)
     page.evaluate("""() => new MutationObserver(() => window.seen.push(
@@ -138,24 +138,24 @@ def test_the_canvas_is_shown_as_it_denoises(page, denoiser, scheme):
     for cached in (0, 16):
         page.evaluate("() => { window.seen = [] }")
         page.get_by_role("button", name="Generate").click()
-        page.locator("#told", has_text="after 12 steps").wait_for()
+        page.locator("#told", has_text="after 48 steps").wait_for()
         page.locator("#stop:disabled").wait_for()
         told = page.locator("#told").text_content()
         assert told.startswith(f"{cached} of ")
         assert ("reused in 1 of 4 layers" in told) == (cached > 0)
     seen = [cells for cells in page.evaluate("window.seen") if cells]
     masked = [sum(text is None for text in cells) for cells in seen]
-    assert set(masked) <= set(range(0, 23, 2)), "each step decides two"
+    assert set(masked) <= set(range(0, 95, 2)), "each step decides two"
     assert masked == sorted(set(masked), reverse=True)
     assert masked[-1] == 0
-    assert len(masked) > 3, "the browser may merge some steps"
+    assert len(masked) > 1, "a reader that is behind gets several steps at once, but the last is not all it sees"
     for cells in seen:
-        first = cells.index(None) if None in cells else 24
+        first = cells.index(None) if None in cells else 96
         assert not any(cells[first // 8 * 8 + 8 :]), "blocks from left to right"
     for earlier, later in pairwise(seen):
         assert all(a in (None, b) for a, b in zip(earlier, later, strict=True)), "what is decided stays"
-    body = {"text": prompt, "sampling_params": {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}}
-    settings = {"steps": 12, "block_length": 8, "prefix_tokens": 16}
+    body = {"text": prompt, "sampling_params": {"max_new_tokens": 96, "temperature": 0, "ignore_eos": True}}
+    settings = {"steps": 48, "block_length": 8, "prefix_tokens": 16}
     ids = httpx.post(f"{denoiser.url}/generate", json=body | {"diffusion": settings}, timeout=60).json()["output_ids"]
     pieces = {"tokens": [[token] for token in ids], "skip_special_tokens": False}
     assert [text.replace("\u23ce", "\n").replace("\u21e5", "\t") for text in seen[-1]] == httpx.post(
@@ -169,10 +169,10 @@ def test_the_canvas_is_shown_as_it_denoises(page, denoiser, scheme):
         for kind in ("reused", "computed")
     ]
     assert colours[0] != colours[1]
-    assert page.locator("#canvas").get_attribute("aria-label") == "24 of 24 positions decided"
+    assert page.locator("#canvas").get_attribute("aria-label") == "96 of 96 positions decided"
     page.locator("#stream").set_checked(False)
     page.get_by_role("button", name="Generate").click()
-    page.locator("#told", has_text="after 12 steps").wait_for()
+    page.locator("#told", has_text="after 48 steps").wait_for()
     assert page.locator("#canvas").is_hidden()
 
 
