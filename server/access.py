@@ -15,7 +15,7 @@ from server.errors import error_response
 
 log = logging.getLogger("ramet.access")
 
-_HEADER = b"x-request-id"
+ID_HEADER = b"x-request-id"
 # No client fills the log with one request.
 _MOST_PATH = 256
 # What a client or a proxy may call its request; anything else could forge log lines.
@@ -40,7 +40,7 @@ class AccessLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (_HEADER, rid.encode())]}
+                message = {**message, "headers": [*message["headers"], (ID_HEADER, rid.encode())]}
             await send(message)
 
         try:
@@ -54,7 +54,7 @@ class AccessLog:
 
 
 def _rid_of(scope: Scope) -> str:
-    given = dict(scope["headers"]).get(_HEADER, b"")
+    given = dict(scope["headers"]).get(ID_HEADER, b"")
     return given.decode() if _ID.fullmatch(given) else new_rid()
 
 

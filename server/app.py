@@ -17,6 +17,7 @@ from server.errors import ErrorBody
 from server.gate import Gate
 from server.limits import BodyLimit
 from server.metrics import Metrics
+from server.refusal import Refusal
 from server.traces import add_traces
 
 
@@ -36,8 +37,9 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate:
         app.include_router(module.router)
     errors.install(app)
     # What is added last comes first: nothing is read for a stranger.
-    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, patience_s=options.client_timeout)
-    app.add_middleware(Guard, tenants=tenants)
+    refuse = Refusal(options.max_body_bytes, options.client_timeout)
+    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, patience_s=options.client_timeout, refuse=refuse)
+    app.add_middleware(Guard, tenants=tenants, refuse=refuse)
     if options.cors_origins:
         origins = options.cors_origins.split(",")
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])

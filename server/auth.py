@@ -19,7 +19,7 @@ from pydantic import Field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runtime.errors import RametError
-from server.errors import error_response
+from server.refusal import Refusal
 
 ENVIRONMENT = "RAMET_API_KEYS"
 # Routers and orchestrators ask without a key whether to send requests here. The page itself is the same for everybody;
@@ -127,9 +127,10 @@ def read_keys(path: Path | None) -> list[Tenant]:
 class Guard:
     """ASGI middleware: with keys, every route but `/health` and `/ready` wants one, and some want an admin's."""
 
-    def __init__(self, app: ASGIApp, tenants: list[Tenant]):
+    def __init__(self, app: ASGIApp, tenants: list[Tenant], refuse: Refusal):
         self.app = app
         self.tenants = tenants
+        self.refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application as the tenant whose key the request has."""
@@ -137,10 +138,7 @@ class Guard:
             try:
                 scope.setdefault("state", {})["tenant"] = self._admit(scope)
             except RametError as error:
-                response = error_response(error)
-                if error.status == 401:
-                    response.headers["www-authenticate"] = "Bearer"
-                await response(scope, receive, send)
+                await self.refuse(error, scope, receive, send)
                 return
         await self.app(scope, receive, send)
 

@@ -9,6 +9,9 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from runtime.errors import InvalidRequest
+from runtime.logs import request_id
+from runtime.output import new_rid
+from server.access import ID_HEADER
 from server.errors import error_response
 
 # What the kernel may hold for a client that does not read. Without a bound it takes megabytes for each.
@@ -28,6 +31,7 @@ class Connection(H11Protocol):
         super().__init__(*args, **options)
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._lingers = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
@@ -43,8 +47,16 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        super().data_received(data)
-        self._watch_head()
+        if self._lingers:
+            return
+        # What is logged before an application has the request, or as there is none, has an id as well.
+        token = request_id.set(new_rid())
+        try:
+            super().data_received(data)
+        finally:
+            request_id.reset(token)
+        if not self._lingers:
+            self._watch_head()
 
     def on_response_complete(self) -> None:
         """An answer was sent; a part of the next head may have come already."""
@@ -75,10 +87,13 @@ class Connection(H11Protocol):
             self._write_timer.cancel()
             self._write_timer = None
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: that there are no web sockets is meant, and no client fills the log with it."""
+
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP in the one error schema."""
         answer = error_response(InvalidRequest("this is not a valid HTTP request"))
-        headers = [*answer.raw_headers, (b"connection", b"close")]
+        headers = [*answer.raw_headers, (b"connection", b"close"), (ID_HEADER, request_id.get().encode())]
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             events = (
                 h11.Response(status_code=answer.status_code, headers=headers, reason=b"Bad Request"),
@@ -86,7 +101,23 @@ class Connection(H11Protocol):
                 h11.EndOfMessage(),
             )
             self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
-        self.transport.close()
+        self._linger()
+
+    def _linger(self) -> None:
+        """Send no more, and close once the client has ended or its time is over.
+
+        With bytes unread a close would be a reset, which may overtake the answer.
+        """
+        self._lingers = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        self._head_timer = self.loop.call_later(self.patience_s, self.transport.abort)
 
 
 def patient(seconds: float) -> type[Connection]:

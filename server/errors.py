@@ -75,6 +75,8 @@ def error_response(error: RametError) -> JSONResponse:
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else {}
     if error.status in _NOT_AGAIN or isinstance(error, Overloaded):
         headers["X-Should-Retry"] = "false"
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)
 
 

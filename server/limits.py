@@ -6,12 +6,10 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from runtime.errors import DeadlineExceeded, InvalidRequest, RametError
+from runtime.errors import DeadlineExceeded, InvalidRequest
 from runtime.json_text import MAX_DEPTH, is_deep
 from server.errors import BodyTooLarge, UnsupportedMediaType, error_response
-
-# A client that still sends does not read; so much more of its body is thrown away, in units of the limit.
-_DRAIN = 8
+from server.refusal import Refusal
 
 _JSON = b"application/json"
 
@@ -19,10 +17,11 @@ _JSON = b"application/json"
 class BodyLimit:
     """ASGI middleware: refuses bodies over the limit (413), that come too slowly (408), or are not JSON (415)."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int, patience_s: float):
+    def __init__(self, app: ASGIApp, max_bytes: int, patience_s: float, refuse: Refusal):
         self.app = app
         self.max_bytes = max_bytes
         self.patience_s = patience_s
+        self.refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application with a `receive` that has read the body already."""
@@ -32,20 +31,20 @@ class BodyLimit:
         headers = dict(scope["headers"])
         if b"transfer-encoding" in headers and b"content-length" in headers:
             # A proxy that believes the other one sees the next request begin elsewhere.
-            await self._refuse(InvalidRequest("a body has either a length or chunks"), receive, send)
+            await self.refuse(InvalidRequest("a body has either a length or chunks"), scope, receive, send)
             return
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and (len(length) > 18 or int(length) > self.max_bytes):
-            await self._refuse(self._too_large(), receive, send)
+            await self.refuse(self._too_large(), scope, receive, send)
             return
         try:
             async with asyncio.timeout(self.patience_s):
                 body = await self._read(receive)
         except TimeoutError:
-            await self._refuse(DeadlineExceeded("the body did not come in time"), receive, send)
+            await self.refuse(DeadlineExceeded("the body did not come in time"), scope, receive, send)
             return
         except BodyTooLarge as error:
-            await self._refuse(error, receive, send)
+            await self.refuse(error, scope, receive, send)
             return
         if body is None:
             return
@@ -76,24 +75,6 @@ class BodyLimit:
                 raise self._too_large()
             if not message.get("more_body"):
                 return b"".join(chunks)
-
-    async def _refuse(self, error: RametError, receive: Receive, send: Send) -> None:
-        """Answer, and keep the connection long enough for a client that sends before it reads."""
-        response = error_response(error)
-        response.headers["connection"] = "close"
-        await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
-        await send({"type": "http.response.body", "body": response.body, "more_body": True})
-        left = _DRAIN * self.max_bytes
-        try:
-            async with asyncio.timeout(self.patience_s):
-                while left > 0:
-                    message = await receive()
-                    if message["type"] == "http.disconnect" or not message.get("more_body"):
-                        break
-                    left -= len(message.get("body", b""))
-        except TimeoutError:
-            pass
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _unreadable(headers: dict[bytes, bytes]) -> str:

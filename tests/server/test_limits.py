@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from server.limits import BodyLimit
+from server.refusal import Refusal
 
 LIMIT = 1000
+CHUNKED = [(b"transfer-encoding", b"chunked")]
 
 
 def exchange(chunks, headers=()):
@@ -24,7 +26,7 @@ def exchange(chunks, headers=()):
         seen.append((dict(scope["headers"]), (await receive())["body"]))
 
     scope = {"type": "http", "method": "POST", "headers": list(headers)}
-    asyncio.run(BodyLimit(app, LIMIT, 5)(scope, receive, send))
+    asyncio.run(BodyLimit(app, LIMIT, 5, Refusal(LIMIT, 5))(scope, receive, send))
     return sent, seen, len(chunks) - len(left)
 
 
@@ -40,7 +42,7 @@ def test_a_missing_content_type_is_json():
 
 
 def test_the_answer_to_a_large_body_comes_before_the_rest_is_thrown_away():
-    for headers in ([], [(b"content-length", b"3000")]):
+    for headers in (CHUNKED, [(b"content-length", b"3000")]):
         sent, seen, read = exchange([b"x" * 600] * 5, headers)
         assert [message.get("status") for message in sent] == [413, None, None]
         assert b'"error"' in sent[1]["body"]
@@ -66,6 +68,6 @@ def test_a_compressed_body_is_not_unpacked():
 
 
 def test_an_endless_body_is_not_read_to_its_end():
-    sent, _, read = exchange([b"x" * 1000] * 1000)
+    sent, _, read = exchange([b"x" * 1000] * 1000, CHUNKED)
     assert sent[0]["status"] == 413
     assert read < 20

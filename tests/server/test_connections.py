@@ -1,0 +1,101 @@
+"""Connections in bytes: whoever is refused gets the answer, and nothing on a connection is taken for what it is not."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import socket
+import time
+
+import pytest
+
+LARGE = 2_000_000  # more than a socket holds: the client still sends when it is answered
+
+
+@pytest.fixture
+def connect(guarded):
+    host, port = guarded.url.removeprefix("http://").split(":")
+    opened = []
+
+    def connect() -> socket.socket:
+        opened.append(socket.create_connection((host, int(port)), timeout=30))
+        return opened[-1]
+
+    yield connect
+    for connection in opened:
+        connection.close()
+
+
+def read_to_end(connection: socket.socket) -> tuple[int, dict, dict]:
+    """Status, headers and JSON of the last answer on a connection; a reset is an error."""
+    received = b""
+    while chunk := connection.recv(65536):
+        received += chunk
+    head, _, body = received.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    return int(first.split()[1]), dict(line.lower().split(": ", 1) for line in lines), json.loads(body)
+
+
+LENGTH = f"Content-Length: {LARGE}"
+KEY = "X-Api-Key: alice-secret-key"
+
+
+@pytest.mark.parametrize(
+    ("start", "status"),
+    [
+        (["POST /generate HTTP/1.1", "Host: x", "no header", "", ""], 400),
+        (["POST /generate HTTP/1.1", "Host: x", KEY, "Transfer-Encoding: chunked", "", "no chunk", ""], 400),
+        (["POST /generate HTTP/1.1", "Host: x", LENGTH, "Connection: close", "", ""], 401),
+        (["POST /generate HTTP/1.0", LENGTH, "", ""], 401),
+        (["POST /pause HTTP/1.1", "Host: x", KEY, LENGTH, "Connection: close", "", ""], 403),
+    ],
+    ids=["no header", "no chunk", "no key", "HTTP/1.0", "no admin"],
+)
+def test_whoever_still_sends_gets_the_answer(connect, start, status):
+    """A server that closes with bytes unread resets the connection: sending fails, and the answer may be lost."""
+    connection = connect()
+    connection.sendall("\r\n".join(start).encode())
+    time.sleep(0.2)
+    for _ in range(LARGE // 50_000):
+        connection.sendall(b"x" * 50_000)
+    connection.shutdown(socket.SHUT_WR)
+    found, headers, body = read_to_end(connection)
+    assert found == status
+    assert headers["connection"] == "close"
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    assert re.fullmatch(r"[0-9a-f]{32}", headers["x-request-id"])
+
+
+def test_a_body_that_was_announced_and_not_sent_is_not_the_next_request(connect):
+    """Who waits for `100 Continue` and is refused may send the body, or not: no connection goes on after that."""
+    connection = connect()
+    another = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(another)}\r\nExpect: 100-continue\r\n\r\n"
+    connection.sendall(head.encode())
+    time.sleep(0.2)
+    connection.sendall(another)
+    status, headers, _ = read_to_end(connection)
+    assert (status, headers["connection"]) == (401, "close")
+
+
+def test_a_refusal_without_a_body_keeps_the_connection(guarded):
+    connection = http.client.HTTPConnection(guarded.url.removeprefix("http://"), timeout=30)
+    used = set()
+    for _ in range(3):
+        connection.request("GET", "/v1/models")
+        answer = connection.getresponse()
+        assert (answer.status, answer.getheader("connection")) == (401, None)
+        used.add(connection.sock.getsockname())
+        answer.read()
+    assert len(used) == 1
+    connection.close()
+
+
+def test_what_is_no_http_has_an_id_in_the_log(connect, guarded):
+    connection = connect()
+    connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+    connection.shutdown(socket.SHUT_WR)
+    _, headers, _ = read_to_end(connection)
+    (line,) = [line for line in guarded.log.read_text().splitlines() if headers["x-request-id"] in line]
+    assert "Invalid HTTP request" in line
