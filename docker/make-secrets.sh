@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes what the compose files need beside themselves: an admin's key, a user's key, Grafana's password, and `.env`.
-# What is there already is kept.
+# Makes what the compose files need beside themselves: the keys of an admin, a user and Prometheus, Grafana's password,
+# and `.env`. What is there already is kept.
 set -eu
 cd "$(dirname "$0")"
 
@@ -12,9 +12,16 @@ random() {
 mkdir -p secrets models
 chmod 700 secrets
 if [ ! -e secrets/api_keys ]; then
+    rm -f secrets/admin_key secrets/metrics_key
     admin=$(random)
     printf '%s' "$admin" > secrets/admin_key
     printf 'admin %s admin\nuser %s\n' "$admin" "$(random)" > secrets/api_keys
+fi
+if [ ! -e secrets/metrics_key ]; then
+    chmod u+w secrets/api_keys
+    metrics=$(random)
+    printf '%s' "$metrics" > secrets/metrics_key
+    printf '\nprometheus %s metrics\n' "$metrics" >> secrets/api_keys
 fi
 [ -e secrets/grafana_password ] || random > secrets/grafana_password
 chmod 444 secrets/*

@@ -175,7 +175,7 @@ class ServerConfig(Section):
     port: int = Field(30000, ge=0, le=65535, description="port to bind; 0 takes a free one")
     api_keys: Path | None = Field(
         None,
-        description="file of API keys, a line each: NAME KEY [admin] [public] [quota=PAGES]; also $RAMET_API_KEYS",
+        description="file of API keys, a line each: NAME KEY and what the key may do; also $RAMET_API_KEYS",
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="larger request bodies are refused with 413")
     client_timeout: float = Field(

@@ -1,7 +1,8 @@
 """Who asks: API keys, what each may do, and the cache namespace that follows from it.
 
-A key is a line `NAME KEY [admin] [public] [quota=PAGES]` of the file `--api-keys`, or of the environment variable
-RAMET_API_KEYS (lines separated by `;`). Without any key the server is open, and everyone is the same tenant.
+A key is a line `NAME KEY [admin] [public] [quota=PAGES] [max_priority=NUMBER]`, or `NAME KEY metrics` for a scraper, of
+the file `--api-keys`, or of the environment variable RAMET_API_KEYS (lines separated by `;`). Without any key the
+server is open, and everyone is the same tenant.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ ENVIRONMENT = "RAMET_API_KEYS"
 # Routers and orchestrators ask without a key whether to send requests here. The page itself is the same for everybody;
 # what it shows wants a key.
 OPEN_PATHS = frozenset({"/health", "/ready", "/", "/dashboard"})
+# What a scraper's key is for.
+METRICS_PATH = "/metrics"
 ADMIN_PATHS = (
-    *("/cache/", "/dashboard/", "/flush_cache", "/abort_request", "/server_info", "/get_server_info", "/metrics"),
+    *("/cache/", "/dashboard/", "/flush_cache", "/abort_request", "/server_info", "/get_server_info", METRICS_PATH),
     *("/pause", "/resume", "/shutdown"),
 )
 # Below an admin's path, but everybody sees what is its own there.
@@ -36,7 +39,10 @@ CacheScope = Annotated[
     Literal["private", "public"],
     Field(description="public: share cached pages with all keys that may; only for keys marked public"),
 ]
-_LINE = re.compile(r"(?P<name>[\w.-]{1,64})\s+(?P<key>\S{8,512})(?P<flags>(\s+(admin|public|quota=[1-9]\d{0,8}))*)")
+_LINE = re.compile(
+    r"(?P<name>[\w.-]{1,64})\s+(?P<key>\S{8,512})"
+    r"(?P<flags>\s+metrics|(\s+(admin|public|quota=[1-9]\d{0,8}|max_priority=\d{1,9}))*)"
+)
 
 
 class Unauthorized(RametError):
@@ -67,6 +73,8 @@ class Tenant:
         admin: whether the routes about cache and server are allowed.
         public: whether public prefixes are.
         quota: pages that it may keep cached; None: the configured number.
+        max_priority: the highest priority that requests may ask for; admins may ask for any.
+        metrics: whether `/metrics` is all that is allowed.
     """
 
     name: str
@@ -74,6 +82,8 @@ class Tenant:
     admin: bool = False
     public: bool = False
     quota: int | None = None
+    max_priority: int = 0
+    metrics: bool = False
 
     @property
     def account(self) -> str:
@@ -87,6 +97,12 @@ class Tenant:
                 raise Forbidden("this key may not use public prefixes", param="cache_scope")
             return f"public/{salt or ''}"
         return f"{self.account}/{salt or ''}"
+
+    def priority(self, asked: int) -> int:
+        """The priority of a request that asks for one. Raises Forbidden for a higher one than the key may have."""
+        if asked > self.max_priority and not self.admin:
+            raise Forbidden(f"this key may ask for priorities up to {self.max_priority}", param="priority")
+        return asked
 
 
 _EVERYONE = Tenant("", b"", admin=True, public=True)
@@ -110,15 +126,24 @@ def read_keys(path: Path | None) -> list[Tenant]:
         found = _LINE.fullmatch(line)
         if found is None:
             raise BadKeys(
-                f"API key line {number} is not `NAME KEY [admin] [public] [quota=PAGES]`, "
-                "the key with 8 characters or more"
+                f"API key line {number} is neither `NAME KEY [admin] [public] [quota=PAGES] [max_priority=NUMBER]` "
+                "nor `NAME KEY metrics`, the key with 8 characters or more"
             )
-        flags = found["flags"].split()
+        flags = {name: value for name, _, value in (flag.partition("=") for flag in found["flags"].split())}
         digest = hashlib.sha256(found["key"].encode()).digest()
         if any(tenant.digest == digest or tenant.name == found["name"] for tenant in tenants):
             raise BadKeys(f"API key line {number} repeats a name or a key")
-        quota = next((int(flag.removeprefix("quota=")) for flag in flags if flag.startswith("quota=")), None)
-        tenants.append(Tenant(found["name"], digest, "admin" in flags, "public" in flags, quota))
+        tenants.append(
+            Tenant(
+                found["name"],
+                digest,
+                admin="admin" in flags,
+                public="public" in flags,
+                quota=int(flags["quota"]) if "quota" in flags else None,
+                max_priority=int(flags.get("max_priority", 0)),
+                metrics="metrics" in flags,
+            )
+        )
     if path is not None and not tenants:
         raise BadKeys(f"--api-keys {path} has no key")  # an open server is never what was meant
     return tenants
@@ -147,6 +172,10 @@ class Guard:
             return _EVERYONE
         tenant = self._find(dict(scope["headers"]))
         path = scope["path"]
+        if tenant.metrics:
+            if path != METRICS_PATH:
+                raise Forbidden(f"this key is for {METRICS_PATH} alone")
+            return tenant
         if path.startswith(ADMIN_PATHS) and path not in OWN_PATHS and not tenant.admin:
             raise Forbidden("this route is for admin keys")
         return tenant

@@ -89,7 +89,7 @@ def submissions_of(body: GenerateRequest, tenant: Tenant) -> tuple[list[Submissi
             namespace=tenant.namespace(body.cache_salt, body.cache_scope),
             logprobs=body.top_logprobs_num if body.return_logprob else None,
             prompt_logprobs_from=body.prompt_logprobs_from,
-            priority=body.priority,
+            priority=tenant.priority(body.priority),
             diffusion=body.diffusion,
         )
         for prompt, params, rid in zip(prompts, sampling, rids, strict=True)

@@ -66,7 +66,7 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx, te
         account=tenant.account,
         namespace=tenant.namespace(body.cache_salt, body.cache_scope),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        priority=body.priority,
+        priority=tenant.priority(body.priority),
         add_special_tokens=False,
         diffusion=body.diffusion,
         shared_text=await asyncio.to_thread(_system_text, messages, context),

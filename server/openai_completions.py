@@ -43,7 +43,7 @@ def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:
             namespace=tenant.namespace(body.cache_salt, body.cache_scope),
             logprobs=body.logprobs,
             prompt_logprobs_from=0 if body.echo and body.logprobs is not None else None,
-            priority=body.priority,
+            priority=tenant.priority(body.priority),
             diffusion=body.diffusion,
         )
         for prompt in prompts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import httpx
 import pytest
 import yaml
 
+from server.auth import read_keys
 from tests.docker.compose import DOCKER
 from tests.docker.dashboard import queries
 from tests.server.conftest import guarded  # noqa: F401
@@ -89,6 +91,27 @@ def test_scraping_needs_the_key_that_the_stack_hands_over():
     jobs = {
         job["job_name"]: job for job in yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())["scrape_configs"]
     }
-    composed = yaml.safe_load((DOCKER / "docker-compose.yml").read_text())["services"]["prometheus"]
-    assert jobs["ramet"]["authorization"]["credentials_file"] == "/run/secrets/admin_key"
-    assert composed["secrets"] == ["admin_key"]
+    composed = yaml.safe_load((DOCKER / "docker-compose.yml").read_text())
+    assert jobs["ramet"]["authorization"]["credentials_file"] == "/run/secrets/metrics_key"
+    assert composed["services"]["prometheus"]["secrets"] == ["metrics_key"]
+    assert composed["secrets"]["metrics_key"] == {"file": "./secrets/metrics_key"}
+
+
+@pytest.mark.parametrize("older", [None, "boss boss-secret-key admin", "boss boss-secret-key admin\n"])
+def test_the_keys_that_are_made_are_what_the_server_takes(tmp_path, monkeypatch, older):
+    """Also where an earlier version has made keys, before Prometheus had one."""
+    monkeypatch.delenv("RAMET_API_KEYS", raising=False)
+    for name in ("make-secrets.sh", ".env.example"):
+        shutil.copy(DOCKER / name, tmp_path)
+    if older is not None:
+        (tmp_path / "secrets").mkdir()
+        (tmp_path / "secrets" / "api_keys").write_text(older)
+        (tmp_path / "secrets" / "api_keys").chmod(0o444)
+    for _ in range(2):
+        subprocess.run([tmp_path / "make-secrets.sh"], check=True, capture_output=True)
+    tenants = {tenant.name: tenant for tenant in read_keys(tmp_path / "secrets" / "api_keys")}
+    assert tenants.keys() == ({"boss", "prometheus"} if older else {"admin", "user", "prometheus"})
+    scraper = (tmp_path / "secrets" / "metrics_key").read_bytes()
+    assert tenants["prometheus"].digest == hashlib.sha256(scraper).digest()
+    assert [name for name, tenant in tenants.items() if tenant.metrics] == ["prometheus"]
+    assert [name for name, tenant in tenants.items() if tenant.admin] == ["boss" if older else "admin"]

@@ -15,7 +15,10 @@ from server.app import create_app
 from server.auth import BadKeys, Tenant, read_keys
 from tests.server.conftest import start, stop
 
-KEYS = {"alice": "alice-secret-key", "bob": "bob-secret-key", "root": "root-secret-key"}
+KEYS = {
+    **{"alice": "alice-secret-key", "bob": "bob-secret-key", "root": "root-secret-key"},
+    "scraper": "scraper-secret-key",
+}
 PROMPT = {"input_ids": list(range(100, 213)), "sampling_params": {"max_new_tokens": 1}}
 
 
@@ -23,7 +26,8 @@ PROMPT = {"input_ids": list(range(100, 213)), "sampling_params": {"max_new_token
 def guarded(tiny_dir, tmp_path_factory):
     directory = tmp_path_factory.mktemp("auth")
     (directory / "keys").write_text(
-        f"# tenants\nalice {KEYS['alice']} public\nbob {KEYS['bob']} quota=10\n\nroot {KEYS['root']} admin public\n"
+        f"# tenants\nalice {KEYS['alice']} public\nbob {KEYS['bob']} quota=10 max_priority=5\n\n"
+        f"root {KEYS['root']} admin public\nscraper {KEYS['scraper']} metrics\n"
     )
     options = ["--model", str(tiny_dir), "--pool-tokens", "4096", "--api-keys", str(directory / "keys")]
     server = start(directory / "log", *options)
@@ -80,6 +84,10 @@ def test_every_route_has_its_guard(ask):
                 answer = ask("alice", *where)
                 assert answer.status_code == 403, path
                 assert method == "HEAD" or answer.json()["error"]["type"] == "permission_error"
+            if path != "/metrics":
+                assert ask("scraper", *where).status_code == 403, path
+    assert ask("scraper", "GET", "/no/such/route").status_code == 403
+    assert "sglang:" in ask("scraper", "GET", "/metrics").text
     assert ask(None, "GET", "/no/such/route").status_code == 401
     assert ask("root", "GET", "/server_info").status_code == 200
 
@@ -165,6 +173,30 @@ def test_public_prefixes_are_for_marked_keys(ask):
     assert answer.json()["error"]["param"] == "cache_scope"
 
 
+CHAT = {"model": "{}", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", PROMPT),
+        ("/v1/completions", {"model": "{}", "prompt": "x", "max_tokens": 1}),
+        ("/v1/chat/completions", CHAT),
+    ],
+)
+def test_nobody_overtakes_others_unless_the_key_may(ask, path, body):
+    name = ask("root", "GET", "/v1/models").json()["data"][0]["id"]
+    body = {**body, "model": name} if "model" in body else body
+    allowed = {"alice": (-7, 0), "bob": (-7, 0, 5), "root": (1 << 30,)}
+    for who, priorities in allowed.items():
+        for priority in priorities:
+            assert ask(who, path=path, **body, priority=priority).status_code == 200, (who, priority)
+    for who, priority in (("alice", 1), ("bob", 6), ("bob", 1 << 30)):
+        answer = ask(who, path=path, **body, priority=priority)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (403, "priority")
+        assert "up to" in answer.json()["error"]["message"]
+
+
 def test_an_admin_pins_for_a_tenant(ask):
     ask("root", path="/flush_cache")
     body = {"input_ids": PROMPT["input_ids"], "tenant": "bob"}
@@ -218,6 +250,9 @@ def test_everybody_sees_their_own_part_of_the_tree(ask):
         ("alice", "line"),
         ("a 12345678 king", "line"),
         ("a 12345678 quota=0", "line"),
+        ("a 12345678 max_priority=-1", "line"),
+        ("a 12345678 metrics public", "line"),
+        ("a 12345678 admin metrics", "line"),
         ("a 12345678\na 87654321", "repeats"),
     ],
 )
@@ -235,8 +270,9 @@ def test_key_files_that_cannot_be_meant(tmp_path, monkeypatch, text, word):
 
 
 def test_keys_from_the_environment(monkeypatch):
-    monkeypatch.setenv("RAMET_API_KEYS", "a 12345678 quota=64;b 87654321 admin")
-    assert [(t.name, t.admin, t.quota) for t in read_keys(None)] == [("a", False, 64), ("b", True, None)]
+    monkeypatch.setenv("RAMET_API_KEYS", "a 12345678 quota=64 max_priority=3;b 87654321 admin;c 12348765 metrics")
+    found = [(t.name, t.admin, t.quota, t.max_priority, t.metrics) for t in read_keys(None)]
+    assert found == [("a", False, 64, 3, False), ("b", True, None, 0, False), ("c", False, None, 0, True)]
     monkeypatch.delenv("RAMET_API_KEYS")
     assert read_keys(None) == []
 

@@ -118,6 +118,8 @@ def test_what_one_key_may_have_under_way(ask, operated):
     assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
     assert (answer.headers["retry-after"], answer.headers["x-should-retry"]) == ("1", "false")
     assert ask("bob", text="x", sampling_params={"max_new_tokens": 1}).status_code == 200
+    # A probe is a request, too.
+    assert [ask(who, "GET", "/health_generate").status_code for who in ("alice", "bob")] == [429, 200]
     for connection in open_ones:
         connection.close()
 
