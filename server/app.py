@@ -17,6 +17,7 @@ from server.errors import ErrorBody
 from server.gate import Gate
 from server.limits import BodyLimit
 from server.metrics import Metrics
+from server.openapi import describe_keys
 from server.refusal import Refusal
 from server.traces import add_traces
 
@@ -36,6 +37,8 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate:
     for module in (generate, openai_completions, openai_chat, cache, dashboard, routes):
         app.include_router(module.router)
     errors.install(app)
+    if tenants:
+        describe_keys(app)
     # What is added last comes first: nothing is read for a stranger.
     refuse = Refusal(options.max_body_bytes, options.client_timeout)
     app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, patience_s=options.client_timeout, refuse=refuse)

@@ -11,6 +11,7 @@ from fastapi import Path as PathParameter
 from pydantic import ConfigDict, Field
 
 from runtime.errors import InvalidRequest
+from server import examples
 from server.auth import Asker, CacheScope, Forbidden, Tenant
 from server.context import Context, Ctx
 from server.errors import NotFound
@@ -39,7 +40,7 @@ class PinRequest(Body):
     cache_scope: CacheScope = "private"
 
 
-@router.post("/pin")
+@router.post("/pin", responses=examples.PIN)
 async def pin(context: Ctx, body: PinRequest, tenant: Asker) -> dict[str, Any]:
     """Keep the whole pages of a prefix in the cache; it is computed now if it is not there. 409 over the budget."""
     given = [value for value in (body.text, body.input_ids, body.messages) if value is not None]
@@ -66,13 +67,13 @@ def _named(name: str, context: Context) -> Tenant:
     raise NotFound(f"there is no API key named {name!r}", param="tenant", code="tenant_not_found")
 
 
-@router.get("/pins")
+@router.get("/pins", responses=examples.PINS)
 async def pins(context: Ctx) -> dict[str, Any]:
     """All pins, the tokens that they hold, and the budget."""
     return await context.engine.pins()
 
 
-@router.delete("/pins/{pin_id}")
+@router.delete("/pins/{pin_id}", responses=examples.SUCCESS)
 async def unpin(context: Ctx, pin_id: str) -> dict[str, Any]:
     """Let a pin go; its pages stay cached until they are evicted."""
     if not await context.engine.unpin(pin_id):
@@ -86,7 +87,7 @@ Start = Annotated[
 ]
 
 
-@router.post("/nodes/{page}/pin")
+@router.post("/nodes/{page}/pin", responses=examples.PIN)
 async def pin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
     """Pin the prefix that ends with a node. 404 if the node is gone, 409 over the budget."""
     found = await context.engine.on_node("prefix", page, start)
@@ -97,7 +98,7 @@ async def pin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
     return await context.engine.pin(tokens.tolist(), found["namespace"], None, None)
 
 
-@router.delete("/nodes/{page}/pin")
+@router.delete("/nodes/{page}/pin", responses=examples.UNPINNED)
 async def unpin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
     """Let every pin go that keeps a node."""
     done = await context.engine.on_node("unpin", page, start)
@@ -106,7 +107,7 @@ async def unpin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
     return {"unpinned": done["pins"]}
 
 
-@router.delete("/nodes/{page}")
+@router.delete("/nodes/{page}", responses=examples.EVICTED)
 async def drop_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
     """Evict a node and all below it, but for what live requests or pins keep."""
     done = await context.engine.on_node("drop", page, start)
@@ -119,13 +120,13 @@ def _gone(page: int) -> NotFound:
     return NotFound(f"there is no such node at page {page} any more", param="page", code="node_not_found")
 
 
-@router.get("/stats")
+@router.get("/stats", responses=examples.STATS)
 async def stats(context: Ctx) -> dict[str, Any]:
     """The engine's counters, histograms and gauges."""
     return await context.engine.state()
 
 
-@router.get("/tree")
+@router.get("/tree", responses=examples.TREE)
 async def tree(
     context: Ctx,
     asker: Asker,

@@ -40,6 +40,16 @@ def _responses(whole: dict[str, Any], event: dict[str, Any]) -> dict[int | str, 
     return {200: {"description": "the answer, or with `stream` its events", "content": content}}
 
 
+def answers(example: Any, status: int = 200) -> dict[int | str, dict[str, Any]]:
+    """A route's success as JSON."""
+    return {status: {"content": {"application/json": {"example": example}}}}
+
+
+def says(text: str) -> dict[int | str, dict[str, Any]]:
+    """A route's success as plain text."""
+    return {200: {"content": {"text/plain": {"example": text}}}}
+
+
 GENERATE = _responses(_GENERATED, {**_GENERATED, "delta": "."})
 COMPLETIONS = _responses(
     {**_TEXT, "choices": [{**_END, "text": " Paris."}], **_USAGE}, {**_TEXT, "choices": [{**_END, "text": " Paris."}]}
@@ -47,4 +57,53 @@ COMPLETIONS = _responses(
 CHAT = _responses(
     {**_CHAT, "choices": [{**_END, "message": {"role": "assistant", "content": "Hello!", "refusal": None}}], **_USAGE},
     {**_CHAT, "object": "chat.completion.chunk", "choices": [{**_END, "delta": {"content": "Hello!"}}]},
+)
+
+_MODEL: dict[str, Any] = {
+    "id": "smollm2-135m-instruct",
+    **{"object": "model", "created": 1767225600, "owned_by": "ramet", "max_model_len": 8192},
+}
+MODEL = answers(_MODEL)
+MODELS = answers({"object": "list", "data": [_MODEL]})
+_PIN = {"id": "pin-1", "name": "system", "tokens": 512, "hits": 1, "expires_in_s": 3600, "auto": False}
+PIN = answers(_PIN)
+PINS = answers({"pins": [_PIN], "pinned_tokens": 512, "budget_tokens": 23296})
+SUCCESS = answers({"success": True})
+STOPPING = answers({"success": True}, 202)
+UNPINNED = answers({"unpinned": 1})
+EVICTED = answers({"evicted_tokens": 512})
+FLUSHED = answers({"success": True, "flushed_tokens": 4096, "live_tokens": 0})
+_STATE = {
+    **{"requests": 10, "running": 0, "waiting": 0, "queried_tokens": 5120, "cached_tokens": 4096},
+    **{"pages_total": 2912, "pages_free": 2592, "pages_tree": 320, "pages_private": 0, "pages_locked": 0},
+}
+STATS = answers(_STATE)
+_NODE = {
+    **{"id": 0, "parent": None, "depth": 1, "start": 0, "tokens": 512, "pages": 32, "children": 2, "hits": 7},
+    **{"idle_s": 3.5, "age_s": 60.0, "cost_s": 0.4, "locked": False, "pinned": True, "held": False, "tenant": "alice"},
+}
+TREE = answers({"nodes": [_NODE], "next_cursor": None})
+PAUSED = answers({"paused": True})
+RESUMED = answers({"paused": False})
+OK = says("ok")
+PROBED = answers({"status": "ok"})
+MODEL_INFO = answers(
+    {
+        **{"model_path": "smollm2-135m-instruct", "served_model_name": "smollm2-135m-instruct"},
+        **{"architecture": "LlamaForCausalLM", "is_generation": True, "context_length": 8192, "vocab_size": 49152},
+        **{"eos_token_ids": [2], "dtype": "bfloat16", "diffusion": None},
+    }
+)
+SERVER_INFO = answers(
+    {
+        "version": "0.1.0",
+        "model": {"name": "smollm2-135m-instruct", "dtype": "bfloat16", "pool_tokens": 46592, "page_size": 16},
+        "config": {"scheduler": {"max_running": 64}, "server": {"port": 30000}},
+        "state": _STATE,
+    }
+)
+TOKENS = answers({"tokens": [504, 3575, 282, 4649, 314], "count": 5, "max_model_len": 8192})
+TEXT = answers({"text": "The capital of France is"})
+METRICS = says(
+    '# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs{model_name="smollm2-135m-instruct"} 0.0\n'
 )

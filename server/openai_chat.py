@@ -27,13 +27,13 @@ router = APIRouter(prefix="/v1", tags=["openai"])
 _STARTED_S = int(time.time())
 
 
-@router.get("/models")
+@router.get("/models", responses=examples.MODELS)
 async def models(context: Ctx) -> dict[str, Any]:
     """The one model that is served."""
     return {"object": "list", "data": [_model(context)]}
 
 
-@router.get("/models/{name:path}")
+@router.get("/models/{name:path}", responses=examples.MODEL)
 async def model(name: str, context: Ctx) -> dict[str, Any]:
     """The model by its name."""
     check_model(name, context)

@@ -14,6 +14,7 @@ from pydantic import ConfigDict
 from runtime.errors import EngineDead, InvalidRequest, Overloaded
 from runtime.output import Submission
 from runtime.sampling_params import SamplingParams
+from server import examples
 from server.auth import Asker
 from server.context import Ctx
 from server.follow import collect
@@ -56,7 +57,7 @@ class DetokenizeRequest(Body):
     skip_special_tokens: bool = True
 
 
-@router.get("/health", response_model=None)
+@router.get("/health", response_class=PlainTextResponse, responses=examples.OK)
 async def health(context: Ctx) -> Response:
     """200 while the engine process runs, else 503."""
     if not context.engine.alive:
@@ -64,7 +65,7 @@ async def health(context: Ctx) -> Response:
     return PlainTextResponse("ok")
 
 
-@router.get("/ready", response_model=None)
+@router.get("/ready", response_class=PlainTextResponse, responses=examples.OK)
 async def ready(context: Ctx) -> Response:
     """200 while new requests are served; 503 without an engine, while it is paused, and once the server is stopping."""
     if not context.engine.alive:
@@ -75,26 +76,26 @@ async def ready(context: Ctx) -> Response:
     return PlainTextResponse("ok")
 
 
-@router.post("/pause")
+@router.post("/pause", responses=examples.PAUSED)
 async def pause(context: Ctx) -> dict[str, Any]:
     """Compute nothing until `/resume`; running requests stand still, new ones wait."""
     return {"paused": await context.engine.pause(True)}
 
 
-@router.post("/resume")
+@router.post("/resume", responses=examples.RESUMED)
 async def resume(context: Ctx) -> dict[str, Any]:
     """Go on after `/pause`."""
     return {"paused": await context.engine.pause(False)}
 
 
-@router.post("/shutdown", status_code=202)
+@router.post("/shutdown", status_code=202, responses=examples.STOPPING)
 async def shutdown(context: Ctx) -> dict[str, Any]:
     """Stop like on SIGTERM: nothing new is taken, what runs may end within `--drain-time`."""
     context.gate.close()
     return {"success": True}
 
 
-@router.get("/health_generate", response_model=None)
+@router.get("/health_generate", response_model=None, responses=examples.PROBED)
 async def health_generate(request: Request, context: Ctx, asker: Asker) -> Response:
     """200 once a token has been generated, ahead of all that wait as far as the key may overtake others."""
     sampling = SamplingParams(max_new_tokens=1, temperature=0)
@@ -110,7 +111,7 @@ async def health_generate(request: Request, context: Ctx, asker: Asker) -> Respo
     return await unless_gone(request, work())
 
 
-@router.get("/model_info")
+@router.get("/model_info", responses=examples.MODEL_INFO)
 @router.get("/get_model_info", include_in_schema=False)
 async def model_info(context: Ctx, asker: Asker) -> dict[str, Any]:
     """The loaded model; where it lies is for admins."""
@@ -128,7 +129,7 @@ async def model_info(context: Ctx, asker: Asker) -> dict[str, Any]:
     }
 
 
-@router.get("/server_info")
+@router.get("/server_info", responses=examples.SERVER_INFO)
 @router.get("/get_server_info", include_in_schema=False)
 async def server_info(context: Ctx) -> dict[str, Any]:
     """Version, configuration, model, and the engine's counters and gauges."""
@@ -141,13 +142,13 @@ async def server_info(context: Ctx) -> dict[str, Any]:
 
 
 @router.get("/flush_cache", include_in_schema=False)
-@router.post("/flush_cache")
+@router.post("/flush_cache", responses=examples.FLUSHED)
 async def flush_cache(context: Ctx, pins: bool = False) -> dict[str, Any]:
     """Drop every cached page that no live request uses; pinned ones only with `?pins=true`."""
     return {"success": True, **await context.engine.flush_cache(pins)}
 
 
-@router.post("/abort_request")
+@router.post("/abort_request", responses=examples.SUCCESS)
 async def abort_request(context: Ctx, body: AbortRequest) -> dict[str, Any]:
     """End a request by its id, or all; each ends with finish reason `abort`. Unknown ids are no error."""
     if (body.rid is None) == (not body.abort_all):
@@ -156,7 +157,7 @@ async def abort_request(context: Ctx, body: AbortRequest) -> dict[str, Any]:
     return {"success": True}
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", responses=examples.TOKENS)
 async def tokenize(context: Ctx, body: TokenizeRequest) -> dict[str, Any]:
     """Token ids of a text, or of several."""
     single = isinstance(body.prompt, str)
@@ -170,7 +171,7 @@ async def tokenize(context: Ctx, body: TokenizeRequest) -> dict[str, Any]:
     }
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", responses=examples.TEXT)
 async def detokenize(context: Ctx, body: DetokenizeRequest) -> dict[str, Any]:
     """Text of token ids, or of several lists of them."""
     single = not body.tokens or isinstance(body.tokens[0], int)
@@ -183,7 +184,7 @@ async def detokenize(context: Ctx, body: DetokenizeRequest) -> dict[str, Any]:
     return {"text": texts[0] if single else texts}
 
 
-@router.get("/metrics", response_model=None)
+@router.get("/metrics", response_class=PlainTextResponse, responses=examples.METRICS)
 async def metrics(context: Ctx) -> Response:
     """Prometheus exposition text."""
     text = context.metrics.render(await context.engine.state())

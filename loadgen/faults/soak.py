@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 
+from loadgen.faults.ties import TIE_NATS, apart, shortfall
 from loadgen.faults.victim import MEMORY_SHARE, Finding, Victim, ids
 
 _SECONDS = 1200
@@ -34,6 +35,9 @@ class _Soak:
         self.known: list[tuple[list[int], list[int]]] = []
         self.done: Counter[str] = Counter()
         self.wrong: list[str] = []
+        self.others: list[tuple[list[int], list[int], list[int]]] = []
+        self.apart: list[float] = []
+        self.again: list[float] = []
         self.pins: list[str] = []
 
     async def learn(self) -> None:
@@ -58,14 +62,27 @@ class _Soak:
             except (aiohttp.ClientError, TimeoutError) as error:
                 self.wrong.append(f"{kind.__name__}: {error!r}")
 
-    def _compare(self, expected: list[int], found: Any, how: str) -> None:
-        if found != expected:
+    def _compare(self, prompt: list[int], expected: list[int], found: Any, how: str) -> None:
+        if isinstance(found, list) and len(found) == len(expected):
+            if found != expected:
+                self.others.append((prompt, expected, found))
+        else:
             self.wrong.append(f"{how}: {found} instead of {expected}")
+
+    async def judge(self) -> None:
+        """Ask the server, now idle, about the answers that were not the expected ones; in float32 all are wrong."""
+        exact = (await self.victim.get("/model_info"))["dtype"] == "float32"
+        for prompt, expected, found in self.others:
+            nats = await apart(self.victim, prompt, expected, found)
+            self.apart.append(nats)
+            if exact or nats > TIE_NATS:
+                self.wrong.append(f"{found} instead of {expected}, {nats:.3f} nats apart")
+        self.again = [await shortfall(self.victim, prompt, expected) for prompt, expected in self.known]
 
     async def _check(self) -> None:
         prompt, expected = self.draw.choice(self.known)
         status, answer = await self.victim.generate(prompt, 24)
-        self._compare(expected, answer.get("output_ids") if status == 200 else (status, answer), "whole")
+        self._compare(prompt, expected, answer.get("output_ids") if status == 200 else (status, answer), "whole")
 
     async def _check_stream(self) -> None:
         prompt, expected = self.draw.choice(self.known)
@@ -74,7 +91,7 @@ class _Soak:
             async for line in answer.content:
                 if line.startswith(b"data: {"):
                     last = json.loads(line[6:])
-        self._compare(expected, last.get("output_ids", last), "stream")
+        self._compare(prompt, expected, last.get("output_ids", last), "stream")
 
     def _stream(self, prompt: list[int], tokens: int, **body: Any) -> Any:
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
@@ -136,6 +153,7 @@ async def soak(victim: Victim, scale: float, draw: random.Random) -> Finding:
         await asyncio.gather(*(run.client(part_s) for _ in range(_CLIENTS)))
         memory.append(victim.memory())
     await victim.post("/flush_cache?pins=true")
+    await run.judge()
     problems = run.wrong[:5] + ([f"{len(run.wrong)} wrong answers in all"] if run.wrong else [])
     problems += await victim.problems()
     problems += [
@@ -147,8 +165,11 @@ async def soak(victim: Victim, scale: float, draw: random.Random) -> Finding:
     grown = ", ".join(f"{name} {memory[0][name]:.0f} to {memory[-1][name]:.0f} MiB" for name in memory[0])
     compared = run.done["check"] + run.done["check stream"]
     seen = (
-        f"{sum(run.done.values())} requests, {compared} greedy answers compared, {len(run.wrong)} wrong; "
+        f"{sum(run.done.values())} requests, {compared} greedy answers compared, {len(run.wrong)} wrong, "
+        f"{len(run.others)} others than the idle server's, up to {max(run.apart, default=0):.3f} nats apart "
+        f"(its own, read again: {max(run.again):.3f}); "
         f"{state['retracted_requests']} retractions, {state['evicted_tokens']} tokens evicted; {grown}"
     )
     facts = {"done": dict(run.done), "memory_mib": memory, "wrong": len(run.wrong), "seconds": seconds}
+    facts |= {"apart_nats": sorted(run.apart), "again_nats": sorted(run.again)}
     return Finding(f"{seconds / 60:.1f} minutes of mixed load, aborts, flushes and pins", seen, problems, facts)

@@ -92,6 +92,14 @@ def test_every_route_has_its_guard(ask):
     assert ask("root", "GET", "/server_info").status_code == 200
 
 
+def test_the_document_says_who_needs_a_key(ask):
+    document = ask("alice", "GET", "/openapi.json").json()
+    assert document["security"] == [{"bearer": []}, {"key": []}]
+    assert document["components"]["securitySchemes"].keys() == {"bearer", "key"}
+    free = {path for path, methods in document["paths"].items() for o in methods.values() if o.get("security") == []}
+    assert free == {"/health", "/ready"}
+
+
 def flat(routes):
     """Paths and methods of an application's routes, those of routers among them."""
     for route in routes:

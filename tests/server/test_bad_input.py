@@ -229,6 +229,8 @@ def test_the_openapi_document_is_complete(client):
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             assert operation.get("description"), f"{method} {path}"
+            (success,) = [answer for status, answer in operation["responses"].items() if status.startswith("2")]
+            assert all(content["example"] for content in success["content"].values()), f"{method} {path}"
             assert {"4XX", "5XX"} <= operation["responses"].keys()
             assert "422" not in operation["responses"]
     for name in ("GenerateRequest", "ChatRequest", "CompletionRequest", "TokenizeRequest", "PinRequest"):
@@ -241,3 +243,30 @@ def test_the_openapi_document_is_complete(client):
         if "model" in body:
             body = {**body, "model": "smollm2", "max_tokens": 2}
         assert client.post(path, json=body).status_code == 200
+
+
+def test_answers_look_as_the_document_says(client):
+    document = client.get("/openapi.json").json()
+    client.post("/generate", json={"text": "Once upon a time, " * 8, "sampling_params": {"max_new_tokens": 1}})
+    seen = 0
+    for path, methods in document["paths"].items():
+        if "get" not in methods or path == "/health_generate":
+            continue
+        answer = client.get(path.replace("{name}", "smollm2"))
+        ((kind, content),) = methods["get"]["responses"]["200"]["content"].items()
+        assert (answer.status_code, answer.headers["content-type"].split(";")[0]) == (200, kind), path
+        if kind == "application/json":
+            assert shape(content["example"]) <= shape(answer.json()), path
+        else:
+            assert content["example"].split()[0] in answer.text
+        seen += 1
+    assert seen >= 8
+
+
+def shape(value, at="") -> set[str]:
+    """Paths of all fields of a JSON value; of lists, those of the first element."""
+    if isinstance(value, list):
+        return shape(value[0], f"{at}[]") if value else set()
+    if not isinstance(value, dict):
+        return {at}
+    return {at} | {found for name, inner in value.items() for found in shape(inner, f"{at}.{name}")}

@@ -268,7 +268,8 @@ def test_an_unexpected_failure_is_logged_once(caplog):
 
 
 def test_sigterm_lets_what_runs_end_and_takes_nothing_new(tiny_dir, tmp_path):
-    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192")
+    options = ["--model", str(tiny_dir), "--pool-tokens", "8192", "--drain-time", "300"]
+    server = start(tmp_path / "log", *options)
     threads, found = streams(server, 4)
     server.process.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + 20
@@ -278,7 +279,7 @@ def test_sigterm_lets_what_runs_end_and_takes_nothing_new(tiny_dir, tmp_path):
     assert answer.headers["retry-after"]
     refused = httpx.post(f"{server.url}/generate", json=LONG)
     assert (refused.status_code, refused.json()["error"]["type"]) == (503, "overloaded_error")
-    assert server.process.wait(60) == 0
+    assert server.process.wait(300) == 0
     for thread in threads:
         thread.join(20)
     assert len(found) == 4
