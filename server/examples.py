@@ -104,6 +104,5 @@ SERVER_INFO = answers(
 )
 TOKENS = answers({"tokens": [504, 3575, 282, 4649, 314], "count": 5, "max_model_len": 8192})
 TEXT = answers({"text": "The capital of France is"})
-METRICS = says(
-    '# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs{model_name="smollm2-135m-instruct"} 0.0\n'
-)
+_RUNNING = "sglang:num_running_reqs"
+METRICS = says(f'# TYPE {_RUNNING} gauge\n{_RUNNING}{{model_name="smollm2-135m-instruct"}} 0.0\n')

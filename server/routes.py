@@ -57,6 +57,7 @@ class DetokenizeRequest(Body):
     skip_special_tokens: bool = True
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", response_class=PlainTextResponse, responses=examples.OK)
 async def health(context: Ctx) -> Response:
     """200 while the engine process runs, else 503."""
@@ -65,6 +66,7 @@ async def health(context: Ctx) -> Response:
     return PlainTextResponse("ok")
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", response_class=PlainTextResponse, responses=examples.OK)
 async def ready(context: Ctx) -> Response:
     """200 while new requests are served; 503 without an engine, while it is paused, and once the server is stopping."""

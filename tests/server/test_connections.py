@@ -8,6 +8,7 @@ import re
 import socket
 import time
 
+import httpx
 import pytest
 
 LARGE = 2_000_000  # more than a socket holds: the client still sends when it is answered
@@ -99,3 +100,12 @@ def test_what_is_no_http_has_an_id_in_the_log(connect, guarded):
     _, headers, _ = read_to_end(connection)
     (line,) = [line for line in guarded.log.read_text().splitlines() if headers["x-request-id"] in line]
     assert "Invalid HTTP request" in line
+
+
+def test_nobody_says_where_a_request_comes_from(guarded):
+    """Without `--trusted-proxies`; with it, see test_operation."""
+    headers = {"X-Forwarded-For": "192.0.2.7", "X-Forwarded-Proto": "https", "X-Request-Id": "forwarded-1"}
+    httpx.get(f"{guarded.url}/health", headers=headers)
+    (line,) = [line for line in guarded.log.read_text().splitlines() if "forwarded-1" in line]
+    assert "127.0.0.1" in line
+    assert "192.0.2.7" not in line
