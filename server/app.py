@@ -18,6 +18,7 @@ from server.gate import Gate
 from server.limits import BodyLimit
 from server.metrics import Metrics
 from server.openapi import describe_keys
+from server.origins import Origins
 from server.refusal import Refusal
 from server.traces import add_traces
 
@@ -43,8 +44,9 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate:
     refuse = Refusal(options.max_body_bytes, options.client_timeout)
     app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, patience_s=options.client_timeout, refuse=refuse)
     app.add_middleware(Guard, tenants=tenants, refuse=refuse)
-    if options.cors_origins:
-        origins = options.cors_origins.split(",")
+    origins = options.cors_origins.split(",") if options.cors_origins else []
+    app.add_middleware(Origins, allowed=origins, refuse=refuse)
+    if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     if options.otlp_endpoint:
         add_traces(app, options.otlp_endpoint)
