@@ -70,6 +70,7 @@ class Scheduler:
         """Take a request out, wherever it is, and take its pages back."""
         if request in self.running:
             self.running.remove(request)
+            self.waiting.ended(request)
             self.cache.release(request, keep)
         else:
             self.waiting.remove(request)
