@@ -51,7 +51,7 @@ class DecodeGraph:
         # The device's already where the step before chose them and nobody has read them.
         self._tokens[:rows].copy_(upload(batch.tokens, self._tokens.device), non_blocking=True)
         if self._replay is None:
-            self._replay = capture(self._compute, self._memory)
+            self._replay = capture(self._compute, self._memory, self._tokens.device)
         return self._replay()[:rows]
 
     def _compute(self) -> torch.Tensor:
@@ -92,18 +92,20 @@ class DecodeGraphs:
         return self._graphs[size, shared]
 
 
-def capture(compute: Callable[[], torch.Tensor], memory: Any) -> Callable[[], torch.Tensor]:
-    """What runs `compute` as one graph, and returns its result, which stays in one place."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        # Twice: kernels are loaded and workspaces allocated, which a graph may not do.
-        compute()
-        compute()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory):
-        result = compute()
+def capture(compute: Callable[[], torch.Tensor], memory: Any, device: torch.device) -> Callable[[], torch.Tensor]:
+    """What runs `compute` on `device` as one graph, and returns its result, which stays in one place."""
+    # Streams are made on the current device, which each thread has for itself.
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # Twice: kernels are loaded and workspaces allocated, which a graph may not do.
+            compute()
+            compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory):
+            result = compute()
 
     def replay() -> torch.Tensor:
         graph.replay()
