@@ -20,7 +20,7 @@ from runtime.config import Config
 from runtime.decoding.grammar import GrammarCompiler
 from runtime.decoding.logprobs import report_logprobs
 from runtime.decoding.sampled import BadLogits, Sampled
-from runtime.device import choose_overlap, is_out_of_memory
+from runtime.device import choose_device, choose_overlap, is_lost, is_out_of_memory
 from runtime.errors import EngineDead, InvalidRequest, RametError
 from runtime.flight import Flight
 from runtime.inspector import Inspector, describe
@@ -72,13 +72,13 @@ class EngineCore:
     def __init__(self, config: Config, path: Path, quotas: Mapping[str, int] | None = None):
         """Load the model directory `path`; `quotas`: cached pages by tenant. Raises ModelError."""
         self.config = config
+        self.overlap = choose_overlap(config, choose_device(config.model))
         self.executor = open_executor(config, path)
         self.cache = PagedCache(self.executor.pool, config.cache, quotas)
         self.inspector = Inspector(self.cache)
         self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens)
         spec = self.executor.spec
         self.sampler = self.executor.make_sampler()
-        self.overlap = choose_overlap(config, self.executor.device)
         self._flight: Flight | None = None
         self.info = ModelInfo(
             name=model_name(config.model, path),
@@ -334,7 +334,12 @@ class EngineCore:
             item.request.counts = None
 
     def _compute_less(self, work: list[Work], error: Exception) -> list[TokenEvent]:
-        """After a step that failed: in halves, so that only who is at fault fails; without memory, fewer rows of it."""
+        """After a step that failed: in halves, so that only who is at fault fails; without memory, fewer rows of it.
+
+        Raises EngineDead if the device cannot be used any more.
+        """
+        if is_lost(self.executor.device):
+            raise EngineDead(f"{self.executor.device} cannot be used any more after {error!r}") from error
         self._note_failed(work)
         if len(work) > 1:
             log.warning("a step of %d requests failed (%r) and is run again in halves", len(work), error)

@@ -71,6 +71,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
+def is_lost(device: torch.device) -> bool:
+    """Whether a kernel has failed in such a way that nothing more can be computed on a GPU by this process."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
 def _cpu_multiplies_bfloat16() -> bool:
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
