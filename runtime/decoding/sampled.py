@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -30,11 +30,14 @@ class Sampled:
     """
 
     def __init__(
-        self, tokens: torch.Tensor, failures: Mapping[int, RametError], asking: Sequence[int], measured: Measured
+        self, tokens: torch.Tensor, failures: Mapping[int, RametError], tops: Mapping[int, int], measured: Measured
     ):
-        """`failures`: why requests have none, if not for bad logits; `measured`: of those that are `asking`."""
+        """`failures`: why requests have none, if not for bad logits.
+
+        `measured`: log-probabilities for the requests in `tops`, which says how many of the most likely each wants.
+        """
         self.tokens = tokens
-        self._failures, self._asking = failures, asking
+        self._failures, self._tops = failures, tops
         self._download = Download([tokens, *measured], tokens.device)
 
     def read(self) -> list[int | RametError]:
@@ -44,7 +47,10 @@ class Sampled:
 
     def logprobs(self) -> dict[int, TokenLogprob]:
         """Wait for the log-probabilities of those who wanted any, by their place among the requests."""
-        tokens, *measured = self._download.wait()
-        if not self._asking:
+        if not self._tops:
             return {}
-        return dict(zip(self._asking, list_logprobs(tokens[self._asking].tolist(), measured), strict=True))
+        tokens, *measured = self._download.wait()
+        found = list_logprobs(tokens[list(self._tops)].tolist(), measured)
+        for logprob, top in zip(found, self._tops.values(), strict=True):
+            del logprob.top[top:]
+        return dict(zip(self._tops, found, strict=True))

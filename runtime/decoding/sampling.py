@@ -79,14 +79,13 @@ class Sampler:
 
     def _measure(
         self, logits: torch.Tensor, tokens: torch.Tensor, requests: Sequence[Request]
-    ) -> tuple[list[int], Measured]:
-        """Log-probabilities of the chosen tokens, for those who want them."""
-        wanted = {i: request.logprobs for i, request in enumerate(requests) if request.logprobs is not None}
-        asking = list(wanted)
-        if not asking:
-            return [], []
-        chosen = self._rows(tokens, asking).clamp_min(0)
-        return asking, measure_logprobs(self._rows(logits, asking), chosen, max(wanted.values()))
+    ) -> tuple[dict[int, int], Measured]:
+        """Log-probabilities of the chosen tokens, for those who want them, and how many more each of them wants."""
+        tops = {i: request.logprobs for i, request in enumerate(requests) if request.logprobs is not None}
+        if not tops:
+            return {}, []
+        chosen = self._rows(tokens, list(tops)).clamp_min(0)
+        return tops, measure_logprobs(self._rows(logits, list(tops)), chosen, max(tops.values()))
 
     def _rows(self, tensor: torch.Tensor, index: Sequence[int]) -> torch.Tensor:
         return tensor if len(index) == len(tensor) else tensor[self._index(index)]
@@ -175,10 +174,10 @@ def filter_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         probs /= probs.sum()
     if params.top_p < 1:
         values, tokens = probs.sort(descending=True)
-        dropped = tokens[values.cumsum(0) - values >= params.top_p]
-        probs[dropped] = 0
+        kept = values.masked_fill(values.cumsum(0) - values >= params.top_p, 0)
+        probs = torch.zeros_like(probs).scatter_(0, tokens, kept)
     if params.min_p > 0:
-        probs[probs < params.min_p * probs.max()] = 0
+        probs = probs.masked_fill(probs < params.min_p * probs.max(), 0)
     return probs
 
 

