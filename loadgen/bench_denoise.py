@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
                 raise ModelError(f"{engine.info.architecture} is no diffusion model")
             cases = _cases(arguments, engine.core.executor.spec.num_layers)
             seconds = _measure(arguments, cases, engine, engine.core)
+            first = [_first_steps(arguments, case, engine) for case in cases if not case.is_recomputed]
     length = arguments.prefix + arguments.prompt + arguments.gen_length
     refreshes = -(-arguments.steps // arguments.refresh_interval)
     others, ratio = arguments.steps - refreshes, arguments.prefix / length
@@ -91,7 +92,18 @@ def run(arguments: argparse.Namespace) -> int:
             f"{middle / full:.1f}", f"{case.cost(refreshes, others, ratio):.1f}",
         )  # fmt: skip
     Console().print(table)
+    Console().print(_first_table([case.name for case in cases if not case.is_recomputed], first))
     return 0
+
+
+def _first_table(names: list[str], first: list[tuple[list[float], list[float]]]) -> Table:
+    table = Table(title="until the first step is done, ms")
+    for column in ("", "first request with a prefix", "min", "max", "second request with it", "min", "max"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, pair in zip(names, first, strict=True):
+        cells = [f"{1e3 * value:.0f}" for times in pair for value in (statistics.median(times), min(times), max(times))]
+        table.add_row(name, *cells)
+    return table
 
 
 def _cases(arguments: argparse.Namespace, layers: int) -> list[Case]:
@@ -131,6 +143,25 @@ def _measure(
             if again:
                 values.append(time.perf_counter() - start)
     return seconds
+
+
+def _first_steps(arguments: argparse.Namespace, case: Case, engine: Engine) -> tuple[list[float], list[float]]:
+    """Seconds until the first step is done, of requests with new prefixes and of others with the same ones."""
+    # Prefixes that no other case has encoded, and few steps, as the next request waits for the rest of them.
+    draw, size = random.Random(case.name), engine.info.vocab_size
+    params = case.params.model_copy(update={"stream_canvas": True, "steps": 2})
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(arguments.repeat):
+        prefix = [draw.randrange(size) for _ in range(arguments.prefix)]
+        for seconds in times:
+            tokens = prefix + [draw.randrange(size) for _ in range(arguments.prompt)]
+            start = time.perf_counter()
+            outputs = engine.stream_all([Submission(tokens, _GREEDY, diffusion=params)])
+            next(outputs)
+            seconds.append(time.perf_counter() - start)
+            for _ in outputs:
+                pass
+    return times
 
 
 def _without_mask(directory: Path) -> str:

@@ -77,6 +77,7 @@ class Scheduler:
         self._too_few = None
         if request in self.running:
             self.running.remove(request)
+            self.waiting.ended(request)
             self.cache.release(request, keep)
         else:
             self.waiting.remove(request)

@@ -16,7 +16,10 @@ from runtime.request import Request
 _REFRESHED = 16
 
 # Credit for overtaking that can be saved up: in full steps, and in places among those that run.
-_MOST_STEPS, _MOST_PLACES = 16, 4.0
+_MOST_STEPS, _MOST_PLACES = 4, 4.0
+
+# Weight of the request that ended last in the mean of what requests generate.
+_LATEST = 0.05
 
 _Family = tuple[str, bytes]
 
@@ -29,10 +32,10 @@ class Waiting:
     - `lpm`: longest match first.
     - `dfs`: neighbours in the tree follow each other.
     - `balanced`: by arrival, but a share of the work goes to the longest match. Each admission in order earns credit in
-      proportion to the tokens that it has to compute; whoever overtakes spends as many tokens as it has to compute.
-      So those of which nearly all is cached get through while they still find it there, and nobody waits more than
-      1 / (1 - share) times as long as by arrival, and 16 full steps. Places are earned and spent in the same way while
-      they are scarce.
+      proportion to the rows that it has to compute, those of its prompt and as many more as requests generated lately;
+      whoever overtakes spends as many as it has to compute. So those of which nearly all is cached get through while
+      they still find it there, and nobody waits more than 1 / (1 - share) times as long as by arrival, and 4 full
+      steps. Places are earned and spent in the same way while they are scarce.
 
     What the tree has of a request is looked up when it comes, when it could be admitted, and, for a bounded number of
     requests per pass, after another one with the same first page was computed.
@@ -61,6 +64,7 @@ class Waiting:
         self._earned = overtake_share / (1 - overtake_share)
         self._most_tokens = float(_MOST_STEPS * step_tokens)
         self._tokens, self._places = self._most_tokens, _MOST_PLACES
+        self._generated = 0.0
         self._page_size = page_size
         self._match = match
         self._families: dict[_Family, OrderedDict[Request, None]] = {}
@@ -126,6 +130,10 @@ class Waiting:
         self._matches.add(request)
         return request.rank > before and (self._lpm or request is not self._order[0])
 
+    def ended(self, request: Request) -> None:
+        """A running request has ended: what those that wait will generate is judged by it."""
+        self._generated += _LATEST * (len(request.tokens) - request.prompt_len - self._generated)
+
     def computed(self, request: Request) -> None:
         """A running request's KV has come into the tree: those that begin like it may find more now."""
         family = self._family(request)
@@ -149,9 +157,8 @@ class Waiting:
     def _family(self, request: Request) -> _Family:
         return request.namespace, request.key(self._page_size)
 
-    @staticmethod
-    def _cost(request: Request) -> int:
-        return len(request.tokens) - request.matched_tokens
+    def _cost(self, request: Request) -> float:
+        return len(request.tokens) - request.matched_tokens + self._generated
 
 
 def _first(order: SortedKeyList, passed: set[Request]) -> Request | None:

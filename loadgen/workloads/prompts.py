@@ -12,10 +12,14 @@ from loadgen.workloads.base import Source, Workload, length
 
 @dataclass(frozen=True)
 class SharedPrefix(Workload):
-    """Groups of requests that share a system prompt: `groups` x `questions`, in random order."""
+    """Groups of requests that share a system prompt: `groups` x `questions`, in random order.
+
+    A share `cold` of them comes with a system prompt that nobody shares.
+    """
 
     groups: int = 8
     questions: int = 16
+    cold: float = 0.0
     prefix_tokens: Distribution = length("2048")
     prompt_tokens: Distribution = length("64")
     output_tokens: Distribution = length("64")
@@ -33,7 +37,10 @@ class SharedPrefix(Workload):
             order = [group for group in range(self.groups) for _ in range(self.questions)]
             rng.shuffle(order)
             for group in order:
-                yield _single(source, [prefixes[group]], self.prompt_tokens, self.output_tokens, f"group {group}")
+                head, name = prefixes[group], f"group {group}"
+                if rng.random() < self.cold:
+                    head, name = Message.of("system", prose.text(self.prefix_tokens.count(rng))), "cold"
+                yield _single(source, [head], self.prompt_tokens, self.output_tokens, name)
 
 
 @dataclass(frozen=True)

@@ -30,5 +30,5 @@ def test_it_runs(default_model_dir, tmp_path, capsys, monkeypatch):
     assert main(["bench", "denoise", "--model", str(path), *options.split(" ")]) == 0
     out = capsys.readouterr().out
     assert "56 rows, 57.1% shared, 4 steps, 2 refreshes" in out
-    assert out.count("BiCache, d = 2") == 2
+    assert out.count("BiCache, d = 2") == 3
     assert main(["bench", "denoise", "--model", str(default_model_dir), "--repeat", "1"]) == 1

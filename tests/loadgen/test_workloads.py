@@ -82,6 +82,16 @@ def test_shared_prefix_asks_every_group_equally():
     assert len({text_of(session) for session in made}) == len(made)
 
 
+def test_a_share_of_the_shared_prefixes_is_cold():
+    made = sessions(SharedPrefix(groups=2, questions=50, prefix_tokens=length("30"), cold=0.3), 100)
+    cold = [session.turns[0].messages[0].content for session in made if session.group == "cold"]
+    warm = {session.turns[0].messages[0].content for session in made if session.group != "cold"}
+    assert 15 < len(cold) < 45
+    assert len(set(cold)) == len(cold)
+    assert len(warm) == 2
+    assert warm.isdisjoint(cold)
+
+
 def test_rag_changes_the_order_of_its_documents():
     made = sessions(Rag(documents=3, per_prompt=3, document_tokens=length("20")), 60)
     assert len({session.group for session in made}) == 6

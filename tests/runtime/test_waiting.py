@@ -102,7 +102,7 @@ def test_balanced_overtakes_within_its_bound(scarce):
     for at in range(0, len(let_in), 50):
         before, mine = let_in[:at], let_in[at].sequence
         late, due = ([r for r in before if (r.sequence > mine) == side] for side in (True, False))
-        assert cost(late) <= cost(due) / 9 + 16 * 2048
+        assert cost(late) <= cost(due) / 9 + 4 * 2048
         assert not scarce or len(late) <= len(due) / 9 + 4
 
 
@@ -116,6 +116,24 @@ def test_balanced_lets_through_what_is_cached_and_keeps_the_order_otherwise():
     for rid, tokens in {"a": [1] * 8000, "b": [2] * 400, "c": [7] * 8001, "d": [7] * 50_000}.items():
         queue.add(rid, tokens)
     assert queue.order() == "cabd", "d finds as much, but costs more than can be spent"
+
+
+def test_balanced_counts_what_is_generated_too():
+    queue = Queue("balanced")
+    queue.found = {7: 1000}
+    for rid in "abc":
+        queue.add(rid, [1] * 1000)
+        queue.add(rid.upper(), [7] * 1001)
+    assert queue.order() == "ABCabc", "one row of the prompt each"
+    ended = queue.add("z", [1])
+    queue.waiting.remove(ended)
+    ended.tokens.extend([1] * 4 * 2048)
+    for _ in range(40):
+        queue.waiting.ended(ended)
+    first = next(queue.waiting.candidates(lambda: False))
+    queue.waiting.admit(first, False)
+    assert first.rid == "A"
+    assert queue.order() == "abBcC", "by arrival: the credit is spent on what A will generate"
 
 
 def test_balanced_gives_no_credit_where_none_is_wanted():
