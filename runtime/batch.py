@@ -67,7 +67,7 @@ class HiddenRows:
 
     Attributes:
         rows: int64 [n], flat rows of the step.
-        states: float32 [n, hidden], contiguous.
+        states: float32 [n, hidden], contiguous; the device's.
     """
 
     rows: torch.Tensor
@@ -97,10 +97,10 @@ class LayerGroup:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """One step of the model over many requests. Its tensors are the host's, except hidden states.
+    """One step of the model over many requests. Its tensors are the host's, except where it says otherwise.
 
     Attributes:
-        tokens: int64 [T], the flat rows of all requests.
+        tokens: int64 [T], the flat rows of all requests; the device's if a step chose them that was not read yet.
         positions: int64 [T], explicit position ids; they need not be contiguous.
         groups: cover all layers in order.
         logits_rows: int64 [S], the flat rows for which the head runs.

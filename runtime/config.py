@@ -159,6 +159,9 @@ class EngineConfig(Section):
         pattern=r"^(\d+(,\d+)*)?$",
         description="decode steps of so many requests, filled up to the next number, are CUDA graphs; 0: none",
     )
+    overlap: Literal["auto", "on", "off"] = Field(
+        "auto", description="launch a decode step before the one ahead of it is read, if a causal model; auto: on a GPU"
+    )
     debug_invariants: bool = Field(False, description="check page conservation after every step (slow)")
     grammar_timeout: float = Field(
         5.0, gt=0, description="seconds that a JSON schema or a regular expression may take to compile"

@@ -18,9 +18,11 @@ from radix.stats import Histogram
 from runtime.batch import ForwardBatch
 from runtime.config import Config
 from runtime.decoding.grammar import GrammarCompiler
-from runtime.decoding.sampling import BadLogits, report_logprobs
-from runtime.device import is_out_of_memory
+from runtime.decoding.logprobs import report_logprobs
+from runtime.decoding.sampled import BadLogits, Sampled
+from runtime.device import choose_device, choose_overlap, is_lost, is_out_of_memory
 from runtime.errors import EngineDead, InvalidRequest, RametError
+from runtime.flight import Flight
 from runtime.inspector import Inspector, describe
 from runtime.kv.cache import PagedCache
 from runtime.kv.publisher import EventPublisher
@@ -53,22 +55,31 @@ from runtime.request import Request
 from runtime.reuse.prefix import plan_prefix
 from runtime.sampling_params import SamplingParams
 from runtime.scheduler import Scheduler, Work
+from runtime.staging import upload
 
 log = logging.getLogger("ramet.engine")
 
 
 class EngineCore:
-    """The engine without its surroundings."""
+    """The engine without its surroundings.
+
+    With `overlap`, steady decode runs one step ahead: before the tokens of a step are read, the next one is launched,
+    with these tokens where the device has them, so that the host reads, books, schedules and plans while the device
+    computes. What such a step computed for requests that turn out to have ended is thrown away: its rows lie in pages
+    that are private to them, behind all that may come into the tree, and whoever gets these pages next writes later.
+    """
 
     def __init__(self, config: Config, path: Path, quotas: Mapping[str, int] | None = None):
         """Load the model directory `path`; `quotas`: cached pages by tenant. Raises ModelError."""
         self.config = config
+        self.overlap = choose_overlap(config, choose_device(config.model))
         self.executor = open_executor(config, path)
         self.cache = PagedCache(self.executor.pool, config.cache, quotas)
         self.inspector = Inspector(self.cache)
         self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens)
         spec = self.executor.spec
         self.sampler = self.executor.make_sampler()
+        self._flight: Flight | None = None
         self.info = ModelInfo(
             name=model_name(config.model, path),
             path=str(path),
@@ -128,7 +139,7 @@ class EngineCore:
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.requests) and not self.paused
+        return (bool(self.requests) and not self.paused) or self._flight is not None
 
     def handle(self, message: Inbound) -> Outbound | None:
         """Take a message; what is to be answered at once, if anything."""
@@ -215,12 +226,25 @@ class EngineCore:
         }
 
     def step(self) -> list[TokenEvent]:
-        """Run one step and tell what came of it."""
+        """Run one step, or read the one that was launched before, and tell what came of it."""
         self.cache.expire()
         events = self._take_grammars()
-        work = [] if self.paused else self.scheduler.schedule()
-        if not work:
-            return events
+        flight, self._flight = self._flight, None
+        if flight is not None and any(self._is_live(item) for item in flight.work):
+            for item in flight.work:
+                item.ahead = 0  # the step before has been read
+            events += self._compute(flight.work, flight)
+        else:
+            work = [] if self.paused else self.scheduler.schedule()
+            if not work:
+                return events
+            self._note_admitted(work)
+            events += self._compute(work)
+        if self.config.engine.debug_invariants:
+            self.cache.check(self.scheduler.running)
+        return events
+
+    def _note_admitted(self, work: list[Work]) -> None:
         now = time.monotonic()
         for item in work:
             if not item.request.admitted_s:
@@ -229,47 +253,94 @@ class EngineCore:
                 self.counters["hits"] += item.request.cached_tokens > 0
                 self.counters["queried_tokens"] += item.request.prompt_len
                 self.counters["cached_tokens"] += item.request.cached_tokens
-        events += self._compute(work)
-        if self.config.engine.debug_invariants:
-            self.cache.check(self.scheduler.running)
-        return events
 
-    def _compute(self, work: list[Work]) -> list[TokenEvent]:
-        started = time.monotonic()
+    def _is_live(self, item: Work) -> bool:
+        return self.requests.get(item.request.rid) is item.request
+
+    def _compute(self, work: list[Work], flight: Flight | None = None) -> list[TokenEvent]:
+        """Launch a step, if it is not in flight already, then the one behind it, if that may be; read and book it."""
         try:
-            batch = self._plan(work)
-            logits = self.executor.run(batch)
+            flight = flight or self._launch(work)
+            self._flight = self._launch_next(flight)
+            tokens = flight.read()
         except EngineDead:
             raise
         except Exception as error:
-            return self._compute_less(work, error)
+            # What was launched behind it began with its tokens.
+            self._flight = None
+            return self._compute_less([item for item in work if self._is_live(item)], error)
         self.counters["steps"] += 1
-        return [event for event in self._book(work, batch, logits, started) if event is not None]
+        return [event for event in self._book(flight, tokens) if event is not None]
+
+    def _launch(self, work: list[Work], before: Flight | None = None) -> Flight:
+        """Let the device begin with a step; `before`: the one whose tokens it begins with, if nobody has read them."""
+        started = time.monotonic()
+        batch = self._plan(work)
+        if before is not None:
+            in_order = sorted(work, key=lambda item: item.logits.start)
+            batch.tokens = before.tokens_of([item.request for item in in_order])
+        logits = self.executor.run(batch)
+        return Flight(work, batch, logits, started, *self._choose(work, logits))
+
+    def _launch_next(self, flight: Flight) -> Flight | None:
+        """Launch the step behind one that has not been read, if it is known what it will be."""
+        if not self.overlap or self.paused:
+            return None
+        work = self.scheduler.follow([item for item in flight.work if self._is_live(item)])
+        if not work:
+            return None
+        try:
+            return self._launch(work, flight)
+        except EngineDead:
+            raise
+        except Exception as error:
+            # Nobody is told: once the step before is read, this one is scheduled again, and run in halves if it must.
+            log.warning("a step of %d requests could not be launched ahead (%r)", len(work), error)
+            self._note_failed(work)
+            return None
 
     def _plan(self, work: list[Work]) -> ForwardBatch:
         executor = self.executor
         return plan_prefix(work, executor.spec.num_layers, self.info.page_size, executor.least_saved_tokens)
 
-    def _book(
-        self, work: list[Work], batch: ForwardBatch, logits: torch.Tensor, started: float
-    ) -> list[TokenEvent | None]:
-        """Make events of a computed step that began at `started`, by the engine's clock."""
+    def _choose(self, work: list[Work], logits: torch.Tensor) -> tuple[list[Request], Sampled | None]:
+        """Choose the next tokens of those that want one, and tell whose they are."""
         asking = [item for item in work if item.samples and item.request.wants_tokens]
-        sampling = sorted(asking, key=lambda item: item.logits.start)
-        chosen: dict[str, int | RametError] = {}
-        if sampling:
-            rows = [item.logits.stop - 1 for item in sampling]
-            sampled = logits if rows == list(range(len(logits))) else logits[torch.tensor(rows, device=logits.device)]
-            tokens = self.sampler.sample(sampled, [item.request for item in sampling])
-            chosen = {item.request.rid: token for item, token in zip(sampling, tokens, strict=True)}
-        self.counters["generation_tokens"] += len(chosen)
+        if not asking:
+            return [], None
+        asking.sort(key=lambda item: item.logits.start)
+        requests = [item.request for item in asking]
+        rows = [item.logits.stop - 1 for item in asking]
+        if rows != list(range(len(logits))):
+            logits = logits[upload(torch.tensor(rows), logits.device)]
+        return requests, self.sampler.sample(logits, requests, asking[0].ahead)
+
+    def _book(self, flight: Flight, tokens: Mapping[Request, int | RametError]) -> list[TokenEvent | None]:
+        """Make events of a step that was read; what it computed for requests that have ended meanwhile is nothing."""
+        work = [item for item in flight.work if self._is_live(item)]
+        logprobs = flight.logprobs()
+        self.counters["generation_tokens"] += sum(item.request in tokens for item in work)
         self.counters["prefill_tokens"] += sum(item.count for item in work if item.request.num_remaining > 1)
-        row_s = (time.monotonic() - started) / len(batch.tokens)
-        return [self._advance(item, logits[item.logits], chosen.get(item.request.rid), row_s) for item in work]
+        row_s = (time.monotonic() - flight.started) / len(flight.batch.tokens)
+        return [
+            self._advance(item, flight.logits[item.logits], tokens.get(item.request), logprobs.get(item.request), row_s)
+            for item in work
+        ]
+
+    def _note_failed(self, work: list[Work]) -> None:
+        """Book a step that failed; what it may have counted of its tokens is counted again."""
+        self.counters["failed_steps"] += 1
+        for item in work:
+            item.request.counts = None
 
     def _compute_less(self, work: list[Work], error: Exception) -> list[TokenEvent]:
-        """After a step that failed: in halves, so that only who is at fault fails; without memory, fewer rows of it."""
-        self.counters["failed_steps"] += 1
+        """After a step that failed: in halves, so that only who is at fault fails; without memory, fewer rows of it.
+
+        Raises EngineDead if the device cannot be used any more.
+        """
+        if is_lost(self.executor.device):
+            raise EngineDead(f"{self.executor.device} cannot be used any more after {error!r}") from error
+        self._note_failed(work)
         if len(work) > 1:
             log.warning("a step of %d requests failed (%r) and is run again in halves", len(work), error)
             middle = len(work) // 2
@@ -301,7 +372,12 @@ class EngineCore:
         return failed
 
     def _advance(
-        self, item: Work, logits: torch.Tensor, token: int | RametError | None, row_s: float
+        self,
+        item: Work,
+        logits: torch.Tensor,
+        token: int | RametError | None,
+        logprob: TokenLogprob | None,
+        row_s: float,
     ) -> TokenEvent | None:
         """Book one piece of computed work; `row_s` is what each of the step's rows took."""
         request = item.request
@@ -321,8 +397,7 @@ class EngineCore:
             request.rid, [], prompt_logprobs=prompt_logprobs, cached_tokens=max(request.cached_tokens, 0)
         )
         if token is not None:
-            if request.logprobs is not None:
-                event.logprobs = report_logprobs(logits[-1:], [token], request.logprobs)
+            event.logprobs = None if logprob is None else [logprob]
             request.tokens.append(token)
             request.first_token_s = request.first_token_s or time.monotonic()
             event.tokens = [token]

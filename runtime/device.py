@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.config import ModelConfig
+from runtime.config import Config, ModelConfig
 from runtime.errors import ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -54,9 +54,32 @@ def choose_attention(config: ModelConfig, device: torch.device, dtype: torch.dty
     return "flashinfer" if automatic else "cpu"
 
 
+def choose_overlap(config: Config, device: torch.device) -> bool:
+    """Whether decode steps are launched before the ones ahead of them are read: auto says so where it hides anything.
+
+    On a CPU the launch is the computation. Raises ModelError where other processes compute, too, as they are told
+    tokens, not where these are.
+    """
+    several = config.model.tensor_parallel > 1
+    if config.engine.overlap == "on" and several:
+        raise ModelError("--overlap on: steps overlap only within one process, not with --tensor-parallel")
+    return config.engine.overlap == "on" or (config.engine.overlap == "auto" and device.type == "cuda" and not several)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a computation failed for want of memory, which a smaller one may not."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether a kernel has failed in such a way that nothing more can be computed on a GPU by this process."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _cpu_multiplies_bfloat16() -> bool:

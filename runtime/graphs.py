@@ -23,7 +23,7 @@ _MOST_PAGES = 1 << 22
 class DecodeGraph:
     """A decode step of up to `size` rows with fixed buffers.
 
-    The rows that a step has fewer compute token 0 into the pool's spare page.
+    The rows that a step has fewer compute some token into the pool's spare page.
     """
 
     def __init__(self, model: LlamaModel, pool: KVPool, calls: GraphCalls, memory: Any):
@@ -32,9 +32,10 @@ class DecodeGraph:
         self.size, self.calls, self.pool = calls.size, calls, pool
         device = pool.k.device
         self._model = model
-        # Tokens, positions and slots of all rows, in one transfer.
-        self._inputs = torch.zeros(3, self.size, dtype=torch.int64, device=device)
-        self._attend = Attend(pool, calls.backend, calls.calls, self._inputs[2], None)
+        self._tokens = torch.zeros(self.size, dtype=torch.int64, device=device)
+        # Positions and slots of all rows, in one transfer.
+        self._places = torch.zeros(2, self.size, dtype=torch.int64, device=device)
+        self._attend = Attend(pool, calls.backend, calls.calls, self._places[1], None)
         self._replay: Callable[[], torch.Tensor] | None = None
 
     @torch.inference_mode()
@@ -43,19 +44,20 @@ class DecodeGraph:
         (group,) = batch.groups
         self.calls.plan(group.attention)
         rows = len(batch.tokens)
-        inputs = torch.zeros(3, self.size, dtype=torch.int64)
-        inputs[2] = self.pool.num_pages * self.pool.page_size
-        inputs[:, :rows] = torch.stack((batch.tokens, batch.positions, group.kv_write))
-        self._inputs.copy_(upload(inputs, self._inputs.device), non_blocking=True)
+        places = torch.zeros(2, self.size, dtype=torch.int64)
+        places[1] = self.pool.num_pages * self.pool.page_size
+        places[:, :rows] = torch.stack((batch.positions, group.kv_write))
+        self._places.copy_(upload(places, self._places.device), non_blocking=True)
+        # The device's already where the step before chose them and nobody has read them.
+        self._tokens[:rows].copy_(upload(batch.tokens, self._tokens.device), non_blocking=True)
         if self._replay is None:
-            self._replay = capture(self._compute, self._memory)
+            self._replay = capture(self._compute, self._memory, self._tokens.device)
         return self._replay()[:rows]
 
     def _compute(self) -> torch.Tensor:
-        tokens, positions, _ = self._inputs
-        hidden = F.embedding(tokens, self._model.embedding)
+        hidden = F.embedding(self._tokens, self._model.embedding)
         layers = range(self._model.spec.num_layers)
-        return self._model.logits(self._model.run_layers(layers, hidden, positions, self._attend))
+        return self._model.logits(self._model.run_layers(layers, hidden, self._places[0], self._attend))
 
 
 class DecodeGraphs:
@@ -90,18 +92,20 @@ class DecodeGraphs:
         return self._graphs[size, shared]
 
 
-def capture(compute: Callable[[], torch.Tensor], memory: Any) -> Callable[[], torch.Tensor]:
-    """What runs `compute` as one graph, and returns its result, which stays in one place."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        # Twice: kernels are loaded and workspaces allocated, which a graph may not do.
-        compute()
-        compute()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory):
-        result = compute()
+def capture(compute: Callable[[], torch.Tensor], memory: Any, device: torch.device) -> Callable[[], torch.Tensor]:
+    """What runs `compute` on `device` as one graph, and returns its result, which stays in one place."""
+    # Streams are made on the current device, which each thread has for itself.
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # Twice: kernels are loaded and workspaces allocated, which a graph may not do.
+            compute()
+            compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=memory):
+            result = compute()
 
     def replay() -> torch.Tensor:
         graph.replay()

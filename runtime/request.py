@@ -23,8 +23,8 @@ class Request:
         pages: the page table; the first `num_tree_pages` belong to the tree, the rest to this request alone.
         node: the locked tree node at which the tree's part of the page table ends.
         prompt_logprobs_from: the first prompt position whose log-probability is still owed; None: none are wanted.
-        generator: this request's own random stream, so that its tokens do not depend on its neighbours.
-        counts: int32 [vocab], how often each token was generated; kept only where a penalty needs it.
+        counts: int64 [vocab], how often each token was generated, and `prompt_ids`, those of the prompt; where the
+            logits are, and only where a penalty needs them. None: to be made from `tokens`.
         grammar: what the output must follow, and where it is in that; None: nothing.
         matched_tokens, rank: of a waiting request: what the tree had of it when last looked up, and its place.
         cached_tokens: prompt tokens found in the cache when first admitted; -1 before.
@@ -46,7 +46,6 @@ class Request:
     pages: array[int] = field(default_factory=lambda: array("i"))
     num_tree_pages: int = 0
     node: Node | None = None
-    generator: torch.Generator | None = None
     counts: torch.Tensor | None = None
     prompt_ids: torch.Tensor | None = None
     grammar: Grammar | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -17,11 +18,13 @@ class Work:
     """The next `count` tokens of a request, to be computed in this step.
 
     `logits` says which rows of the step's logits are this request's: the last one gives the next token if the work
-    `samples`; further ones are there for prompt log-probabilities.
+    `samples`; further ones are there for prompt log-probabilities. `ahead` is 1 where the one token to be computed is
+    that of a step before, which has not been read yet.
     """
 
     request: Request
     count: int
+    ahead: int = 0
     logits: slice = field(default_factory=lambda: slice(0, 0))
 
     @property
@@ -61,13 +64,17 @@ class Scheduler:
         )
         self.running: list[Request] = []
         self.num_retracted = 0
+        # What there was when it did not suffice to admit anybody; None: somebody has come or gone since.
+        self._too_few: int | None = None
 
     def add(self, request: Request) -> None:
         """Let a request wait."""
+        self._too_few = None
         self.waiting.add(request)
 
     def remove(self, request: Request, keep: bool = True) -> None:
         """Take a request out, wherever it is, and take its pages back."""
+        self._too_few = None
         if request in self.running:
             self.running.remove(request)
             self.waiting.ended(request)
@@ -88,6 +95,37 @@ class Scheduler:
         if not work and self.waiting and self.cache.pins.yield_one():
             return self.schedule()  # only pins stood in the way of a live request
         return work
+
+    def follow(self, work: Sequence[Work]) -> list[Work]:
+        """The decode step after one whose tokens are not known yet; empty: those have to be read first.
+
+        It is the step that `schedule` would make if none of them ends a request. So there is none unless all that runs
+        decodes, nobody who waits could be admitted, no request needs the host between its tokens, and there is memory
+        without retraction. A request that reaches its limit with the unread token is left out.
+        """
+        if not self._all_decode(work) or not self._none_to_admit():
+            return []
+        going_on = [item.request for item in work if len(item.request.tokens) + 1 < item.request.max_tokens]
+        if len(going_on) < len(work) and self.waiting:
+            return []
+        if not all(self.cache.grow(request, ahead=1) for request in going_on):
+            return []
+        return [Work(request, 1, ahead=1) for request in going_on]
+
+    def _all_decode(self, work: Sequence[Work]) -> bool:
+        if {item.request for item in work} != set(self.running):
+            return False
+        return all(
+            item.request.num_remaining == 1
+            and not item.request.sampling.constrained
+            and not item.request.wants_prompt_logprobs
+            for item in work
+        )
+
+    def _none_to_admit(self) -> bool:
+        if not self.waiting or len(self.running) >= self.config.max_running:
+            return True
+        return self._too_few is not None and self.cache.num_available <= self._too_few
 
     def _decode(self) -> list[Work]:
         work: list[Work] = []
@@ -114,7 +152,7 @@ class Scheduler:
     def _retract(self, request: Request) -> None:
         self.running.remove(request)
         self.cache.release(request)
-        self.waiting.add(request)
+        self.add(request)
         self.num_retracted += 1
 
     def _prefill(self, work: list[Work], budget: int) -> int:
@@ -142,6 +180,7 @@ class Scheduler:
             if self.cache.enabled and any(self._shares_more(request, other, len(match.pages)) for other in computing):
                 continue
             if not self.cache.admit(request, match, headroom=len(self.running)):
+                self._too_few = self.cache.num_available
                 return
             self.waiting.admit(request, self._scarce())
             self.running.append(request)

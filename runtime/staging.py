@@ -1,6 +1,8 @@
-"""The way of a step's small arrays to the device, without waiting for what runs there."""
+"""The way of a step's small arrays to the device and back, without waiting for what runs there."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -15,3 +17,45 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def pin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A host tensor that others may bring to `device` without waiting."""
     return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
+class Mark:
+    """A place in the order of a device's work; on a CPU, where everything is done at once, none.
+
+    Args:
+        device: whose current stream is meant.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._event = torch.cuda.Event() if device.type == "cuda" else None
+
+    def set(self) -> None:
+        """Move it behind all that was launched so far."""
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        """Block until the device has come by; at once if it was never set."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+class Download:
+    """Tensors on their way to the host, through pinned memory, in the order of their stream."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device):
+        """Start; `tensors` are all on `device` and may be overwritten by what is launched later."""
+        if device.type == "cuda":
+            self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+            for host, tensor in zip(self._host, tensors, strict=True):
+                host.copy_(tensor, non_blocking=True)
+        else:
+            self._host = [tensor.clone() for tensor in tensors]
+        self._mark = Mark(device)
+        self._mark.set()
+
+    def wait(self) -> list[torch.Tensor]:
+        """Block until they are there; the host's tensors. Raises what a CUDA step that failed meanwhile raises."""
+        self._mark.wait()
+        return self._host

@@ -60,6 +60,15 @@ class Drive:
         self._wait()
         return time.perf_counter() - started
 
+    def pace(self, steps: int) -> float:
+        """Seconds of a step, device included, of several in a row, between which only the engine waits for it."""
+        self._wait()
+        started = time.perf_counter()
+        for _ in range(steps):
+            self.core.step()
+        self._wait()
+        return (time.perf_counter() - started) / steps
+
     def first_tokens(self) -> float:
         """Seconds until all requests have their first token."""
         started = time.perf_counter()
@@ -98,13 +107,13 @@ class Drive:
                 setattr(executor, name, value)
 
     def watch(self) -> None:
-        """From now on, count the host's seconds in scheduling, planning, launching and booking."""
+        """From now on, count the host's seconds in scheduling, planning, launching, choosing and booking."""
         core = self.core
         for where, name, shown in (
-            (core.scheduler, "schedule", "schedule"), (core, "_plan", "plan"), (core.executor, "run", "launch"),
-            (core, "_book", "sample and book"),
+            (core.scheduler, "schedule", "schedule"), (core.scheduler, "follow", "schedule"), (core, "_plan", "plan"),
+            (core.executor, "run", "launch"), (core, "_choose", "sample"), (core, "_book", "book"),
         ):  # fmt: skip
-            if not hasattr(getattr(where, name), "watched"):
+            if hasattr(where, name) and not hasattr(getattr(where, name), "watched"):
                 setattr(where, name, self._timed(getattr(where, name), shown))
         self.host_s = {}
 

@@ -79,4 +79,5 @@ def _sampling() -> None:
 
     sampler = BatchedSampler(4096, torch.device("cuda"))
     params = SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01)
-    sampler.sample(torch.randn(1, 4096, device="cuda"), [Request("r", array("i", [1]), 1, params, frozenset(), 9)])
+    asking = Request("r", array("i", [1]), 1, params, frozenset(), 9)
+    sampler.sample(torch.randn(1, 4096, device="cuda"), [asking]).read()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from loadgen.gpu.drive import Drive
+from loadgen.gpu.gaps import profile_gaps
 from loadgen.gpu.records import Figures, Item
 from loadgen.timing import timed
 
@@ -52,6 +54,7 @@ def items(path: Path, device: str, sizes: Sizes) -> Iterator[Item]:
         name = f"decode, {batch} x {sizes.context}"
         yield name, partial(on, partial(Speed.decode, batch=batch))
         yield f"{name}, eager", partial(on, partial(Speed.eager, batch=batch))
+        yield f"{name}, in step and one step ahead", partial(on, partial(Speed.ahead, batch=batch))
     yield "warm and cold", partial(on, Speed.ttft)
     name = f"{sizes.shared_batch} behind {sizes.prefix} shared"
     yield name, partial(on, partial(Speed.shared, eager=False))
@@ -106,24 +109,45 @@ class Speed(Drive):
 
     def decode(self, batch: int) -> Figures:
         """Steps of requests that share nothing, over weights and KV at the memory's pace; and the host's part."""
-        try:
-            for _ in range(batch):
-                self.add(self.text(self.sizes.context), self.sizes.steps + 8)
-            self.first_tokens()
-            for _ in range(3):
-                self.step()
+        steps = self.sizes.steps
+        with self._decoding(batch, 3 * steps + 3):
+            self.pace(3)
             self.watch()
-            times = [self.step() for _ in range(self.sizes.steps)]
-            host_ms = {f"{name}, ms": 1e3 * value / len(times) for name, value in self.host_s.items()}
-        finally:
-            self.end()
-        step_s = statistics.median(times)
+            step_s = statistics.median(self.pace(steps) for _ in range(3))
+            host_ms = {f"{name}, ms": 1e3 * value / (3 * steps) for name, value in self.host_s.items()}
         weights = (self._body + self._head) * self.core.executor.dtype.itemsize
         bound_s = (weights + batch * self.sizes.context * self._row_bytes) / _BYTES_S
         return {
             "step, ms": 1e3 * step_s, "bound, ms": 1e3 * bound_s, "of the bound, %": 100 * bound_s / step_s,
             "tokens/s": batch / step_s, **host_ms,
         }  # fmt: skip
+
+    @contextmanager
+    def _decoding(self, batch: int, steps: int) -> Iterator[None]:
+        """Requests that all decode, for at least so many steps."""
+        try:
+            for _ in range(batch):
+                self.add(self.text(self.sizes.context), steps + 8)
+            self.first_tokens()
+            yield
+        finally:
+            self.end()
+
+    def ahead(self, batch: int) -> Figures:
+        """`decode` in step and one step ahead: what of the host's time is hidden, and how the device rests."""
+        steps, usual, found = self.sizes.steps, self.core.overlap, {}
+        with self._decoding(batch, 4 * steps + 16):
+            for name, self.core.overlap in (("in step", False), ("ahead", True)):
+                self.pace(3)
+                self.watch()
+                step_s = self.pace(steps)
+                found[f"{name}, ms"] = 1e3 * step_s
+                found[f"host {name}, ms"] = 1e3 * sum(self.host_s.values()) / steps
+                gaps = profile_gaps(lambda: self.pace(min(steps, 8)), self.core.executor.device.type)
+                found |= {f"{figure} ({name})": value for figure, value in gaps.items()}
+            self.core.overlap = usual
+        gained = found["in step, ms"] - found["ahead, ms"]
+        return {**found, "host time hidden, %": 100 * gained / found["host in step, ms"]}
 
     def eager(self, batch: int) -> Figures:
         """`decode` without CUDA graphs."""

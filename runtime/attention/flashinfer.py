@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,9 @@ from runtime.flashinfer import load_flashinfer
 from runtime.kv.pool import KVPool
 from runtime.models.ops import rotate
 from runtime.models.rope import RotaryEmbedding
-from runtime.staging import pin, upload
+from runtime.staging import Mark, pin, upload
 
+# What FlashInfer recommends; partial results of split KV may want more.
 _WORKSPACE_BYTES = 128 << 20
 
 # Reading shared pages once takes another call and a merge in every layer: about as long as reading this much.
@@ -74,15 +76,49 @@ class FlashInferAttention(AttentionBackend):
         self.device = pool.k.device
         self.least_saved_tokens = _MERGE_BYTES // (2 * pool.k[0, 0].numel() * pool.k.dtype.itemsize)
         self._flashinfer = load_flashinfer()
-        # Kernels run one after the other, so all wrappers may share it. The split kernels count in it from zero.
-        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        cuda = self.device.type == "cuda"
+        self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 1
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self.reserve(0, 0)
+        # A wrapper's plan lies in pinned memory of its own until the device copies it, in the order of the stream.
+        self._plans_copied = Mark(self.device)
         self._wrappers: dict[str, list[Any]] = {"prefill": [], "decode": []}
         self._used = dict.fromkeys(self._wrappers, 0)
 
     def prepare_step(self, plans: Sequence[AttentionPlan]) -> list[Calls]:
         """See `AttentionBackend.prepare_step`."""
         self._used = dict.fromkeys(self._wrappers, 0)
-        return super().prepare_step(plans)
+        with self.planning():
+            return super().prepare_step(plans)
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Plan a step's wrappers, which may be those of an earlier step, within this.
+
+        Waits until the device has what was planned before, which it takes as soon as it begins with that step: so it
+        waits only for a host that is more than one step ahead.
+        """
+        self._plans_copied.wait()
+        try:
+            yield
+        finally:
+            self._plans_copied.set()
+
+    def reserve(self, requests: int, rows: int) -> None:
+        """Make room for the partial results of calls by graphs of so many requests and rows; 0: for other calls.
+
+        FlashInfer gives each tile of query rows that could be, in a graph, or runs at once, else, room in float32.
+        """
+        _, kv_heads, head_dim = self.pool.k.shape[1:]
+        group = self.num_heads // kv_heads
+        longest = (rows - requests + 1) * group
+        tile = 128 if longest > 64 or not rows else 64 if longest > 16 else 16
+        tiles = max(2 * self._num_sms // kv_heads, -(-rows * group // tile) + requests - 1)
+        size = max(_WORKSPACE_BYTES, tiles * tile * self.num_heads * (head_dim + 1) * 4)
+        if size > len(self._workspace):
+            # Kernels run one after the other, so all wrappers may share it. The split kernels count in it from zero.
+            # Wrappers that were made before keep the smaller one.
+            self._workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def _wrapper(self, kind: str) -> Any:
         # A plan lies in buffers of its wrapper and is copied from there while the step runs: each call of a step needs
@@ -111,7 +147,7 @@ class FlashInferAttention(AttentionBackend):
         return self.num_heads // self.pool.k.shape[2] >= 4
 
     def prepare(self, plan: AttentionPlan) -> Calls:
-        """Plan the wrappers. Nothing here waits for the device."""
+        """Plan the wrappers."""
         kinds: dict[str, list[Edge]] = {}
         for edge in by_first_row(plan.edges, plan.num_rows):
             masked = edge.mode == "masked" or plan.spans[edge.span].keep is not None

@@ -35,6 +35,8 @@ class GraphCalls:
         self.num_shared_rows = _LEVELS * size + self.num_requests if shared else 0
         device = backend.device
         total = self.num_shared_rows + size
+        backend.reserve(size, size)
+        backend.reserve(self.num_requests, self.num_shared_rows)
         decode = backend.make_decode(**self._buffers(size, "buffer"))
         own = Call(decode, slice(0, size), None, slice(self.num_shared_rows, total))
         if not shared:
@@ -60,6 +62,10 @@ class GraphCalls:
 
     def plan(self, plan: AttentionPlan) -> None:
         """Plan the wrappers for a step that `fits`; its rows come first."""
+        with self.backend.planning():
+            self._plan(plan)
+
+    def _plan(self, plan: AttentionPlan) -> None:
         page_size = self.backend.pool.page_size
         alone, shared = split_edges(plan)
         own = self._filled(paged_index(plan, alone, page_size), self.size, self.size)

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from runtime.decoding.sampling import BadLogits, Sampler
-from runtime.errors import RametError
+from runtime.decoding.sampling import Sampler, race
 from runtime.flashinfer import load_flashinfer
 from runtime.request import Request
 from runtime.staging import upload
 
 
 class BatchedSampler(Sampler):
-    """Like `Sampler`; requests without grammar, bias or penalties are drawn in a few kernels and one transfer.
+    """Like `Sampler`; requests without grammar, bias or penalties are drawn in a few kernels.
 
     A request with a seed draws its noise from its own stream, as on any other device: FlashInfer's own samplers derive
     it from the row in the batch, so that a seed would not give the same tokens twice.
@@ -24,17 +23,14 @@ class BatchedSampler(Sampler):
         super().__init__(vocab_size, device)
         self._kernels = load_flashinfer().sampling
 
-    def _draw_all(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int | RametError]:
+    def _draw_all(self, logits: torch.Tensor, requests: Sequence[Request], ahead: int) -> torch.Tensor:
         """See `Sampler._draw_all`."""
         probs = self.filter(logits, requests)
-        noise = torch.empty_like(probs).exponential_()
+        noise = torch.empty_like(probs).exponential_(generator=self._unseeded)
         for row, request in zip(noise, requests, strict=True):
             if request.sampling.seed is not None:
-                row.exponential_(generator=self.generator(request))
-        tokens = (probs / noise).argmax(-1)
-        sound = probs.gather(-1, tokens[:, None])[:, 0].isfinite()
-        found = torch.stack((tokens, sound.long())).tolist()
-        return [token if good else BadLogits() for token, good in zip(*found, strict=True)]
+                row.exponential_(generator=self.generator(request, ahead))
+        return race(probs, noise)
 
     def filter(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
         """`filter_probs` of many requests: [n, vocab] from float32 logits [n, vocab], up to rounding."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from runtime.decoding.fast_dllm import by_factor, by_threshold
-from runtime.decoding.sampling import BadLogits
+from runtime.decoding.sampled import BadLogits
 from runtime.diffusion_params import DiffusionParams
 from runtime.models.diffusion import DiffusionSpec
 from runtime.sampling_params import SamplingParams

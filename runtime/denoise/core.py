@@ -16,13 +16,15 @@ from runtime.batch import ForwardBatch
 from runtime.config import Config
 from runtime.core import EngineCore
 from runtime.decoding.diffusion import Denoiser
-from runtime.decoding.sampling import BadLogits
+from runtime.decoding.sampled import BadLogits
 from runtime.denoise.request import DenoiseRequest, DenoiseWork
 from runtime.denoise.scheduler import DenoiseScheduler
 from runtime.diffusion_params import DiffusionParams
 from runtime.errors import RametError
+from runtime.flight import Flight
 from runtime.kv.encodings import Encodings
 from runtime.protocol import AddPin, AddRequest, DiffusionInfo, Finish, Inbound, Outbound, TokenEvent
+from runtime.request import Request
 from runtime.reuse.bicache import plan_denoise
 from runtime.reuse.boundaries import BoundaryStore
 from runtime.reuse.depth import NO_TABLE, choose_table
@@ -43,6 +45,7 @@ class DiffusionCore(EngineCore):
     def __init__(self, config: Config, path: Path, quotas: Mapping[str, int] | None = None):
         """Load the model directory `path`; `quotas`: cached pages by tenant. Raises ModelError."""
         super().__init__(config, path, quotas)
+        self.overlap = False
         spec = self.executor.spec
         assert spec.diffusion is not None
         self.diffusion = spec.diffusion
@@ -124,14 +127,17 @@ class DiffusionCore(EngineCore):
         spec = self.executor.spec
         return plan_denoise(work, spec.num_layers, spec.hidden_size, self.info.page_size, self.executor.device)
 
-    def _book(  # type: ignore[override]
-        self, work: list[DenoiseWork], batch: ForwardBatch, logits: torch.Tensor, started: float
-    ) -> list[TokenEvent | None]:
-        row_s = (time.monotonic() - started) / len(batch.tokens)
+    def _choose(self, work: list[DenoiseWork], logits: torch.Tensor) -> tuple[list[Request], None]:  # type: ignore[override]
+        """Nothing: what a canvas becomes is decided when the step is booked."""
+        return [], None
+
+    def _book(self, flight: Flight, tokens: Mapping[Request, int | RametError]) -> list[TokenEvent | None]:
+        batch, logits, work = flight.batch, flight.logits, flight.work
+        row_s = (time.monotonic() - flight.started) / len(batch.tokens)
         self.counters["row_layers"] += sum(
             len(group.layers) * len(batch.tokens if group.rows is None else group.rows) for group in batch.groups
         )
-        return [self._advance_canvas(item, logits, row_s) for item in work]
+        return [self._advance_canvas(item, logits, row_s) for item in work]  # type: ignore[arg-type]
 
     def _advance_canvas(self, item: DenoiseWork, logits: torch.Tensor, row_s: float) -> TokenEvent | None:
         """Book one piece of computed work; `row_s` is what each of the step's rows took."""

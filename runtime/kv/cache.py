@@ -96,9 +96,9 @@ class PagedCache:
             self.pool.copy_rows(match.partial_page, fresh[0], rows)
         return True
 
-    def grow(self, request: Request) -> bool:
-        """Make sure that the next token's KV has a place; False if memory does not suffice."""
-        if len(request.pages) * self.page_size > request.num_computed:
+    def grow(self, request: Request, ahead: int = 0) -> bool:
+        """Make sure that the next token's KV has a place, and `ahead` more's; False if memory does not suffice."""
+        if len(request.pages) * self.page_size > request.num_computed + ahead:
             return True
         fresh = self.allocate(1, request.pages, request.namespace)
         if fresh is None:

@@ -16,7 +16,8 @@ def plan_prefix(work: Sequence[Work], num_layers: int, page_size: int, least_sav
     """One step over causal requests: each computes its next `count` tokens against all pages before them.
 
     Pages that several requests read are one span with the rows of all of them (tree attention); the rows come in the
-    order of the page tables, so that those are neighbours. Sets `logits` of each piece of work.
+    order of the page tables, so that those are neighbours. Sets `logits` of each piece of work. Tokens that nobody has
+    read yet (`ahead`) are left 0.
 
     Args:
         work: requests whose page tables cover the rows to be computed.
@@ -31,7 +32,7 @@ def plan_prefix(work: Sequence[Work], num_layers: int, page_size: int, least_sav
     attention = AttentionPlan(total)
     logits_rows: list[int] = []
     row = 0
-    ends = [item.request.num_computed + item.count for item in work]
+    ends = [item.request.num_computed + item.ahead + item.count for item in work]
     tables = [item.request.pages[: -(-end // page_size)].tobytes() for item, end in zip(work, ends, strict=True)]
     order = sorted(range(len(work)), key=tables.__getitem__)
     starts = []
@@ -40,7 +41,7 @@ def plan_prefix(work: Sequence[Work], num_layers: int, page_size: int, least_sav
         request, start = item.request, end - item.count
         rows = slice(row, row + item.count)
         starts.append(row)
-        tokens[rows] = request.tokens[start:end]
+        tokens[rows] = 0 if item.ahead else request.tokens[start:end]
         positions[rows] = np.arange(start, end)
         pages = np.frombuffer(tables[i], dtype=np.int32)
         slots[rows] = pages[positions[rows] // page_size].astype(np.int64) * page_size + positions[rows] % page_size

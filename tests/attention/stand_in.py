@@ -158,6 +158,8 @@ if flashinfer is not None:
     for ours in (BatchPrefillWithPagedKVCacheWrapper, BatchDecodeWithPagedKVCacheWrapper):
         for method in ("__init__", "plan", "run"):
             setattr(ours, method, fits(ours.__name__, method)(getattr(ours, method)))
+        if hasattr(getattr(flashinfer, ours.__name__), "_plan_impl"):  # its plan lets every keyword through
+            ours.plan = fits(ours.__name__, "_plan_impl")(ours.plan)
 
 
 @fits("merge_states")

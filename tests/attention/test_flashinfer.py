@@ -9,12 +9,12 @@ import torch
 from runtime.attention.cpu import CPUAttention
 from runtime.attention.flashinfer import FlashInferAttention
 from runtime.batch import AttentionPlan, Span
-from runtime.engine import Engine
 from runtime.kv.pool import KVPool
 from runtime.models.ops import FlashInferOps, Ops
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.spec import RopeSpec
 from tests.attention.stand_in import Wrapper, stand_in
+from tests.attention.whole_engines import check_whole_engines
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
 ROPE = RopeSpec(theta=10000.0)
@@ -196,20 +196,22 @@ def test_rotation_by_position_is_torchs(device, spec):
         torch.testing.assert_close(got, want, atol=3e-2, rtol=3e-2)
 
 
-def test_a_whole_engine_gives_torchs_tokens(tiny_dir, replaced, monkeypatch):
-    """Chunks, shared prefixes, partial pages and decode, with a cost rule that shares whatever is shared."""
-    monkeypatch.setattr("runtime.attention.flashinfer._MERGE_BYTES", 1)
-    options = {"dtype": "float32", "native_kernels": False, "pool_tokens": 2048, "device": "cpu", "step_tokens": 24,
-               "cuda_graph_batches": "0"}  # fmt: skip
-    shared = list(range(100, 150))
-    prompts = [shared + [200 + i] * (3 * i + 1) for i in range(4)] + [[7, 8, 9]]
-    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-    found = []
-    for backend in ("cpu", "flashinfer"):
-        monkeypatch.setattr("runtime.executor.choose_attention", lambda *_, backend=backend: backend)
-        with Engine(str(tiny_dir), **options) as engine:
-            found += [[o.token_ids for o in engine.generate(prompts, sampling)] for _ in range(2)]
-            assert engine.info.attention_backend == backend
-    assert found[0] == found[1] == found[2] == found[3]
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_a_whole_engine_gives_torchs_tokens(tiny_dir, replaced, monkeypatch, overlap):
+    check_whole_engines(tiny_dir, monkeypatch, step_tokens=24, cuda_graph_batches="0", overlap=overlap)
     plans = [plan for wrapper in Wrapper.made for plan in wrapper.plans]
     assert any(not plan.get("causal", True) for plan in plans), "nothing was shared"
+
+
+def test_there_is_room_for_the_partial_results_of_large_graphs(replaced):
+    """FlashInfer's plan refuses a workspace with less than its tiles times heads times head_dim floats."""
+    pool = KVPool(1, 64, 16, 8, 128, torch.bfloat16, torch.device("cpu"))
+    ours = FlashInferAttention(pool, RotaryEmbedding(ROPE, 128, torch.device("cpu")), 32)
+    usual = len(ours._workspace)
+    assert usual == 128 << 20
+    ours.reserve(128, 128)
+    assert len(ours._workspace) == usual, "rows that end their own pages have small tiles"
+    ours.reserve(64, 3 * 64)
+    tiles = 3 * 64 * 4 // 128 + 63
+    assert len(ours._workspace) >= 32 * tiles * 128 * 128 * 4 > usual
+    assert not ours._workspace.any()

@@ -8,7 +8,6 @@ import torch
 
 from runtime.attention.flashinfer import FlashInferAttention
 from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span
-from runtime.engine import Engine
 from runtime.graphs import DecodeGraphs
 from runtime.kv.pool import KVPool
 from runtime.models.llama import LlamaModel
@@ -16,6 +15,7 @@ from runtime.models.ops import FlashInferOps
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_weights
 from tests.attention.stand_in import stand_in
+from tests.attention.whole_engines import check_whole_engines
 
 PAGE = 4
 
@@ -27,7 +27,7 @@ def device(monkeypatch):
     return torch.device("cpu")
 
 
-def recorded(compute, memory):
+def recorded(compute, memory, device):
     """As a graph: what was captured runs again on the same buffers, and its result stays in one place."""
     result = compute()
 
@@ -126,17 +126,7 @@ def test_what_is_no_decode_step_or_has_no_room_is_left_alone(tiny_dir, device):
     assert find(two) is None
 
 
-def test_a_whole_engine_gives_torchs_tokens(tiny_dir, device, monkeypatch):
-    monkeypatch.setattr("runtime.attention.flashinfer._MERGE_BYTES", 1)
-    options = {"dtype": "float32", "native_kernels": False, "pool_tokens": 2048, "device": "cpu", "step_tokens": 64}
-    shared = list(range(100, 150))
-    prompts = [shared + [200 + i] * (3 * i + 1) for i in range(5)] + [[7, 8, 9]]
-    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-    found = []
-    for backend in ("cpu", "flashinfer"):
-        monkeypatch.setattr("runtime.executor.choose_attention", lambda *_, backend=backend: backend)
-        with Engine(str(tiny_dir), **options) as engine:
-            found.append([output.token_ids for output in engine.generate(prompts, sampling)])
-            graphs = engine.core.executor._graphs
-    assert found[0] == found[1]
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_a_whole_engine_gives_torchs_tokens(tiny_dir, device, monkeypatch, overlap):
+    graphs = check_whole_engines(tiny_dir, monkeypatch, step_tokens=64, overlap=overlap)._graphs
     assert {shared for (_, shared), graph in graphs._graphs.items() if graph._replay} >= {True}

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from loadgen.__main__ import main
+from loadgen.gpu.gaps import busy_and_rests
 from loadgen.gpu.records import Records, markdown
 from loadgen.gpu.shapes import SHAPES, write_shape
 from runtime.models.spec import ModelSpec
@@ -50,8 +51,9 @@ def test_speed_goes_on_where_it_was_ended(bench, capsys, tmp_path):
     figures = found["figures"]
     assert {"cold, ms", "warm, ms"} <= figures["warm and cold"].keys()
     assert "plain over cascade" in figures["3 behind 64 shared"]
-    for row in figures.values():
-        assert all(value > 0 for value in row.values())
+    for name, row in figures.items():
+        assert ("host time hidden, %" in row) == name.endswith("one step ahead")
+        assert all(value > 0 for figure, value in row.items() if figure != "host time hidden, %")
     table = (tmp_path / "gpu-speed.md").read_text()
     assert all(f"| {name} |" in table for name in figures)
     capsys.readouterr()
@@ -101,3 +103,8 @@ def test_what_fails_leaves_what_was_measured(tmp_path):
     with pytest.raises(RuntimeError, match="no"):
         records.measure([("a", lambda: {"x": 1}), ("b", fail)], 60)
     assert Records(tmp_path / "a.json", {}).figures == {"a": {"x": 1}}
+
+
+def test_rests_of_a_device_are_what_no_operation_covers():
+    assert busy_and_rests([(5, 7), (0, 2), (1, 3), (6, 6.5), (9, 10)]) == (6, [2, 2])
+    assert busy_and_rests([]) == (0, [])

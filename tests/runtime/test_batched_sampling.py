@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from runtime.decoding.batched import BatchedSampler
-from runtime.decoding.sampling import BadLogits, Sampler, filter_probs
+from runtime.decoding.sampled import BadLogits
+from runtime.decoding.sampling import Sampler, filter_probs
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
 from tests.attention.stand_in import stand_in
@@ -51,9 +52,14 @@ def test_seeds_draw_what_they_draw_alone(device):
     logits = torch.randn(5, 40).to(device)
     batched, single = BatchedSampler(40, device), Sampler(40, device)
     ours, theirs = requests(seed=11), requests(seed=11)
+    found = set()
     for _ in range(20):
-        alone = [single.sample(row[None], [request])[0] for row, request in zip(logits, theirs, strict=True)]
-        assert batched.sample(logits, ours) == alone
+        alone = [single.sample(row[None], [request]).read()[0] for row, request in zip(logits, theirs, strict=True)]
+        assert batched.sample(logits, ours).read() == alone
+        for request, token in zip(ours + theirs, alone * 2, strict=True):
+            request.tokens.append(token)
+        found.add(tuple(alone))
+    assert len(found) > 10, "every place has noise of its own"
 
 
 def test_bad_rows_fail_alone_and_adjusted_ones_go_their_own_way(device):
@@ -61,7 +67,7 @@ def test_bad_rows_fail_alone_and_adjusted_ones_go_their_own_way(device):
     logits[2, 7] = float("nan")
     asking = requests()
     asking[4].sampling = SamplingParams(temperature=1.0, logit_bias={13: 100.0})
-    found = BatchedSampler(40, device).sample(logits, asking)
+    found = BatchedSampler(40, device).sample(logits, asking).read()
     assert isinstance(found[2], BadLogits)
     assert found[4] == 13
     assert all(isinstance(token, int) for i, token in enumerate(found) if i != 2)
@@ -72,6 +78,6 @@ def test_without_seed_draws_follow_the_distribution(device):
     sampler, counts = BatchedSampler(4, device), torch.zeros(4)
     asking = [Request("r", array("i", [1]), 1, SamplingParams(temperature=1.0), frozenset(), 100) for _ in range(5)]
     for _ in range(400):
-        for token in sampler.sample(logits, asking):
+        for token in sampler.sample(logits, asking).read():
             counts[token] += 1
     torch.testing.assert_close(counts / 2000, logits[0].cpu().softmax(-1), atol=0.05, rtol=0)

@@ -61,7 +61,9 @@ def test_draws_follow_the_distribution():
     sampler, one = Sampler(4, CPU), request(seed=1)
     counts = torch.zeros(4)
     for _ in range(8000):
-        counts[sampler.sample(logits, [one])[0]] += 1
+        (token,) = sampler.sample(logits, [one]).read()
+        counts[token] += 1
+        one.tokens.append(token)
     expected = torch.softmax(logits[0], 0)
     assert ((counts / 8000 - expected).abs() < 5 * (expected * (1 - expected) / 8000).sqrt()).all()
 
@@ -77,7 +79,7 @@ def test_penalties():
     assert adjusted(presence_penalty=0.25) == [1.0, 0.75, -1.0, 0.5]
     assert adjusted(repetition_penalty=2.0) == [0.5, 0.5, -1.0, 0.5]
     assert adjusted(logit_bias={2: 5}) == [1.0, 1.0, 4.0, 0.5]
-    assert sampler.sample(logits, [request((0,), 1, temperature=0, logit_bias={3: 50})]) == [3]
+    assert sampler.sample(logits, [request((0,), 1, temperature=0, logit_bias={3: 50})]).read() == [3]
 
 
 def test_penalty_counts_follow_the_output():
@@ -85,7 +87,7 @@ def test_penalty_counts_follow_the_output():
     logits = torch.tensor([[0.0, 3.0, 2.0]])
     drawn = []
     for _ in range(5):
-        (token,) = sampler.sample(logits, [one])
+        (token,) = sampler.sample(logits, [one]).read()
         one.tokens.append(token)
         drawn.append(token)
     assert drawn == [1, 2, 1, 0, 2]

@@ -1,0 +1,39 @@
+"""Log-probabilities under the model's own distribution, before any filter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from runtime.protocol import TokenLogprob
+
+# Of given tokens float32 [n], then of the most likely ones int64 [n, top] and float32 [n, top].
+Measured = Sequence[torch.Tensor]
+
+_LEAST = -9999.0  # JSON has no infinity
+
+
+def measure_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Measured:
+    """Log-probabilities where the logits are; nothing waits for them.
+
+    Args:
+        logits: float32 [n, vocab].
+        tokens: int64 [n].
+        top: how many of the most likely tokens to name as well.
+    """
+    logprobs = logits.log_softmax(-1).clamp_min(_LEAST)
+    values, ids = logprobs.topk(min(top, logprobs.shape[-1]))
+    return logprobs.gather(-1, tokens[:, None])[:, 0], ids, values
+
+
+def list_logprobs(tokens: Sequence[int], measured: Measured) -> list[TokenLogprob]:
+    """`measure_logprobs` of n tokens for people; best of the host's tensors."""
+    chosen, ids, values = (tensor.tolist() for tensor in measured)
+    tops = [list(zip(*top, strict=True)) for top in zip(ids, values, strict=True)]
+    return [TokenLogprob(*found) for found in zip(tokens, chosen, tops, strict=True)]
+
+
+def report_logprobs(logits: torch.Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
+    """Log-probabilities of n given tokens, from float32 logits [n, vocab], and of the `top` most likely ones."""
+    return list_logprobs(tokens, measure_logprobs(logits, torch.tensor(tokens, device=logits.device), top))
