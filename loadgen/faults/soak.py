@@ -15,7 +15,6 @@ from loadgen.faults.ties import TIE_NATS, apart, shortfall
 from loadgen.faults.victim import MEMORY_SHARE, Finding, Victim, ids
 
 _SECONDS = 1200
-_SHORTEST_S = 8
 _KNOWN = 24
 _CLIENTS = 24
 _SCHEMA = json.dumps(
@@ -141,7 +140,7 @@ class _Soak:
 
 async def soak(victim: Victim, scale: float, draw: random.Random) -> Finding:
     """Twenty minutes of everything; the server has not enough room for what runs at once."""
-    seconds = max(_SECONDS * scale, _SHORTEST_S)
+    seconds = max(_SECONDS * scale, 8)
     await victim.warm_up(draw)
     run = _Soak(victim, draw)
     await run.learn()

@@ -33,23 +33,6 @@ def test_a_server_stands(case, tiny_dir, tmp_path, monkeypatch):
     assert found["seen"]
 
 
-def test_a_short_soak(default_model_dir, tmp_path, monkeypatch):
-    """With a model whose context holds what the soak asks for."""
-    out = tmp_path / "out.json"
-    for name, value in (("_SHORTEST_S", 2), ("_KNOWN", 3), ("_CLIENTS", 4), ("MEMORY_SHARE", 1.0)):
-        monkeypatch.setattr(f"loadgen.faults.soak.{name}", value)
-    options = ["--model", str(default_model_dir), "--threads", "1"]
-    monkeypatch.setattr(
-        "sys.argv", ["loadgen", "faults", "--case", "soak", "--scale", "0.001", "--json", str(out), "--", *options]
-    )
-    code = main()
-    found = json.loads(out.read_text())["soak"]
-    assert (code, found["problems"]) == (0, [])
-    assert found["facts"]["done"]
-    assert found["facts"]["apart_nats"] == [], "in float32 all answers are the idle server's"
-    assert max(found["facts"]["again_nats"]) < 0.001
-
-
 def test_a_wrong_answer_is_no_tie(tiny_dir):
     """What the idle server would not have said itself is far from what it would, wherever it stands."""
 
