@@ -59,6 +59,19 @@ inline Vec round(Vec v) { return _mm512_roundscale_ps(v, 0); }
 // p * 2^n for an n from `round`, finite. Gives 0 and infinity where floats end.
 inline Vec scale(Vec p, Vec n) { return _mm512_scalef_ps(p, n); }
 
+// Each 128 bits: sums over the four lanes of a, b, c, d there.
+inline Vec sum4(Vec a, Vec b, Vec c, Vec d) {
+    Vec ab = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    Vec cd = add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    return add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+}
+// Lane 4 i + j: the sum over lane j of all 128 bits of m[i].
+inline Vec sum_quarters(const Vec (&m)[4]) {
+    Vec a = add(_mm512_shuffle_f32x4(m[0], m[1], 0x88), _mm512_shuffle_f32x4(m[0], m[1], 0xdd));
+    Vec b = add(_mm512_shuffle_f32x4(m[2], m[3], 0x88), _mm512_shuffle_f32x4(m[2], m[3], 0xdd));
+    return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
+
 // Transpose kLanes x kLanes 32-bit lanes.
 inline void transpose(Vec (&m)[kLanes]) {
     Vec t[kLanes];
@@ -140,6 +153,15 @@ inline Vec scale(Vec p, Vec n) {
     return _mm256_andnot_ps(small, mul(p, power));
 }
 
+inline Vec sum4(Vec a, Vec b, Vec c, Vec d) {
+    Vec ab = add(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+    Vec cd = add(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+    return add(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+}
+inline Vec sum_quarters(const Vec (&m)[2]) {
+    return add(_mm256_permute2f128_ps(m[0], m[1], 0x20), _mm256_permute2f128_ps(m[0], m[1], 0x31));
+}
+
 // Transpose kLanes x kLanes 32-bit lanes.
 inline void transpose(Vec (&m)[kLanes]) {
     Vec t[kLanes];
@@ -167,6 +189,18 @@ inline void transpose(Vec (&m)[kLanes]) {
 #endif
 
 constexpr int kPanel = 2 * kLanes;  // columns that a micro-kernel computes at once
+
+// kPanel numbers as two vectors: floats in order, of bfloat16 those at even places and those at odd ones.
+inline void load_panel(const float* p, Vec& a, Vec& b) { a = load(p), b = load(p + kLanes); }
+inline void load_panel(const bf16* p, Vec& a, Vec& b) {
+    Bits bits = load_bits(p);
+    a = low_bf16(bits), b = high_bf16(bits);
+}
+// The place in a panel, as `load_panel` reads it, of number `i`.
+template <class T>
+constexpr int64_t place(int64_t i) {
+    return sizeof(T) == 2 ? i / kPanel * kPanel + i % 2 * kLanes + i % kPanel / 2 : i;
+}
 
 // 2^x for an x of at most 128, within 2 units in the last place; 0 for minus infinity.
 inline Vec exp2(Vec x) {
