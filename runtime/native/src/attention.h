@@ -211,7 +211,7 @@ class Attention {
             std::fill_n(s.sum.data() + f * kLanes, kLanes, 0.0f);
             s.top.data()[f] = kMinusInfinity;
         }
-        if (piece.few) arrange<T>(queries, folded, s.scores.reserve(wide_));
+        if (piece.few) split<T>(queries, folded * wide_);
         for (int64_t begin = piece.begin; begin < piece.end; begin += piece.block) {
             const int64_t end = std::min(begin + piece.block, piece.end);
             if (end < piece.end) {
@@ -236,22 +236,9 @@ class Attention {
                 partial_lse_.data()[slot * shape_.heads + head] =
                     sum > 0 ? s.top.data()[f] + std::log2(sum) : kMinusInfinity;
             }
-            const float* from = sums + f * wide_;
-            if (piece.few && sizeof(T) == 2) {
-                for (int64_t d = 0; d < dim; ++d) to[d] = from[place<T>(d)] * scale;
-            } else {
-                for (int64_t d = 0; d < dim; ++d) to[d] = from[d] * scale;
-            }
-        }
-    }
-
-    // Bring rows [n, wide] into the order of `place<T>`.
-    template <class T>
-    void arrange(float* rows, int64_t n, float* room) const {
-        if (sizeof(T) == 4) return;
-        for (int64_t r = 0; r < n; ++r, rows += wide_) {
-            for (int64_t d = 0; d < wide_; ++d) room[place<T>(d)] = rows[d];
-            std::copy_n(room, wide_, rows);
+            float* from = sums + f * wide_;
+            if (piece.few) join<T>(from, wide_);
+            for (int64_t d = 0; d < dim; ++d) to[d] = from[d] * scale;
         }
     }
 

@@ -37,7 +37,7 @@ class Upcoming {
     int64_t stride_ = 0, bytes_ = 0;
 };
 
-// Scores [R, count rounded up to kLanes] of queries [R, dim], laid out by `place<T>`, for keys at `k` + offsets. `dim` is a
+// Scores [R, count rounded up to kLanes] of queries [R, dim], `split<T>`, for keys at `k` + offsets. `dim` is a
 // multiple of kPanel, and there are offsets up to the rounded count.
 template <int R, class T>
 void score_rows(const float* q, int64_t ldq, int64_t dim, const char* k, const int64_t* offsets, int64_t count,
@@ -71,7 +71,7 @@ void score_rows(const float* q, int64_t ldq, int64_t dim, const char* k, const i
     }
 }
 
-// out [R, dim], laid out by `place<T>`, becomes out * decay + weights [R, count] * the values at `v` + offsets.
+// out [R, dim], `split<T>`, becomes out * decay + weights [R, count] * the values at `v` + offsets.
 template <int R, class T>
 void add_values(const float* weights, int64_t stride, const char* v, const int64_t* offsets, int64_t count,
                 const float* decay, float* out, int64_t ldo, int64_t dim, Upcoming& upcoming) {
