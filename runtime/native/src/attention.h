@@ -105,6 +105,7 @@ class Attention {
         Buffer<float> q, out, keys, values, scores, bias, top, sum;
         Buffer<int64_t> offsets;
         Upcoming upcoming;
+        int64_t fetches;  // rows of it that are fetched after each product of a tile
     };
 
     // This thread's share, one phase of a team: queries [num_rows, heads, dim] of row stride `ldq`, rotated for their
@@ -291,13 +292,13 @@ class Attention {
         s.keys.reserve(kKeys * wide_), s.values.reserve(kKeys * wide_);
         s.scores.reserve(kMaxRows * kScoreStride), s.bias.reserve(kMaxRows * kKeys);
         prepare_block<T>(span, kv, piece.head, begin, count, s);
+        s.fetches = kKeys / (num_tiles * (kKeys + wide_) / kPanel) + 1;
         for (int64_t t = 0; t < num_tiles; ++t) {
             int64_t from = t * folded / num_tiles, to = (t + 1) * folded / num_tiles;
             const float* bias = nullptr;
             if (visible(piece, span, from, to, begin, count, s, &bias)) {
                 table[to - from - 1](*this, from, count, bias, s);
             }
-            s.upcoming.fetch((kKeys + num_tiles - 1) / num_tiles);
         }
     }
 
@@ -419,6 +420,7 @@ class Attention {
                 store(scores + r * kScoreStride + first, tile[r][0]);
                 store(scores + r * kScoreStride + first + kLanes, tile[r][1]);
             }
+            s.upcoming.fetch(s.fetches);
         }
         float decay[kLanes];
         weigh<R>(scores, kScoreStride, round_up(count, kPanel), s.top.data() + from, s.sum.data() + from * kLanes, decay);
@@ -437,6 +439,7 @@ class Attention {
                 store(out + r * wide + d, tile[r][0]);
                 store(out + r * wide + d + kLanes, tile[r][1]);
             }
+            s.upcoming.fetch(s.fetches);
         }
     }
 
