@@ -44,8 +44,8 @@ struct LayerKV {
 //
 // Query heads that share a kv head are folded into the rows, so that a key is read once for all of them: folded row
 // f is row f / group, head kv_head * group + f % group. A piece is a flash attention (Dao et al., 2022) over blocks of
-// keys. Each block is brought into the micro-kernel's form once, for all rows of the piece, or read as it lies where these
-// are few. Few rows over many keys (decoding) are cut along the keys, many rows (prefill) along the rows.
+// keys. Each block is brought into the micro-kernel's form once, for all rows of the piece, or read as it lies where
+// these are few. Few rows over many keys (decoding) are cut along the keys, many rows (prefill) along the rows.
 class Attention {
   public:
     explicit Attention(const Shape& shape)
@@ -192,7 +192,8 @@ class Attention {
     // Whether to read keys and values as they lie; that wants all of them to be seen.
     bool reads_in_place(const Edge& edge, int64_t rows) const {
         const bool sees_all = edge.mode == Mode::kFull || (edge.mode == Mode::kCausal && rows == 1);
-        return sees_all && spans_[edge.span].keep == nullptr && rows * group_ <= 2 * kFewRows && shape_.dim % kPanel == 0;
+        const bool few = rows * group_ <= 2 * kFewRows;
+        return few && sees_all && spans_[edge.span].keep == nullptr && shape_.dim % kPanel == 0;
     }
 
     template <class T>
@@ -423,7 +424,8 @@ class Attention {
             s.upcoming.fetch(s.fetches);
         }
         float decay[kLanes];
-        weigh<R>(scores, kScoreStride, round_up(count, kPanel), s.top.data() + from, s.sum.data() + from * kLanes, decay);
+        float *tops = s.top.data() + from, *sums = s.sum.data() + from * kLanes;
+        weigh<R>(scores, kScoreStride, round_up(count, kPanel), tops, sums, decay);
         float* out = s.out.data() + from * wide;
         for (int64_t d = 0; d < wide; d += kPanel) {
             Tile<R> tile;
@@ -443,8 +445,8 @@ class Attention {
         }
     }
 
-    // Scores [R, padded] become weights 2^(score - the row's top). Tops and sums [R, kLanes] are brought up to date; decay [R]
-    // is what earlier results have to be multiplied with.
+    // Scores [R, padded] become weights 2^(score - the row's top). Tops and sums [R, kLanes] are brought up to date;
+    // decay [R] is what earlier results have to be multiplied with.
     template <int R>
     static void weigh(float* scores, int64_t stride, int64_t padded, float* tops, float* sums, float* decay) {
         float bases[kLanes];

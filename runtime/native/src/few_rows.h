@@ -1,5 +1,5 @@
-// Attention of few rows: keys and values are read as they lie in the pool. To bring a block into the micro-kernel's form
-// first pays from more rows on.
+// Attention of few rows: keys and values are read as they lie in the pool. To bring a block into the micro-kernel's
+// form first pays from more rows on.
 #pragma once
 
 #include "gemm.h"
@@ -94,7 +94,10 @@ void add_values(const float* weights, int64_t stride, const char* v, const int64
             if (d == 0 && i % kLanes == 0) upcoming.fetch(kLanes / 2);
         }
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) store(out + r * ldo + d, tile[r][0]), store(out + r * ldo + d + kLanes, tile[r][1]);
+        for (int r = 0; r < R; ++r) {
+            store(out + r * ldo + d, tile[r][0]);
+            store(out + r * ldo + d + kLanes, tile[r][1]);
+        }
     }
 }
 

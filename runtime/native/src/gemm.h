@@ -272,17 +272,13 @@ template <int R>
     }
 }
 
-// R rows from `row` on, one panel. `a` is where these rows begin, in the form that the dot product takes; `widened` is
-// the panel in float32 where that was made, else null.
+// R rows from `row` on, one panel. `a` is where these rows begin, in the form that the dot product takes.
 template <int R>
-void compute(const Product& product, const void* a, int64_t lda, const uint32_t* widened, int64_t row, int64_t panel,
-             Ahead ahead) {
+void compute(const Product& product, const void* a, int64_t lda, int64_t row, int64_t panel, Ahead ahead) {
     const Matrix& w = *product.w;
     Tile<R> tile;
     clear<R>(tile);
-    if (widened != nullptr) {
-        dot_f32<R, true>(tile, a, lda, widened, w.k, ahead);
-    } else if (w.storage == Storage::kFloat32) {
+    if (w.storage == Storage::kFloat32) {
         dot_f32<R, true>(tile, a, lda, w.panel(panel), w.k, ahead);
     } else if (w.storage == Storage::kInt8) {
 #if defined(__AVX512VNNI__)
@@ -298,7 +294,7 @@ void compute(const Product& product, const void* a, int64_t lda, const uint32_t*
     finish<R>(tile, product, row, panel);
 }
 
-using Compute = void (*)(const Product&, const void*, int64_t, const uint32_t*, int64_t, int64_t, Ahead);
+using Compute = void (*)(const Product&, const void*, int64_t, int64_t, int64_t, Ahead);
 
 template <int... R>
 constexpr std::array<Compute, sizeof...(R)> compute_table(std::integer_sequence<int, R...>) {
@@ -306,26 +302,10 @@ constexpr std::array<Compute, sizeof...(R)> compute_table(std::integer_sequence<
 }
 constexpr auto kCompute = compute_table(std::make_integer_sequence<int, kMaxRows>());
 
-// A bfloat16 panel as a float32 panel.
-inline const uint32_t* widen(const Matrix& w, int64_t panel, uint32_t* room) {
-    const uint32_t* in = w.panel(panel);
-    float* out = reinterpret_cast<float*>(room);
-    Ahead ahead = stream(in);
-    for (int64_t i = 0; i < (w.k + 1) / 2; ++i, in += kPanel, out += 2 * kPanel) {
-        ahead.fetch();
-        for (int64_t column = 0; column < kPanel; column += kLanes) {
-            Bits bits = load_bits(in + column);
-            store(out + column, low_bf16(bits));
-            store(out + kPanel + column, high_bf16(bits));
-        }
-    }
-    return room;
-}
-
 // The `t`-th of `tiles` parts of a panel, each of which is fetched during the products of one tile.
-inline Ahead part_of_panel(const Matrix& w, int64_t panel, int64_t t, int64_t tiles, bool widened) {
-    const int64_t bytes = w.panel_lanes() * 4, rows = widened ? w.k : w.panel_lanes() / kPanel;
-    return {reinterpret_cast<const char*>(w.panel(panel)) + t * bytes / tiles, bytes / (rows * tiles) + 1};
+inline Ahead part_of_panel(const Matrix& w, int64_t panel, int64_t t, int64_t tiles) {
+    const int64_t bytes = w.panel_lanes() * 4;
+    return {reinterpret_cast<const char*>(w.panel(panel)) + t * bytes / tiles, kPanel * 4 / tiles + 1};
 }
 
 // Rows of a product's activations as its weights take them, if not as they are.
@@ -345,18 +325,17 @@ inline void round_rows(const Product& product, int64_t begin, int64_t end, uint3
 // This thread's share of a product, one phase of a team.
 //
 // Rows are cut into blocks whose activations stay in the second-level cache while panel after panel passes; a panel
-// is read from memory once per block. `room` is the thread's own: for activations rounded to bfloat16 or 8 bits where these
-// are multiplied, else for a panel widened to float32 where many tiles of rows use it.
+// is read from memory once per block. `room` is the thread's own, for activations rounded to bfloat16 or 8 bits where
+// these are multiplied.
 inline void multiply(Team& team, const Product& product, Buffer<uint32_t>& room) {
-    constexpr int64_t kWidenFromTiles = 4;
     constexpr int64_t kBlockBytes = 768 << 10;
     const Matrix& w = *product.w;
     int64_t most = std::max<int64_t>(kBlockBytes / (w.k * 4) / kMaxRows * kMaxRows, kMaxRows);
     int64_t blocks = (product.m + most - 1) / most, panels = w.panels();
     // Long runs of panels read memory best, short ones share the work best.
     int64_t run = std::clamp<int64_t>(panels / (team.size() * 8), 1, 8), runs = (panels + run - 1) / run;
-    const bool is_bf16 = w.storage == Storage::kBfloat16, is_int8 = w.storage == Storage::kInt8;
-    const bool rounds = (kMultipliesPairs && is_bf16) || is_int8;
+    const bool is_int8 = w.storage == Storage::kInt8;
+    const bool rounds = is_int8 || (kMultipliesPairs && w.storage == Storage::kBfloat16);
     int64_t rounded_block = -1, rounded_lanes = is_int8 ? int8_lanes(w.k) : (w.k + 1) / 2;
     for (int64_t piece; (piece = team.take()) < blocks * runs;) {
         int64_t block = piece / runs, first_panel = piece % runs * run;
@@ -373,15 +352,11 @@ inline void multiply(Team& team, const Product& product, Buffer<uint32_t>& room)
         for (int64_t panel = first_panel; panel < end_panel; ++panel) {
             // The threads take turns as a rule.
             const int64_t after = panel + 1 < end_panel ? panel + 1 : (piece + team.size()) % runs * run;
-            const uint32_t* widened = nullptr;
-            if (is_bf16 && !rounds && tiles >= kWidenFromTiles) {
-                widened = widen(w, panel, room.reserve((w.k + 1) * kPanel));
-            }
             for (int64_t t = 0; t < tiles; ++t) {
                 int64_t from = t * (end - begin) / tiles, to = (t + 1) * (end - begin) / tiles;
                 const void* rows = static_cast<const char*>(a) + from * lda * 4;
-                Ahead ahead = tiles == 1 ? stream(w.panel(panel)) : part_of_panel(w, after, t, tiles, widened != nullptr);
-                kCompute[to - from - 1](product, rows, lda, widened, begin + from, panel, ahead);
+                Ahead ahead = tiles == 1 ? stream(w.panel(panel)) : part_of_panel(w, after, t, tiles);
+                kCompute[to - from - 1](product, rows, lda, begin + from, panel, ahead);
             }
         }
     }

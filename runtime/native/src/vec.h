@@ -56,8 +56,8 @@ inline float reduce_add(Vec v) { return _mm512_reduce_add_ps(v); }
 inline float reduce_max(Vec v) { return _mm512_reduce_max_ps(v); }
 inline Vec round(Vec v) { return _mm512_roundscale_ps(v, 0); }
 
-// p * 2^n for a p around 1 and a finite n from `round`. Infinity where floats end, and 0 already where they lose bits: a
-// vector with such a number takes a processor a hundred times as long.
+// p * 2^n for a p around 1 and a finite n from `round`. Infinity where floats end, and 0 already where they lose bits:
+// a vector with such a number takes a processor a hundred times as long.
 inline Vec scale(Vec p, Vec n) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, set1(-125), _CMP_GE_OQ), p, n);
 }
