@@ -107,6 +107,18 @@ def test_any_shape_of_heads(library, dtype, dim, heads, kv_heads):
     world.check(plan)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (9, 3), (7, 1)])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 255, 257, 700])
+def test_decode_reads_keys_in_place(library, dtype, heads, kv_heads, length):
+    world = World(library, page_size=16, heads=heads, kv_heads=kv_heads, dim=64, dtype=dtype)
+    plan = AttentionPlan(3)
+    plan.add(slice(0, 2), world.span(33), "full")
+    for row in range(3):
+        plan.add(slice(row, row + 1), world.span(length + row, shift=5 * row), "causal")
+    world.check(plan)
+
+
 def test_mixed_batch_of_prefill_and_decode(library):
     world = World(library)
     plan = AttentionPlan(90)

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "gemm.h"
+#include "few_rows.h"
 
 namespace ramet {
 
@@ -44,8 +44,8 @@ struct LayerKV {
 //
 // Query heads that share a kv head are folded into the rows, so that a key is read once for all of them: folded row
 // f is row f / group, head kv_head * group + f % group. A piece is a flash attention (Dao et al., 2022) over blocks of
-// keys. Each block is brought into the micro-kernel's form once, for all rows of the piece. Few rows over many keys
-// (decoding) are cut along the keys, many rows (prefill) along the rows.
+// keys. Each block is brought into the micro-kernel's form once, for all rows of the piece, or read as it lies where
+// these are few. Few rows over many keys (decoding) are cut along the keys, many rows (prefill) along the rows.
 class Attention {
   public:
     explicit Attention(const Shape& shape)
@@ -70,10 +70,13 @@ class Attention {
             int64_t parts = std::max<int64_t>((keys + step / 2) / step, 1);
             step = round_up((keys + parts - 1) / parts, kKeys);
             parts = std::max<int64_t>((keys + step - 1) / step, 1);
+            const bool few = reads_in_place(edge, rows);
             for (int64_t part = 0; part < parts; ++part) {
+                const int64_t begin = part * step, end = std::min(begin + step, keys);
+                const int64_t blocks = (end - begin + kFewKeys - 1) / kFewKeys;
+                const int64_t block = few ? round_up((end - begin) / std::max<int64_t>(blocks, 1), kLanes) : kKeys;
                 for (int64_t head = 0; head < shape_.kv_heads; ++head) {
-                    pieces_.push_back({&edge, from, rows, head, part * step, std::min((part + 1) * step, keys),
-                                       first_slot, part});
+                    pieces_.push_back({&edge, from, rows, head, begin, end, block, few, first_slot, part});
                 }
             }
             for (int64_t i = 0; i < rows; ++i) {
@@ -86,8 +89,6 @@ class Attention {
         std::stable_sort(pieces_.begin(), pieces_.end(), [this](const Piece& a, const Piece& b) {
             return (a.end - a.begin) * tiles(a.rows) > (b.end - b.begin) * tiles(b.rows);
         });
-        // The heads of the same keys lie side by side in memory: one thread takes them all where there is enough work.
-        run_ = int64_t(pieces_.size()) >= 8 * threads * shape_.kv_heads ? shape_.kv_heads : 1;
         merges_ = false;
         for (int64_t row = 0; row < num_rows; ++row) {
             merges_ |= row_parts_[row + 1] != 1;
@@ -102,23 +103,23 @@ class Attention {
     // A thread's room for one piece.
     struct Scratch {
         Buffer<float> q, out, keys, values, scores, bias, top, sum;
+        Buffer<int64_t> offsets;
+        Upcoming upcoming;
+        int64_t fetches;  // rows of it that are fetched after each product of a tile
     };
 
     // This thread's share, one phase of a team: queries [num_rows, heads, dim] of row stride `ldq`, rotated for their
     // own positions, give out [num_rows, heads, dim] of row stride `ldo`. `merge` must follow if `merges`.
     void run(Team& team, const LayerKV& kv, const float* q, int64_t ldq, float* out, int64_t ldo, Scratch& scratch) {
         const int64_t count = int64_t(pieces_.size());
-        for (int64_t next = team.take() * run_; next < count;) {
-            const int64_t from = next, to = std::min(from + run_, count);
-            next = team.take() * run_;
-            for (int64_t i = from; i < to; ++i) {
-                int64_t after = i + 1 < to ? i + 1 : next;
-                if (after < count) prefetch_start(pieces_[after], kv);
-                if (shape_.is_bf16) {
-                    attend<bf16>(pieces_[i], kv, q, ldq, out, ldo, scratch);
-                } else {
-                    attend<float>(pieces_[i], kv, q, ldq, out, ldo, scratch);
-                }
+        for (int64_t next = team.take(); next < count;) {
+            const Piece& piece = pieces_[next];
+            next = team.take();
+            const Piece* after = next < count ? &pieces_[next] : nullptr;
+            if (shape_.is_bf16) {
+                attend<bf16>(piece, after, kv, q, ldq, out, ldo, scratch);
+            } else {
+                attend<float>(piece, after, kv, q, ldq, out, ldo, scratch);
             }
         }
     }
@@ -159,12 +160,16 @@ class Attention {
     static constexpr int64_t kLeastKeys = 256;   // in a piece: a partial result costs something, too
     static constexpr int64_t kPiecesPerThread = 6;
     static constexpr int64_t kScoreStride = kKeys + 16;
+    static constexpr int kFewRows = 4;         // that keys are read in place for, at once
+    static constexpr int64_t kFewKeys = 256;  // of which the scores are made together there
 
     struct Piece {
         const Edge* edge;
         int64_t from, rows;  // within the edge
         int64_t head;        // kv head
         int64_t begin, end;  // keys
+        int64_t block;       // keys at once
+        bool few;            // rows: keys are read in place
         int64_t first_slot;  // index into slot_ of row `from`
         int64_t part;        // number among the pieces of these rows
     };
@@ -184,39 +189,48 @@ class Attention {
         }
     }
 
+    // Whether to read keys and values as they lie; that wants all of them to be seen.
+    bool reads_in_place(const Edge& edge, int64_t rows) const {
+        const bool sees_all = edge.mode == Mode::kFull || (edge.mode == Mode::kCausal && rows == 1);
+        const bool few = rows * group_ <= 2 * kFewRows;
+        return few && sees_all && spans_[edge.span].keep == nullptr && shape_.dim % kPanel == 0;
+    }
+
     template <class T>
-    void attend(const Piece& piece, const LayerKV& kv, const float* q, int64_t ldq, float* out, int64_t ldo,
-                Scratch& s) {
+    void attend(const Piece& piece, const Piece* after, const LayerKV& kv, const float* q, int64_t ldq, float* out,
+                int64_t ldo, Scratch& s) {
         const Edge& edge = *piece.edge;
-        const Span& span = spans_[edge.span];
         const int64_t dim = shape_.dim, folded = piece.rows * group_;
         float* queries = s.q.reserve(folded * wide_);
         float* sums = s.out.reserve(folded * wide_);
-        s.top.reserve(folded), s.sum.reserve(folded);
-        s.keys.reserve(kKeys * wide_), s.values.reserve(kKeys * wide_);
-        s.scores.reserve(kMaxRows * kScoreStride), s.bias.reserve(kMaxRows * kKeys);
+        s.top.reserve(folded), s.sum.reserve(folded * kLanes);
         // Scores are in powers of two, so that exp2 needs no factor.
         const float factor = kLog2E / std::sqrt(float(dim));
         for (int64_t f = 0; f < folded; ++f) {
             int64_t row = edge.rows[piece.from + f / group_], head = piece.head * group_ + f % group_;
-            load_query(q + row * ldq + head * dim, span.turn, factor, queries + f * wide_);
+            load_query(q + row * ldq + head * dim, spans_[edge.span].turn, factor, queries + f * wide_);
             std::fill_n(sums + f * wide_, wide_, 0.0f);
-            s.top.data()[f] = kMinusInfinity, s.sum.data()[f] = 0;
+            std::fill_n(s.sum.data() + f * kLanes, kLanes, 0.0f);
+            s.top.data()[f] = kMinusInfinity;
         }
-        for (int64_t begin = piece.begin; begin < piece.end; begin += kKeys) {
-            int64_t count = std::min(kKeys, piece.end - begin);
-            prepare_block<T>(span, kv, piece.head, begin, count, piece.end, s);
-            int64_t num_tiles = tiles(piece.rows);
-            for (int64_t t = 0; t < num_tiles; ++t) {
-                int64_t from = t * folded / num_tiles, to = (t + 1) * folded / num_tiles;
-                const float* bias = nullptr;
-                if (!visible(piece, span, from, to, begin, count, s, &bias)) continue;
-                attend_table<T>[to - from - 1](*this, from, count, bias, s);
+        if (piece.few) split<T>(queries, folded * wide_);
+        for (int64_t begin = piece.begin; begin < piece.end; begin += piece.block) {
+            const int64_t end = std::min(begin + piece.block, piece.end);
+            if (end < piece.end) {
+                s.upcoming = upcoming(piece, kv, end);
+            } else {
+                s.upcoming = after == nullptr ? Upcoming() : upcoming(*after, kv, after->begin);
             }
+            if (piece.few) {
+                attend_in_place<T>(piece, kv, begin, end - begin, s);
+            } else {
+                attend_block<T>(piece, kv, begin, end - begin, s);
+            }
+            s.upcoming.fetch_rest();
         }
         for (int64_t f = 0; f < folded; ++f) {
             int64_t row = edge.rows[piece.from + f / group_], head = piece.head * group_ + f % group_;
-            float sum = s.sum.data()[f], scale = sum > 0 ? 1 / sum : 0;
+            float sum = reduce_add(load(s.sum.data() + f * kLanes)), scale = sum > 0 ? 1 / sum : 0;
             float* to = out + row * ldo + head * dim;
             if (row_parts_[row + 1] - row_parts_[row] != 1) {
                 int64_t slot = row_parts_[row] + slot_[piece.first_slot + f / group_] + piece.part;
@@ -224,7 +238,68 @@ class Attention {
                 partial_lse_.data()[slot * shape_.heads + head] =
                     sum > 0 ? s.top.data()[f] + std::log2(sum) : kMinusInfinity;
             }
-            for (int64_t d = 0; d < dim; ++d) to[d] = sums[f * wide_ + d] * scale;
+            float* from = sums + f * wide_;
+            if (piece.few) join<T>(from, wide_);
+            for (int64_t d = 0; d < dim; ++d) to[d] = from[d] * scale;
+        }
+    }
+
+    // The piece's block of keys that begins at `begin`, for its head.
+    Upcoming upcoming(const Piece& piece, const LayerKV& kv, int64_t begin) const {
+        const int64_t bytes = shape_.dim * (shape_.is_bf16 ? 2 : 4);
+        const int64_t end = std::min(begin + piece.block, piece.end);
+        return Upcoming(spans_[piece.edge->span].pages, shape_.page_size, begin, end,
+                        static_cast<const char*>(kv.k) + piece.head * bytes,
+                        static_cast<const char*>(kv.v) + piece.head * bytes, shape_.kv_heads * bytes, bytes);
+    }
+
+    // A block of keys for few rows.
+    template <class T>
+    void attend_in_place(const Piece& piece, const LayerKV& kv, int64_t begin, int64_t count, Scratch& s) {
+        const int64_t bytes = shape_.dim * int64_t(sizeof(T)), stride = shape_.kv_heads * bytes;
+        const int64_t padded = round_up(count, kLanes), folded = piece.rows * group_;
+        int64_t* offsets = s.offsets.reserve(kFewKeys + kLanes);
+        int64_t i = 0;
+        each_slot(spans_[piece.edge->span], begin, begin + count, [&](int64_t slot) { offsets[i++] = slot * stride; });
+        for (; i < padded; ++i) offsets[i] = offsets[count - 1];
+        s.scores.reserve(kFewRows * (kFewKeys + kLanes));
+        const char* k = static_cast<const char*>(kv.k) + piece.head * bytes;
+        const char* v = static_cast<const char*>(kv.v) + piece.head * bytes;
+        for (int64_t from = 0; from < folded; from += kFewRows) {
+            const int rows = int(std::min<int64_t>(folded - from, kFewRows));
+            few_table<T>[rows - 1](*this, from, k, v, count, s);
+        }
+    }
+
+    template <int R, class T>
+    static void attend_few(Attention& self, int64_t from, const char* k, const char* v, int64_t count, Scratch& s) {
+        constexpr int64_t kStride = kFewKeys + kLanes;
+        const int64_t wide = self.wide_, dim = self.shape_.dim, padded = round_up(count, kLanes);
+        float* scores = s.scores.data();
+        score_rows<R, T>(s.q.data() + from * wide, wide, dim, k, s.offsets.data(), count, scores, kStride, s.upcoming);
+        for (int r = 0; r < R; ++r) std::fill_n(scores + r * kStride + count, padded - count, kMinusInfinity);
+        float decay[kLanes];
+        weigh<R>(scores, kStride, padded, s.top.data() + from, s.sum.data() + from * kLanes, decay);
+        add_values<R, T>(scores, kStride, v, s.offsets.data(), count, decay, s.out.data() + from * wide, wide, dim,
+                         s.upcoming);
+    }
+
+    // A block of keys for many rows.
+    template <class T>
+    void attend_block(const Piece& piece, const LayerKV& kv, int64_t begin, int64_t count, Scratch& s) {
+        const Span& span = spans_[piece.edge->span];
+        const int64_t folded = piece.rows * group_, num_tiles = tiles(piece.rows);
+        static constexpr auto table = tiles_of(std::make_integer_sequence<int, kMaxRows>());
+        s.keys.reserve(kKeys * wide_), s.values.reserve(kKeys * wide_);
+        s.scores.reserve(kMaxRows * kScoreStride), s.bias.reserve(kMaxRows * kKeys);
+        prepare_block<T>(span, kv, piece.head, begin, count, s);
+        s.fetches = kKeys / (num_tiles * (kKeys + wide_) / kPanel) + 1;
+        for (int64_t t = 0; t < num_tiles; ++t) {
+            int64_t from = t * folded / num_tiles, to = (t + 1) * folded / num_tiles;
+            const float* bias = nullptr;
+            if (visible(piece, span, from, to, begin, count, s, &bias)) {
+                table[to - from - 1](*this, from, count, bias, s);
+            }
         }
     }
 
@@ -241,11 +316,10 @@ class Attention {
         }
     }
 
-    // Keys [begin, begin + count) of a head, transposed into panels as `dot_f32` or `dot_bf16` read them, and values as
-    // float32 panels. The next block's rows are fetched on the way.
+    // Keys [begin, begin + count) of a head, transposed into float32 panels as `dot_f32` reads them, and values as such
+    // panels.
     template <class T>
-    void prepare_block(const Span& span, const LayerKV& kv, int64_t head, int64_t begin, int64_t count, int64_t end,
-                       Scratch& s) {
+    void prepare_block(const Span& span, const LayerKV& kv, int64_t head, int64_t begin, int64_t count, Scratch& s) {
         const int64_t dim = shape_.dim, lanes = dim * int64_t(sizeof(T)) / 4;
         const int64_t bytes = dim * int64_t(sizeof(T)), stride = shape_.kv_heads * bytes;
         const char* k = static_cast<const char*>(kv.k) + head * bytes;
@@ -258,9 +332,8 @@ class Attention {
         });
         // Behind the last key comes itself again: its scores are never used.
         for (; i < kKeys; ++i) keys[i] = keys[count - 1], values[i] = values[count - 1];
-        prefetch(span, kv, head, begin + kKeys, std::min(begin + 2 * kKeys, end));
         for (int64_t first = 0; first < count; first += kLanes) {
-            float* panel = s.keys.data() + first / kPanel * lanes * kPanel + first % kPanel;
+            float* panel = s.keys.data() + first / kPanel * dim * kPanel + first % kPanel;
             for (int64_t lane = 0; lane < lanes; lane += kLanes) {
                 Vec m[kLanes];
                 int64_t left = std::min<int64_t>(lanes - lane, kLanes);
@@ -269,7 +342,14 @@ class Attention {
                     m[i] = left == kLanes ? load(p) : load(p, int(left));
                 }
                 transpose(m);
-                for (int64_t i = 0; i < left; ++i) store(panel + (lane + i) * kPanel, m[i]);
+                for (int64_t i = 0; i < left; ++i) {
+                    if constexpr (sizeof(T) == 2) {
+                        store(panel + 2 * (lane + i) * kPanel, low_bf16(std::bit_cast<Bits>(m[i])));
+                        store(panel + (2 * (lane + i) + 1) * kPanel, high_bf16(std::bit_cast<Bits>(m[i])));
+                    } else {
+                        store(panel + (lane + i) * kPanel, m[i]);
+                    }
+                }
             }
         }
         for (int64_t d = 0; d < dim; d += kLanes) {
@@ -293,25 +373,6 @@ class Attention {
         for (int64_t page = begin / size, row = begin % size; begin < end; ++page, row = 0) {
             for (; row < size && begin < end; ++row, ++begin) visit(span.pages[page] * size + row);
         }
-    }
-
-    // Always inline, as `prefetch_ahead`.
-    [[gnu::always_inline]] void prefetch(const Span& span, const LayerKV& kv, int64_t head, int64_t begin,
-                                         int64_t end) const {
-        const int64_t bytes = shape_.dim * (shape_.is_bf16 ? 2 : 4), stride = shape_.kv_heads * bytes;
-        const char* k = static_cast<const char*>(kv.k) + head * bytes;
-        const char* v = static_cast<const char*>(kv.v) + head * bytes;
-        each_slot(span, begin, end, [&](int64_t slot) {
-            for (int64_t b = 0; b < bytes; b += 64) {
-                _mm_prefetch(k + slot * stride + b, _MM_HINT_T0);
-                _mm_prefetch(v + slot * stride + b, _MM_HINT_T0);
-            }
-        });
-    }
-
-    [[gnu::always_inline]] void prefetch_start(const Piece& piece, const LayerKV& kv) const {
-        const Span& span = spans_[piece.edge->span];
-        prefetch(span, kv, piece.head, piece.begin, std::min(piece.begin + kKeys, piece.end));
     }
 
     // Whether a tile sees anything of a block; if not all, `bias` becomes [rows, kKeys] of 0 and minus infinity.
@@ -342,20 +403,15 @@ class Attention {
     }
 
     // R folded rows from `from` on, against the block in the scratch.
-    template <int R, class T>
+    template <int R>
     static void attend_tile(Attention& self, int64_t from, int64_t count, const float* bias, Scratch& s) {
-        const int64_t wide = self.wide_, lanes = self.shape_.dim * int64_t(sizeof(T)) / 4;
+        const int64_t wide = self.wide_, dim = self.shape_.dim;
         const float* q = s.q.data() + from * wide;
         float* scores = s.scores.data();
         for (int64_t first = 0; first < count; first += kPanel) {
             Tile<R> tile;
             clear<R>(tile);
-            const uint32_t* keys = reinterpret_cast<const uint32_t*>(s.keys.data()) + first * lanes;
-            if constexpr (sizeof(T) == 2) {
-                dot_bf16<R, false>(tile, q, wide, keys, lanes);
-            } else {
-                dot_f32<R, false>(tile, q, wide, keys, lanes);
-            }
+            dot_f32<R, false>(tile, q, wide, reinterpret_cast<const uint32_t*>(s.keys.data() + first * dim), dim);
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
                 if (bias != nullptr) {
@@ -365,27 +421,11 @@ class Attention {
                 store(scores + r * kScoreStride + first, tile[r][0]);
                 store(scores + r * kScoreStride + first + kLanes, tile[r][1]);
             }
+            s.upcoming.fetch(s.fetches);
         }
-        float decay[R];
-        int64_t padded = round_up(count, kPanel);
-        for (int r = 0; r < R; ++r) {
-            float* row = scores + r * kScoreStride;
-            float& top = s.top.data()[from + r];
-            Vec highest = set1(top);
-            for (int64_t i = 0; i < padded; i += kLanes) highest = max(highest, load(row + i));
-            float new_top = reduce_max(highest);
-            // A row that has seen nothing yet: any finite base makes all its weights 0.
-            float base = new_top == kMinusInfinity ? 0 : new_top;
-            Vec total = zero();
-            for (int64_t i = 0; i < padded; i += kLanes) {
-                Vec weight = exp2(sub(load(row + i), set1(base)));
-                store(row + i, weight);
-                total = add(total, weight);
-            }
-            decay[r] = std::exp2(top - base);
-            top = new_top;
-            s.sum.data()[from + r] = s.sum.data()[from + r] * decay[r] + reduce_add(total);
-        }
+        float decay[kLanes];
+        float *tops = s.top.data() + from, *sums = s.sum.data() + from * kLanes;
+        weigh<R>(scores, kScoreStride, round_up(count, kPanel), tops, sums, decay);
         float* out = s.out.data() + from * wide;
         for (int64_t d = 0; d < wide; d += kPanel) {
             Tile<R> tile;
@@ -401,18 +441,49 @@ class Attention {
                 store(out + r * wide + d, tile[r][0]);
                 store(out + r * wide + d + kLanes, tile[r][1]);
             }
+            s.upcoming.fetch(s.fetches);
+        }
+    }
+
+    // Scores [R, padded] become weights 2^(score - the row's top). Tops and sums [R, kLanes] are brought up to date;
+    // decay [R] is what earlier results have to be multiplied with.
+    template <int R>
+    static void weigh(float* scores, int64_t stride, int64_t padded, float* tops, float* sums, float* decay) {
+        float bases[kLanes];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            Vec highest = load(scores + r * stride);
+            for (int64_t i = kLanes; i < padded; i += kLanes) highest = max(highest, load(scores + r * stride + i));
+            bases[r] = std::max(tops[r], reduce_max(highest));
+        }
+        for (int r = 0; r < R; ++r) {
+            decay[r] = tops[r], tops[r] = bases[r];
+            // A row that has seen nothing yet: any finite base makes all its weights 0.
+            if (bases[r] == kMinusInfinity) bases[r] = 0;
+        }
+        store(decay, exp2(sub(load(decay, R), load(bases, R))));
+        for (int r = 0; r < R; ++r) {
+            const Vec base = set1(bases[r]);
+            Vec total = zero();
+            for (int64_t i = 0; i < padded; i += kLanes) {
+                Vec weight = exp2(sub(load(scores + r * stride + i), base));
+                store(scores + r * stride + i, weight);
+                total = add(total, weight);
+            }
+            store(sums + r * kLanes, fma(load(sums + r * kLanes), set1(decay[r]), total));
         }
     }
 
     using AttendTile = void (*)(Attention&, int64_t, int64_t, const float*, Scratch&);
+    using AttendFew = void (*)(Attention&, int64_t, const char*, const char*, int64_t, Scratch&);
 
-    template <class T, int... R>
-    static constexpr std::array<AttendTile, sizeof...(R)> table(std::integer_sequence<int, R...>) {
-        return {attend_tile<R + 1, T>...};
+    template <int... R>
+    static constexpr std::array<AttendTile, sizeof...(R)> tiles_of(std::integer_sequence<int, R...>) {
+        return {attend_tile<R + 1>...};
     }
     template <class T>
-    static constexpr std::array<AttendTile, kMaxRows> attend_table =
-        table<T>(std::make_integer_sequence<int, kMaxRows>());
+    static constexpr std::array<AttendFew, kFewRows> few_table = {attend_few<1, T>, attend_few<2, T>, attend_few<3, T>,
+                                                                  attend_few<4, T>};
 
     const Shape shape_;
     const int64_t group_;
@@ -420,7 +491,6 @@ class Attention {
     const Span* spans_ = nullptr;
     const Edge* edges_ = nullptr;
     int64_t num_rows_ = 0;
-    int64_t run_ = 1;  // pieces that a thread takes at once
     bool merges_ = false;
     std::vector<Piece> pieces_;
     std::vector<int64_t> slot_;       // of each row of each edge: its first partial result among the row's

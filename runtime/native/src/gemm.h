@@ -45,23 +45,32 @@ template <int R>
     for (int r = 0; r < R; ++r) tile[r][0] = tile[r][1] = zero();
 }
 
-constexpr int64_t kPrefetchLanes = 2048;  // 8 KiB ahead in the stream of weights
+// Weights that are needed later, `step` bytes of which are fetched with each kPanel lanes of those at hand.
+struct Ahead {
+    static constexpr int64_t kLine = 64;
+    const char* at = nullptr;
+    int64_t step = 0;
 
-// Always inline: GCC takes a function that only prefetches for one without effect, and drops the calls.
-[[gnu::always_inline]] inline void prefetch_ahead(const uint32_t* w) {
-    _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchLanes), _MM_HINT_T1);
-    if constexpr (kLanes == 16) _mm_prefetch(reinterpret_cast<const char*>(w + kPrefetchLanes + 16), _MM_HINT_T1);
-}
+    // Always inline: GCC takes a function that only prefetches for one without effect, and drops the calls.
+    [[gnu::always_inline]] void fetch() {
+        _mm_prefetch(at, _MM_HINT_T1);
+        if (step > kLine) _mm_prefetch(at + kLine, _MM_HINT_T1);
+        at += step;
+    }
+};
 
-// tile += a [R, count] * float32 panel [count, kPanel]. `Streams`: the panel comes from memory, not from a cache.
-template <int R, bool Streams>
-[[gnu::always_inline]] inline void dot_f32(Tile<R>& tile, const void* a, int64_t lda, const uint32_t* w,
-                                           int64_t count) {
+// One stream of weights, 8 KiB ahead of those at hand.
+inline Ahead stream(const uint32_t* w) { return {reinterpret_cast<const char*>(w) + (8 << 10), kPanel * 4}; }
+
+// tile += a [R, count] * float32 panel [count, kPanel]. `Fetches`: also what lies ahead.
+template <int R, bool Fetches>
+[[gnu::always_inline]] inline void dot_f32(Tile<R>& tile, const void* a, int64_t lda, const uint32_t* w, int64_t count,
+                                           Ahead ahead = {}) {
     Rows<R> rows(a, lda);
     const float* weights = reinterpret_cast<const float*>(w);
     for (int64_t i = 0; i < count; ++i, weights += kPanel) {
         Vec w0 = load(weights), w1 = load(weights + kLanes);
-        if constexpr (Streams) prefetch_ahead(reinterpret_cast<const uint32_t*>(weights));
+        if constexpr (Fetches) ahead.fetch();
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             Vec x = rows.at(r);
@@ -73,16 +82,16 @@ template <int R, bool Streams>
 }
 
 // tile += a [R, 2 * count] * bfloat16 panel of `count` pairs, in float32 and exactly as if the weights were float32.
-template <int R, bool Streams>
-[[gnu::always_inline]] inline void dot_bf16(Tile<R>& tile, const void* a, int64_t lda, const uint32_t* w,
-                                            int64_t count) {
+template <int R>
+[[gnu::always_inline]] inline void dot_bf16(Tile<R>& tile, const void* a, int64_t lda, const uint32_t* w, int64_t count,
+                                            Ahead ahead) {
     Rows<R> rows(a, lda);
     // Few rows have too few sums to hide the latency of an addition: the odd k get sums of their own.
     constexpr bool kTwice = R <= kMaxRows / 3;
     Tile<kTwice ? R : 1> odd;
     clear<kTwice ? R : 1>(odd);
     for (int64_t i = 0; i < count; ++i, w += kPanel) {
-        if constexpr (Streams) prefetch_ahead(w);
+        ahead.fetch();
         Bits b0 = load_bits(w), b1 = load_bits(w + kLanes);
         Vec w0 = low_bf16(b0), w1 = low_bf16(b1);
 #pragma GCC unroll 16
@@ -114,10 +123,10 @@ template <int R, bool Streams>
 // The same with activations rounded to bfloat16 pairs [R, count], products and sums in float32.
 template <int R>
 [[gnu::always_inline]] inline void dot_bf16_pairs(Tile<R>& tile, const void* a, int64_t lda, const uint32_t* w,
-                                                  int64_t count) {
+                                                  int64_t count, Ahead ahead) {
     Rows<R> rows(a, lda);
     for (int64_t i = 0; i < count; ++i, w += kPanel) {
-        prefetch_ahead(w);
+        ahead.fetch();
         __m512bh w0 = (__m512bh)load_bits(w), w1 = (__m512bh)load_bits(w + kLanes);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
@@ -167,14 +176,15 @@ using Sums = Bits[R][2];
 
 // sums = one group's product, exactly. Not inline: or the compiler, which also has the tile to keep, would spill here.
 template <int R>
-[[gnu::noinline]] void dot_group(Sums<R>& out, const void* a, int64_t lda, const uint32_t* w, int64_t count) {
+[[gnu::noinline]] void dot_group(Sums<R>& out, const void* a, int64_t lda, const uint32_t* w, int64_t count,
+                                 Ahead ahead) {
     Rows<R> rows(a, lda);
     Sums<R> sums;
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm512_castps_si512(rows.at(r));
     rows.advance(1);
     for (int64_t i = 0; i < count; ++i, w += kPanel) {
-        prefetch_ahead(w);
+        ahead.fetch();
         Bits w0 = load_bits(w), w1 = load_bits(w + kLanes);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
@@ -190,11 +200,13 @@ template <int R>
 
 // tile += a [R, k] * int8 panel: exact integers within a group, float32 across groups.
 template <int R>
-[[gnu::always_inline]] inline void dot_int8(Tile<R>& tile, const void* a, int64_t lda, const uint32_t* w, int64_t k) {
+[[gnu::always_inline]] inline void dot_int8(Tile<R>& tile, const void* a, int64_t lda, const uint32_t* w, int64_t k,
+                                            Ahead ahead) {
     Sums<R> sums;
     for (int64_t left = (k + 3) / 4; left > 0; left -= kGroup / 4) {
         const int64_t count = std::min(left, kGroup / 4);
-        dot_group<R>(sums, a, lda, w, count);
+        dot_group<R>(sums, a, lda, w, count, ahead);
+        ahead.at += (count + 1) * ahead.step;
         a = static_cast<const uint32_t*>(a) + 1 + count;
         w += count * kPanel;
         const float* scales = reinterpret_cast<const float*>(w);
@@ -260,32 +272,29 @@ template <int R>
     }
 }
 
-// R rows from `row` on, one panel. `a` is where these rows begin, in the form that the dot product takes; `widened` is
-// the panel in float32 where that was made, else null.
+// R rows from `row` on, one panel. `a` is where these rows begin, in the form that the dot product takes.
 template <int R>
-void compute(const Product& product, const void* a, int64_t lda, const uint32_t* widened, int64_t row, int64_t panel) {
+void compute(const Product& product, const void* a, int64_t lda, int64_t row, int64_t panel, Ahead ahead) {
     const Matrix& w = *product.w;
     Tile<R> tile;
     clear<R>(tile);
-    if (widened != nullptr) {
-        dot_f32<R, false>(tile, a, lda, widened, w.k);
-    } else if (w.storage == Storage::kFloat32) {
-        dot_f32<R, true>(tile, a, lda, w.panel(panel), w.k);
+    if (w.storage == Storage::kFloat32) {
+        dot_f32<R, true>(tile, a, lda, w.panel(panel), w.k, ahead);
     } else if (w.storage == Storage::kInt8) {
 #if defined(__AVX512VNNI__)
-        dot_int8<R>(tile, a, lda, w.panel(panel), w.k);
+        dot_int8<R>(tile, a, lda, w.panel(panel), w.k, ahead);
 #endif
     } else {
 #if defined(__AVX512BF16__)
-        dot_bf16_pairs<R>(tile, a, lda, w.panel(panel), (w.k + 1) / 2);
+        dot_bf16_pairs<R>(tile, a, lda, w.panel(panel), (w.k + 1) / 2, ahead);
 #else
-        dot_bf16<R, true>(tile, a, lda, w.panel(panel), (w.k + 1) / 2);
+        dot_bf16<R>(tile, a, lda, w.panel(panel), (w.k + 1) / 2, ahead);
 #endif
     }
     finish<R>(tile, product, row, panel);
 }
 
-using Compute = void (*)(const Product&, const void*, int64_t, const uint32_t*, int64_t, int64_t);
+using Compute = void (*)(const Product&, const void*, int64_t, int64_t, int64_t, Ahead);
 
 template <int... R>
 constexpr std::array<Compute, sizeof...(R)> compute_table(std::integer_sequence<int, R...>) {
@@ -293,19 +302,10 @@ constexpr std::array<Compute, sizeof...(R)> compute_table(std::integer_sequence<
 }
 constexpr auto kCompute = compute_table(std::make_integer_sequence<int, kMaxRows>());
 
-// A bfloat16 panel as a float32 panel.
-inline const uint32_t* widen(const Matrix& w, int64_t panel, uint32_t* room) {
-    const uint32_t* in = w.panel(panel);
-    float* out = reinterpret_cast<float*>(room);
-    for (int64_t i = 0; i < (w.k + 1) / 2; ++i, in += kPanel, out += 2 * kPanel) {
-        prefetch_ahead(in);
-        for (int64_t column = 0; column < kPanel; column += kLanes) {
-            Bits bits = load_bits(in + column);
-            store(out + column, low_bf16(bits));
-            store(out + kPanel + column, high_bf16(bits));
-        }
-    }
-    return room;
+// The `t`-th of `tiles` parts of a panel, each of which is fetched during the products of one tile.
+inline Ahead part_of_panel(const Matrix& w, int64_t panel, int64_t t, int64_t tiles) {
+    const int64_t bytes = w.panel_lanes() * 4;
+    return {reinterpret_cast<const char*>(w.panel(panel)) + t * bytes / tiles, kPanel * 4 / tiles + 1};
 }
 
 // Rows of a product's activations as its weights take them, if not as they are.
@@ -325,18 +325,17 @@ inline void round_rows(const Product& product, int64_t begin, int64_t end, uint3
 // This thread's share of a product, one phase of a team.
 //
 // Rows are cut into blocks whose activations stay in the second-level cache while panel after panel passes; a panel
-// is read from memory once per block. `room` is the thread's own: for activations rounded to bfloat16 or 8 bits where these
-// are multiplied, else for a panel widened to float32 where many tiles of rows use it.
+// is read from memory once per block. `room` is the thread's own, for activations rounded to bfloat16 or 8 bits where
+// these are multiplied.
 inline void multiply(Team& team, const Product& product, Buffer<uint32_t>& room) {
-    constexpr int64_t kWidenFromTiles = 4;
     constexpr int64_t kBlockBytes = 768 << 10;
     const Matrix& w = *product.w;
     int64_t most = std::max<int64_t>(kBlockBytes / (w.k * 4) / kMaxRows * kMaxRows, kMaxRows);
     int64_t blocks = (product.m + most - 1) / most, panels = w.panels();
     // Long runs of panels read memory best, short ones share the work best.
     int64_t run = std::clamp<int64_t>(panels / (team.size() * 8), 1, 8), runs = (panels + run - 1) / run;
-    const bool is_bf16 = w.storage == Storage::kBfloat16, is_int8 = w.storage == Storage::kInt8;
-    const bool rounds = (kMultipliesPairs && is_bf16) || is_int8;
+    const bool is_int8 = w.storage == Storage::kInt8;
+    const bool rounds = is_int8 || (kMultipliesPairs && w.storage == Storage::kBfloat16);
     int64_t rounded_block = -1, rounded_lanes = is_int8 ? int8_lanes(w.k) : (w.k + 1) / 2;
     for (int64_t piece; (piece = team.take()) < blocks * runs;) {
         int64_t block = piece / runs, first_panel = piece % runs * run;
@@ -349,16 +348,15 @@ inline void multiply(Team& team, const Product& product, Buffer<uint32_t>& room)
             rounded_block = block;
             a = rounded, lda = rounded_lanes;
         }
-        int64_t tiles = (end - begin + kMaxRows - 1) / kMaxRows;
-        for (int64_t panel = first_panel; panel < std::min(first_panel + run, panels); ++panel) {
-            const uint32_t* widened = nullptr;
-            if (is_bf16 && !rounds && tiles >= kWidenFromTiles) {
-                widened = widen(w, panel, room.reserve((w.k + 1) * kPanel));
-            }
+        const int64_t tiles = (end - begin + kMaxRows - 1) / kMaxRows, end_panel = std::min(first_panel + run, panels);
+        for (int64_t panel = first_panel; panel < end_panel; ++panel) {
+            // The threads take turns as a rule.
+            const int64_t after = panel + 1 < end_panel ? panel + 1 : (piece + team.size()) % runs * run;
             for (int64_t t = 0; t < tiles; ++t) {
                 int64_t from = t * (end - begin) / tiles, to = (t + 1) * (end - begin) / tiles;
                 const void* rows = static_cast<const char*>(a) + from * lda * 4;
-                kCompute[to - from - 1](product, rows, lda, widened, begin + from, panel);
+                Ahead ahead = tiles == 1 ? stream(w.panel(panel)) : part_of_panel(w, after, t, tiles);
+                kCompute[to - from - 1](product, rows, lda, begin + from, panel, ahead);
             }
         }
     }

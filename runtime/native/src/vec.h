@@ -56,8 +56,24 @@ inline float reduce_add(Vec v) { return _mm512_reduce_add_ps(v); }
 inline float reduce_max(Vec v) { return _mm512_reduce_max_ps(v); }
 inline Vec round(Vec v) { return _mm512_roundscale_ps(v, 0); }
 
-// p * 2^n for an n from `round`, finite. Gives 0 and infinity where floats end.
-inline Vec scale(Vec p, Vec n) { return _mm512_scalef_ps(p, n); }
+// p * 2^n for a p around 1 and a finite n from `round`. Infinity where floats end, and 0 already where they lose bits:
+// a vector with such a number takes a processor a hundred times as long.
+inline Vec scale(Vec p, Vec n) {
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, set1(-125), _CMP_GE_OQ), p, n);
+}
+
+// Each 128 bits: sums over the four lanes of a, b, c, d there.
+inline Vec sum4(Vec a, Vec b, Vec c, Vec d) {
+    Vec ab = add(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    Vec cd = add(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    return add(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+}
+// Lane 4 i + j: the sum over lane j of all 128 bits of m[i].
+inline Vec sum_quarters(const Vec (&m)[4]) {
+    Vec a = add(_mm512_shuffle_f32x4(m[0], m[1], 0x88), _mm512_shuffle_f32x4(m[0], m[1], 0xdd));
+    Vec b = add(_mm512_shuffle_f32x4(m[2], m[3], 0x88), _mm512_shuffle_f32x4(m[2], m[3], 0xdd));
+    return add(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+}
 
 // Transpose kLanes x kLanes 32-bit lanes.
 inline void transpose(Vec (&m)[kLanes]) {
@@ -132,12 +148,21 @@ inline float reduce_max(Vec v) {
 }
 inline Vec round(Vec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
-// p * 2^n for an n from `round`, at most 128; 0 below the normal floats, infinity for 128.
+// The same for an n of at most 128, which gives infinity.
 inline Vec scale(Vec p, Vec n) {
-    Vec small = _mm256_cmp_ps(n, set1(-126), _CMP_LT_OQ);
-    __m256i exponent = _mm256_cvtps_epi32(n);
+    Vec small = _mm256_cmp_ps(n, set1(-125), _CMP_LT_OQ);
+    __m256i exponent = _mm256_cvtps_epi32(max(n, set1(-125)));
     Vec power = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(exponent, _mm256_set1_epi32(127)), 23));
     return _mm256_andnot_ps(small, mul(p, power));
+}
+
+inline Vec sum4(Vec a, Vec b, Vec c, Vec d) {
+    Vec ab = add(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+    Vec cd = add(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+    return add(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+}
+inline Vec sum_quarters(const Vec (&m)[2]) {
+    return add(_mm256_permute2f128_ps(m[0], m[1], 0x20), _mm256_permute2f128_ps(m[0], m[1], 0x31));
 }
 
 // Transpose kLanes x kLanes 32-bit lanes.
@@ -168,7 +193,31 @@ inline void transpose(Vec (&m)[kLanes]) {
 
 constexpr int kPanel = 2 * kLanes;  // columns that a micro-kernel computes at once
 
-// 2^x for an x of at most 128, within 2 units in the last place; 0 for minus infinity.
+// kPanel numbers as two vectors: floats in order, of bfloat16 those at even places and those at odd ones.
+inline void load_panel(const float* p, Vec& a, Vec& b) { a = load(p), b = load(p + kLanes); }
+inline void load_panel(const bf16* p, Vec& a, Vec& b) {
+    Bits bits = load_bits(p);
+    a = low_bf16(bits), b = high_bf16(bits);
+}
+// Bring floats, of a multiple of kPanel, into the order that `load_panel` gives a T, and back.
+template <class T>
+inline void split(float* x, int64_t n) {
+    if (sizeof(T) == 4) return;
+    for (float *end = x + n, panel[kPanel]; x < end; x += kPanel) {
+        std::memcpy(panel, x, sizeof(panel));
+        for (int i = 0; i < kLanes; ++i) x[i] = panel[2 * i], x[kLanes + i] = panel[2 * i + 1];
+    }
+}
+template <class T>
+inline void join(float* x, int64_t n) {
+    if (sizeof(T) == 4) return;
+    for (float *end = x + n, panel[kPanel]; x < end; x += kPanel) {
+        std::memcpy(panel, x, sizeof(panel));
+        for (int i = 0; i < kLanes; ++i) x[2 * i] = panel[i], x[2 * i + 1] = panel[kLanes + i];
+    }
+}
+
+// 2^x for an x of at most 128, within 2 units in the last place; 0 for an x below -125.5.
 inline Vec exp2(Vec x) {
     x = max(x, set1(-160));
     Vec n = round(x), f = sub(x, n);
