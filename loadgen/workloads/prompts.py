@@ -38,7 +38,7 @@ class SharedPrefix(Workload):
             rng.shuffle(order)
             for group in order:
                 head, name = prefixes[group], f"group {group}"
-                if rng.random() < self.cold:
+                if self.cold and rng.random() < self.cold:
                     head, name = Message.of("system", prose.text(self.prefix_tokens.count(rng))), "cold"
                 yield _single(source, [head], self.prompt_tokens, self.output_tokens, name)
 
