@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
                 raise ModelError(f"{engine.info.architecture} is no diffusion model")
             cases = _cases(arguments, engine.core.executor.spec.num_layers)
             seconds = _measure(arguments, cases, engine, engine.core)
-            first = [_first_steps(arguments, case, engine) for case in cases if not case.is_recomputed]
+            first = {case.name: _first_steps(arguments, case, engine) for case in cases if not case.is_recomputed}
     length = arguments.prefix + arguments.prompt + arguments.gen_length
     refreshes = -(-arguments.steps // arguments.refresh_interval)
     others, ratio = arguments.steps - refreshes, arguments.prefix / length
@@ -92,15 +92,15 @@ def run(arguments: argparse.Namespace) -> int:
             f"{middle / full:.1f}", f"{case.cost(refreshes, others, ratio):.1f}",
         )  # fmt: skip
     Console().print(table)
-    Console().print(_first_table([case.name for case in cases if not case.is_recomputed], first))
+    Console().print(_first_table(first))
     return 0
 
 
-def _first_table(names: list[str], first: list[tuple[list[float], list[float]]]) -> Table:
+def _first_table(first: dict[str, tuple[list[float], list[float]]]) -> Table:
     table = Table(title="until the first step is done, ms")
     for column in ("", "first request with a prefix", "min", "max", "second request with it", "min", "max"):
         table.add_column(column, justify="right" if column else "left")
-    for name, pair in zip(names, first, strict=True):
+    for name, pair in first.items():
         cells = [f"{1e3 * value:.0f}" for times in pair for value in (statistics.median(times), min(times), max(times))]
         table.add_row(name, *cells)
     return table

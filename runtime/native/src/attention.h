@@ -418,9 +418,8 @@ class Attention {
                     tile[r][0] = add(tile[r][0], load(bias + r * kKeys + first));
                     tile[r][1] = add(tile[r][1], load(bias + r * kKeys + first + kLanes));
                 }
-                store(scores + r * kScoreStride + first, tile[r][0]);
-                store(scores + r * kScoreStride + first + kLanes, tile[r][1]);
             }
+            store<R>(scores + first, kScoreStride, tile);
             s.upcoming.fetch(s.fetches);
         }
         float decay[kLanes];
@@ -429,18 +428,10 @@ class Attention {
         float* out = s.out.data() + from * wide;
         for (int64_t d = 0; d < wide; d += kPanel) {
             Tile<R> tile;
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                tile[r][0] = mul(load(out + r * wide + d), set1(decay[r]));
-                tile[r][1] = mul(load(out + r * wide + d + kLanes), set1(decay[r]));
-            }
+            load_scaled<R>(tile, out + d, wide, decay);
             const float* values = s.values.data() + d * kKeys;
             dot_f32<R, false>(tile, scores, kScoreStride, reinterpret_cast<const uint32_t*>(values), count);
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r) {
-                store(out + r * wide + d, tile[r][0]);
-                store(out + r * wide + d + kLanes, tile[r][1]);
-            }
+            store<R>(out + d, wide, tile);
             s.upcoming.fetch(s.fetches);
         }
     }

@@ -77,11 +77,7 @@ void add_values(const float* weights, int64_t stride, const char* v, const int64
                 const float* decay, float* out, int64_t ldo, int64_t dim, Upcoming& upcoming) {
     for (int64_t d = 0; d < dim; d += kPanel) {
         Tile<R> tile;
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-            tile[r][0] = mul(load(out + r * ldo + d), set1(decay[r]));
-            tile[r][1] = mul(load(out + r * ldo + d + kLanes), set1(decay[r]));
-        }
+        load_scaled<R>(tile, out + d, ldo, decay);
         for (int64_t i = 0; i < count; ++i) {
             Vec a, b;
             load_panel(reinterpret_cast<const T*>(v + offsets[i]) + d, a, b);
@@ -93,11 +89,7 @@ void add_values(const float* weights, int64_t stride, const char* v, const int64
             }
             if (d == 0 && i % kLanes == 0) upcoming.fetch(kLanes / 2);
         }
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-            store(out + r * ldo + d, tile[r][0]);
-            store(out + r * ldo + d + kLanes, tile[r][1]);
-        }
+        store<R>(out + d, ldo, tile);
     }
 }
 

@@ -45,6 +45,25 @@ template <int R>
     for (int r = 0; r < R; ++r) tile[r][0] = tile[r][1] = zero();
 }
 
+// Rows [R, kPanel] of a matrix, each times its factor.
+template <int R>
+[[gnu::always_inline]] inline void load_scaled(Tile<R>& tile, const float* rows, int64_t stride, const float* factors) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+        tile[r][0] = mul(load(rows + r * stride), set1(factors[r]));
+        tile[r][1] = mul(load(rows + r * stride + kLanes), set1(factors[r]));
+    }
+}
+
+template <int R>
+[[gnu::always_inline]] inline void store(float* rows, int64_t stride, const Tile<R>& tile) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+        store(rows + r * stride, tile[r][0]);
+        store(rows + r * stride + kLanes, tile[r][1]);
+    }
+}
+
 // Weights that are needed later, `step` bytes of which are fetched with each kPanel lanes of those at hand.
 struct Ahead {
     static constexpr int64_t kLine = 64;
