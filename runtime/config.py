@@ -143,7 +143,9 @@ class DiffusionConfig(Section):
         False, description="reuse the beginning of longer encoded prefixes, as deep as the table was measured for that"
     )
     refresh_interval: int | None = Field(
-        None, ge=1, description="denoising steps between refreshes of the other layers; default: 16, without a table 1"
+        None,
+        ge=1,
+        description="steps between refreshes of the other layers; default: the table's, else 16, without a table 1",
     )
     boundary_memory: float = Field(
         0.25, ge=0, description="GiB for states with which cached prefixes enter a refresh; 0: computed anew each time"

@@ -116,7 +116,7 @@ class DiffusionCore(EngineCore):
     def _default_interval(self, params: DiffusionParams) -> int:
         """Without a table nothing is known that approximation could rest on: depth 1, always refreshed, is exact."""
         is_exact = self.table is NO_TABLE and params.depth is None
-        return self.config.diffusion.refresh_interval or (1 if is_exact else _INTERVAL)
+        return self.config.diffusion.refresh_interval or (1 if is_exact else self.table.interval or _INTERVAL)
 
     def flush(self, pins: bool = False) -> dict[str, Any]:
         """Drop every cached page that no live request uses, and what belongs to them."""

@@ -31,12 +31,14 @@ class DepthTable:
         similarity: cosine similarity by layer, where it was measured, by the same keys.
         truncated: such depths for the beginning of a longer encoding, by how much of it that is, in percent; the
             largest key that is not above counts.
+        interval: R that goes with the depths, denoising steps between refreshes; None: the paper's.
     """
 
     name: str
     depths: dict[int, int]
     similarity: dict[int, tuple[float, ...]] = field(default_factory=dict)
     truncated: dict[int, dict[int, int]] = field(default_factory=dict)
+    interval: int | None = None
 
     @property
     def version(self) -> str:
@@ -95,12 +97,15 @@ def _from_json(value: dict[str, Any], path: Path, spec: ModelSpec) -> DepthTable
         depths = _depths(value)
         truncated = {int(kept): _depths(part) for kept, part in (value.get("truncated") or {}).items()}
         similarity = {int(ratio): tuple(map(float, row)) for ratio, row in (value.get("similarity") or {}).items()}
+        interval = None if value.get("refresh_interval") is None else int(value["refresh_interval"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(f"the depth table {path} cannot be read: {error}") from None
     every = [depth for table in (depths, *truncated.values()) for depth in table.values()]
     if not depths or not all(0 <= depth <= spec.num_layers for depth in every):
         raise ModelError(f"the depth table {path} must have depths of 0 to {spec.num_layers}")
-    return DepthTable(str(value.get("name") or path.name), depths, similarity, truncated)
+    if interval is not None and interval < 1:
+        raise ModelError(f"the depth table {path} must have a refresh_interval of at least 1")
+    return DepthTable(str(value.get("name") or path.name), depths, similarity, truncated, interval)
 
 
 def _depths(value: dict[str, Any]) -> dict[int, int]:

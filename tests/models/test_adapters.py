@@ -74,6 +74,17 @@ def test_merged_once_and_again_for_another_adapter(adapter, tiny_dir, tmp_path, 
     assert merge_adapter(tiny_dir, adapter, models, "merged") != path
 
 
+def test_a_depth_table_beside_an_adapter_goes_with_it(adapter, tiny_dir, tmp_path):
+    models = tmp_path / "models"
+    models.mkdir()
+    without = merge_adapter(tiny_dir, adapter, models, "merged")
+    assert not (without / "depth_table.json").exists()
+    adapter.with_name("adapter.depth_table.json").write_text("{}")
+    path = merge_adapter(tiny_dir, adapter, models, "merged")
+    assert path != without
+    assert (path / "depth_table.json").read_text() == "{}"
+
+
 def test_what_does_not_fit_is_refused_and_leaves_nothing(trained, tiny_dir, tmp_path):
     models = tmp_path / "models"
     models.mkdir()

@@ -7,7 +7,6 @@ import json
 import shutil
 import sys
 import tempfile
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from runtime.errors import ModelError
 from runtime.models.default_model import fetch_default
 from runtime.models.publishing import publish
 from runtime.models.spec import ModelSpec, read_json
+from runtime.reuse.depth import FILE_NAME
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,25 +34,27 @@ def build_adapted(name: str, cache_dir: Path) -> Path:
     Raises:
         ModelError: if the default model cannot be had, the adapter does not fit it, or the disk is full.
     """
-    with as_file(files(__package__) / f"{name}.safetensors") as adapter:
-        return merge_adapter(fetch_default(cache_dir), adapter, cache_dir / "models", name)
+    adapter = Path(__file__).with_name(f"{name}.safetensors")
+    return merge_adapter(fetch_default(cache_dir), adapter, cache_dir / "models", name)
 
 
 def merge_adapter(base: Path, adapter: Path, models: Path, name: str) -> Path:
-    """`models`/`name`-(digest of the adapter), which appears only when it is whole.
+    """`models`/`name`-(digest of the adapter's files), which appears only when it is whole.
 
     Args:
         base: directory of the causal model that the adapter was trained on.
         adapter: safetensors file with `TENSOR.lora_A.weight` [rank, in] and `TENSOR.lora_B.weight` [out, rank] for
-            weights of the base, `mask_embedding` [hidden], and rank and alpha as metadata.
+            weights of the base, `mask_embedding` [hidden], and rank and alpha as metadata. A depth table of its own
+            may lie beside ADAPTER.safetensors, as ADAPTER.depth_table.json.
         models: where merged models lie.
         name: how the directory's name begins.
 
     Raises:
         ModelError: as `build_adapted`.
     """
-    with adapter.open("rb") as file:
-        target = models / f"{name}-{hashlib.file_digest(file, 'sha256').hexdigest()[:12]}"
+    table = adapter.with_suffix(f".{FILE_NAME}")
+    tables = [table] if table.exists() else []
+    target = models / f"{name}-{_digest([adapter, *tables])}"
     if (target / "config.json").exists():
         return target
     # Here, as who only asks for the names does without torch.
@@ -72,6 +74,8 @@ def merge_adapter(base: Path, adapter: Path, models: Path, name: str) -> Path:
             (work / "config.json").write_text(json.dumps(diffusion_config(read_json(base / "config.json")), indent=2))
             for file_name in _TOKENIZER_FILES:
                 shutil.copyfile(base / file_name, work / file_name)
+            for table in tables:
+                shutil.copyfile(table, work / FILE_NAME)
             publish(work, target)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from None
@@ -82,6 +86,13 @@ def diffusion_config(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a causal Llama, as that of the masked diffusion model made of it."""
     own = {"architectures": ["LlamaDiffusionModel"], "model_type": "llama_diffusion"}
     return config | own | {"mask_token_id": MASK_TOKEN_ID, "logits_shift": 1}
+
+
+def _digest(paths: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _add_adapter(weights: dict[str, Tensor], path: Path) -> None:
