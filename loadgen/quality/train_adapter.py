@@ -120,7 +120,7 @@ class Trainer:
     def _earlier(self, tokens: torch.Tensor, masked: torch.Tensor, shared: int) -> list[KeysValues] | None:
         """Keys and values of the first `shared` rows when more was masked; None in steps that take the present ones.
 
-        Without gradients: who reads them learns to do without the newest, and how they are made is for the other steps.
+        With gradients: the prefix's rows have to learn to hold what does not change with the canvas.
         """
         rng = random.Random(repr((self.options.seed, self.step, "stale")))
         if rng.random() >= self.options.stale:
@@ -128,8 +128,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(rng.getrandbits(63))
         more = torch.rand(len(tokens), 1, generator=generator)
         before = masked | (torch.rand(masked.shape, generator=generator) < more).to(self.device)
-        with torch.no_grad():
-            return self.model.first_rows(hide(tokens, before), shared)
+        return self.model.first_rows(hide(tokens, before), shared)
 
     def _mask(self, answers: torch.Tensor, rng: random.Random) -> torch.Tensor:
         """Which tokens of the answers are hidden; the first where chance would leave a whole batch bare."""

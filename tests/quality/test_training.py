@@ -56,6 +56,34 @@ def test_the_mask_has_the_learned_embedding_and_others_their_own(trainer):
     assert torch.equal(rows[1], model.embedding[40])
 
 
+def test_rows_read_the_prefix_that_they_are_given_and_teach_it(trainer):
+    """What a step with a prefix of an earlier canvas computes, and that its gradient reaches the prefix's own rows."""
+    model = trainer("behind").model
+    now, before = torch.tensor([[5, 90, 31, 7, 12]]), torch.tensor([[5, 90, 31, 7, MASK_TOKEN_ID]])
+    with torch.no_grad():
+        fresh = model(now, model.first_rows(now, 3))
+        torch.testing.assert_close(fresh, model(now)[:, 3:])
+        stale = model(now, model.first_rows(before, 3))
+        assert (stale - fresh).abs().max() > 1e-3
+    model(now, model.first_rows(before, 3)).sum().backward()
+    # Only the prefix's rows have seen a mask.
+    assert model.mask_embedding.grad.abs().max() > 0
+
+
+def test_earlier_canvases_show_no_more_than_the_present_one(trainer):
+    run = trainer("earlier", "--stale", "1")
+    seen = []
+    run.model.first_rows = lambda tokens, count: seen.append(tokens)
+    tokens = torch.randint(30, 900, (4, 20))
+    masked = torch.zeros(4, 8, dtype=torch.bool)
+    masked[:, 3] = True
+    run._earlier(tokens, masked, 6)
+    hidden = seen[0][:, -8:] == MASK_TOKEN_ID
+    assert hidden[masked].all()
+    assert hidden.sum() > masked.sum()
+    assert torch.equal(seen[0][:, :-8], tokens[:, :-8])
+
+
 def test_shapes_grow_and_keep_to_the_mix():
     rng = random.Random(0)
     early = [draw_shape(rng, 0.1, {"keep": 1, "lookup": 0}) for _ in range(200)]
