@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from loadgen.quality.cases import (
     Case,
@@ -30,6 +29,7 @@ from loadgen.quality.cases import (
 )
 from loadgen.quality.measure import Cell, Outcome, Records, Runner
 from loadgen.quality.rules import Rules, TaskSamples, profile_tasks
+from loadgen.quality.sections import Cluster, Row, Section, case_section, gain_section, pooled_section
 from loadgen.quality.tasks import TASKS, Source
 from loadgen.quality.vocabulary import Vocabulary
 from loadgen.tables import wide_console
@@ -91,14 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
         except _TimeIsUp:
             print("the time is up; the same command goes on from here", file=sys.stderr)
     sections = bench.sections()
-    for title, rows in sections.items():
-        wide_console().print(_table(title, rows))
-    (arguments.out / "table.md").write_text("\n\n".join(_markdown(*item) for item in sections.items()) + "\n")
+    for section in sections:
+        wide_console().print(section.table())
+    (arguments.out / "table.md").write_text("\n\n".join(section.markdown() for section in sections) + "\n")
     _plot_sweeps(bench, arguments.out)
     return 0
-
-
-Row = tuple[Case, Outcome]
 
 
 class _TimeIsUp(Exception):
@@ -180,13 +177,31 @@ class _Bench:
                 examples = cell.group(self.source, number, self.arguments.questions)
                 self.records.put(key, self.runner.run(case, examples))
 
-    def sections(self) -> dict[str, list[Row]]:
-        """The rows of every table by its title."""
-        found = {}
-        for kind in ("table", *_KINDS):
-            for cell, rows in self.rows(kind):
-                found[self._title(kind, cell, rows[0][1])] = rows
+    def sections(self) -> list[Section]:
+        """Every table of which there is something."""
+        whole = list(self.rows("table"))
+        found = [case_section(self._title("table", cell, rows[0][1]), rows) for cell, rows in whole]
+        if whole:
+            named = [(f"{cell.task}, r = {rows[0][1].ratio:.2f}", rows) for cell, rows in whole]
+            found.append(gain_section(named, self.plan))
+        if clusters := self._clusters():
+            found.append(pooled_section(clusters))
+        for kind in _KINDS:
+            found += [case_section(self._title(kind, cell, rows[0][1]), rows) for cell, rows in self.rows(kind)]
         return found
+
+    def _clusters(self) -> list[Cluster]:
+        """The table's outcomes by list, for those that all cells have been through."""
+        groups = min(self._whole_groups(cell) for cell in self.cells)
+        return [self._cluster(task, number) for task in self.arguments.tasks for number in range(groups)]
+
+    def _cluster(self, task: str, number: int) -> Cluster:
+        cluster: Cluster = {}
+        for cell in self.cells:
+            if cell.task == task:
+                for case in self.cases(cell)["table"]:
+                    cluster.setdefault(case.name, Outcome()).add(self._measured(number, cell, case))
+        return cluster
 
     def rows(self, kind: str) -> Iterator[tuple[Cell, list[Row]]]:
         """The rows of a kind of case for each cell, over the groups that all its cases have been through."""
@@ -205,10 +220,13 @@ class _Bench:
     def _outcome(self, cell: Cell, case: Case, groups: int) -> Outcome:
         total = Outcome()
         for number in range(groups):
-            outcome = self.records.get(self._key(number, cell, case))
-            assert outcome is not None
-            total.add(outcome)
+            total.add(self._measured(number, cell, case))
         return total
+
+    def _measured(self, number: int, cell: Cell, case: Case) -> Outcome:
+        outcome = self.records.get(self._key(number, cell, case))
+        assert outcome is not None
+        return outcome
 
     def _key(self, number: int, cell: Cell, case: Case) -> dict[str, Any]:
         table = {"table": self._table} if case.fields.get("depth", 0) is None else {}
@@ -228,29 +246,6 @@ class _Bench:
 _KINDS = ("depth", "R", "tau", "rule")
 # The paper's threshold.
 _TAU = 0.97
-
-_COLUMNS: dict[str, Callable[[Outcome], str]] = {
-    "exact %": lambda o: f"{100 * o.exact / o.answers:.1f}",
-    "tokens right %": lambda o: f"{100 * o.right / o.tokens:.1f}",
-    "tokens/s": lambda o: f"{o.generated / o.seconds:.1f}",
-    "rows/answer": lambda o: f"{o.rows / o.answers:.0f}",
-    "depth": lambda o: str(o.depth),
-}
-
-
-def _table(title: str, rows: list[Row]) -> Table:
-    table = Table(title=title)
-    for column in ("", *_COLUMNS):
-        table.add_column(column, justify="right" if column else "left")
-    for case, outcome in rows:
-        table.add_row(case.name, *(column(outcome) for column in _COLUMNS.values()))
-    return table
-
-
-def _markdown(title: str, rows: list[Row]) -> str:
-    lines = [f"{title}\n", f"| | {' | '.join(_COLUMNS)} |", "| --- |" + " --- |" * len(_COLUMNS)]
-    lines += [f"| {case.name} | {' | '.join(column(o) for column in _COLUMNS.values())} |" for case, o in rows]
-    return "\n".join(lines)
 
 
 def _plot_sweeps(bench: _Bench, out: Path) -> None:

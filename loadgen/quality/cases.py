@@ -6,6 +6,16 @@ from dataclasses import dataclass, replace
 
 from runtime.diffusion_params import DiffusionParams
 
+# Rows of the table that others are compared with.
+NO_CACHE = "no cache"
+WITHIN = "refreshed within the request (d = 0)"
+BICACHE = "BiCache"
+# Fast-dLLM's two caches, and each with BiCache under it.
+COMBINED = {
+    "Fast-dLLM, prefix cache": "BiCache + Fast-dLLM, prefix cache",
+    "Fast-dLLM, dual cache": "BiCache + Fast-dLLM, dual cache",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -62,16 +72,16 @@ def table_cases(plan: Plan) -> list[Case]:
     """
     whole = {"gen_length": plan.room, "steps": plan.steps, "block_length": plan.room, "refresh_interval": plan.interval}
     blocks = {**whole, "block_length": plan.block, "threshold": plan.threshold}
-    return [
-        Case("no cache", {**whole, "reuse": False}),
+    cases = [
+        Case(NO_CACHE, {**whole, "reuse": False}),
         Case("naive reuse of all layers", {**whole, "depth": plan.layers}),
-        Case("refreshed within the request (d = 0)", {**whole, "depth": 0}),
-        Case("BiCache", {**whole, "depth": plan.depth}),
-        Case("Fast-dLLM, prefix cache", {**blocks, "reuse": False, "cache": "prefix"}),
-        Case("BiCache + Fast-dLLM, prefix cache", {**blocks, "depth": plan.depth, "cache": "prefix"}),
-        Case("Fast-dLLM, dual cache", {**blocks, "reuse": False, "cache": "dual"}),
-        Case("BiCache + Fast-dLLM, dual cache", {**blocks, "depth": plan.depth, "cache": "dual"}),
+        Case(WITHIN, {**whole, "depth": 0}),
+        Case(BICACHE, {**whole, "depth": plan.depth}),
     ]
+    for (alone, both), cache in zip(COMBINED.items(), ("prefix", "dual"), strict=True):
+        cases.append(Case(alone, {**blocks, "reuse": False, "cache": cache}))
+        cases.append(Case(both, {**blocks, "depth": plan.depth, "cache": cache}))
+    return cases
 
 
 def depth_cases(plan: Plan, depths: list[int]) -> list[Case]:
@@ -86,7 +96,7 @@ def threshold_cases(plan: Plan, depths: dict[float, int]) -> list[Case]:
 
 def rule_cases(plan: Plan, depths: dict[str, int]) -> list[Case]:
     """No cache, and BiCache alone with the depth that each rule says."""
-    none = Case("no cache", {**_alone(plan, 0), "reuse": False})
+    none = Case(NO_CACHE, {**_alone(plan, 0), "reuse": False})
     del none.fields["depth"]
     return [none, *(Case(rule, _alone(plan, depth)) for rule, depth in depths.items())]
 

@@ -55,7 +55,9 @@ def test_a_second_run_measures_only_what_is_new(model, tmp_path):
     first = lines(tmp_path)
     assert len(first) == 8 * 2
     table = (tmp_path / "table.md").read_text()
-    assert table.count("\n| ") == 1 + 1 + 8
+    cases, gains, pooled = table.split("\n\n|")[1:]
+    assert cases.count("\n| ") == pooled.count("\n| ") == 1 + 8
+    assert gains.count("\n| keep, r = 0.75 | ") == 1
     assert bench_bicache.run(options(model, tmp_path, "--depths", "0", "4", "--intervals", "1", "8")) == 0
     second = lines(tmp_path)
     assert second[: len(first)] == first
@@ -71,8 +73,8 @@ def test_thresholds_and_rules_come_from_a_profile_of_the_tasks(model, tmp_path):
     profile = json.loads((tmp_path / "profile.json").read_text())
     raw = profile["raw_similarity"]["75"]
     table = (tmp_path / "table.md").read_text()
-    rows = [line[2:-2].split(" | ") for line in table.splitlines() if line.startswith("| ") and line[-3].isdigit()]
-    depths = {row[0]: int(row[-1]) for row in rows}
+    rows = [line[2:-2].split(" | ") for line in table.splitlines() if line.count(" | ") == 5]
+    depths = {row[0]: int(row[-1]) for row in rows if row[-1].isdigit()}
     assert depths["tau = 0.5"] == paper_depth(raw, 0.5) > 1
     assert depths["tau = 0.9999"] == paper_depth(raw, 0.9999) == 1
     assert depths["the paper's rule, tau = 0.97"] == paper_depth(raw, 0.97)
