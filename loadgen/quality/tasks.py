@@ -46,6 +46,8 @@ class Body:
     turns: list[tuple[str, str]]
 
 
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
 Task = Callable[[random.Random, list[str], int, int], Body]
 
 
@@ -77,29 +79,42 @@ def lookup(rng: random.Random, words: list[str], room: int, questions: int) -> B
 
 
 def arithmetic(rng: random.Random, words: list[str], room: int, questions: int) -> Body:
-    """Add the prices of pairs of articles: an article and the sum for each, in six tokens at most."""
-    prices = {word: rng.randint(1, 9) for word in rng.sample(words, max(4, room // 3))}
+    """Give the prices of pairs of articles and, after each pair, their sum, as words for one to nine.
+
+    What is asked has a word for each of the answer's, so that both are as far from each other everywhere.
+    """
+    asked = (room - 1) // 3
+    articles = rng.sample(words, 2 * (asked + rng.randint(1, 2)))
+    prices = {word: rng.randint(1, 6 if i % 2 else 3) for i, word in enumerate(articles)}
     turns = []
     for _ in range(questions):
-        pairs = [rng.sample(list(prices), 2) for _ in range((room - 1) // 6)]
-        question = ", ".join(f"{first} and {second}" for first, second in pairs)
-        answer = "".join(f" {first} {prices[first] + prices[second]}," for first, second in pairs)
-        turns.append((f"Add: {question}", answer))
-    return Body("Prices: " + ", ".join(f"{word} {price}" for word, price in prices.items()), turns)
+        cheap, dear = rng.sample(articles[::2], asked), rng.sample(articles[1::2], asked)
+        pairs = [rng.sample(pair, 2) for pair in zip(cheap, dear, strict=True)]
+        numbers = [(prices[a], prices[b], prices[a] + prices[b]) for a, b in pairs]
+        answer = "".join(f" {_NUMBERS[n]}" for of_pair in numbers for n in of_pair)
+        turns.append(("Add: " + " ".join(f"{a} {b} sum" for a, b in pairs), answer))
+    listed = rng.sample(articles, len(articles))
+    return Body("Prices: " + ", ".join(f"{word} {_NUMBERS[prices[word]]}" for word in listed), turns)
 
 
 def choice(rng: random.Random, words: list[str], room: int, questions: int) -> Body:
-    """For each question of a list, choose the one of three words that the system message has."""
-    asked = (room - 1) // 2
-    drawn = rng.sample(words, min(len(words), 3 * asked + 4))
-    present, absent = drawn[: asked + 4], drawn[asked + 4 :]
+    """For each question, a key and three values of the system message, give the key's and the letter before it.
+
+    A question has as many tokens as its answer, as in `arithmetic`.
+    """
+    asked = (room - 1) // 4
+    drawn = rng.sample(words, 2 * (asked + rng.randint(3, 6)))
+    values = dict(zip(drawn[::2], drawn[1::2], strict=True))
     turns = []
     for _ in range(questions):
-        right = rng.sample(present, asked)
-        options = [rng.sample([word, *rng.sample(absent, 2)], 3) for word in right]
-        answer = "".join(f" {'ABC'[o.index(word)]} {word}" for o, word in zip(options, right, strict=True))
-        turns.append(("Which is known? " + "; ".join(" ".join(o) for o in options), answer))
-    return Body(f"Known: {' '.join(present)}", turns)
+        asks, answers = [], []
+        for key in rng.sample(list(values), asked):
+            right = values[key]
+            options = rng.sample([right, *rng.sample(sorted(set(values.values()) - {right}), 2)], 3)
+            asks.append(" ".join([key, *options]))
+            answers.append(f" {right} is {'ABC'[options.index(right)]},")
+        turns.append(("A, B or C? " + " ".join(asks), "".join(answers)))
+    return Body("Pairs: " + ", ".join(f"{key} {value}" for key, value in values.items()), turns)
 
 
 TASKS: dict[str, Task] = {"keep": keep, "lookup": lookup, "arithmetic": arithmetic, "choice": choice}

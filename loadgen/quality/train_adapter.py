@@ -11,9 +11,12 @@ import argparse
 import random
 import sys
 import time
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -41,12 +44,18 @@ class Shape:
     length: int
 
 
-def draw_shape(rng: random.Random, progress: float, mix: dict[str, float]) -> Shape:
+def draw_tasks(rng: random.Random, mix: dict[str, float], parts: int) -> list[str]:
+    """One task a part, each as often as the mix says to within one, at any number of parts."""
+    bounds = list(accumulate(mix.values()))
+    start = rng.random()
+    return [list(mix)[bisect(bounds, bounds[-1] * (start + i) / parts)] for i in range(parts)]
+
+
+def draw_shape(rng: random.Random, progress: float, task: str, lengths: Sequence[int]) -> Shape:
     """Short canvases first, then longer ones; prose before one batch in four in the second half of the run."""
     rooms = [12, 16] if progress < 0.35 else [16, 24, 32] if progress < 0.65 else [24, 32, 32, 32, 48, 64]
-    task = rng.choices(list(mix), list(mix.values()))[0]
     filled = progress > 0.5 and rng.random() < 0.25
-    return Shape(task, rng.choice(rooms), rng.choice((128, 160, 192, 256, 400)) if filled else 0)
+    return Shape(task, rng.choice(rooms), rng.choice(lengths) if filled else 0)
 
 
 class Trainer:
@@ -70,13 +79,14 @@ class Trainer:
 
     def run(self, until: int | None = None) -> None:
         """Train to the end of the schedule, or to step `until` of it, and write the adapter."""
-        saved, losses = time.monotonic(), []
+        saved = time.monotonic()
+        losses: list[tuple[str, float]] = []
         while (progress := self._progress()) < 1 and self.step != until:
             started = time.monotonic()
-            losses.append(self._train_step(progress))
+            losses += self._train_step(progress)
             self.seconds += time.monotonic() - started
             if self.step % self.options.log_every == 0:
-                self._report(progress, sum(losses) / len(losses))
+                self._report(progress, losses)
                 losses.clear()
             if time.monotonic() - saved > 60 * self.options.save_minutes:
                 self._save()
@@ -86,43 +96,51 @@ class Trainer:
     def _progress(self) -> float:
         return min(1.0, max(self.step / self.options.steps, self.seconds / (60 * self.options.minutes)))
 
-    def _train_step(self, progress: float) -> float:
+    def _train_step(self, progress: float) -> list[tuple[str, float]]:
+        """One update; the loss of each part."""
         options = self.options
         rng = random.Random(repr((options.seed, self.step)))
-        shape = draw_shape(rng, progress, options.mix)
-        tokens, shared, room = self._batch(shape)
-        answers = tokens[:, -room:]
-        masked = self._mask(answers, rng)
-        behind = self._earlier(tokens, masked, shared)
-        hidden = self.model(hide(tokens, masked), behind)[:, -room - 1 : -1][masked]
-        loss = F.cross_entropy(F.linear(hidden, self.model.head).float(), answers[masked])
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        losses = []
+        for part, task in enumerate(draw_tasks(rng, options.mix, options.parts)):
+            shape = draw_shape(rng, progress, task, options.lengths)
+            loss = self._loss(shape, self.step * options.parts + part, rng)
+            (loss / options.parts).backward()
+            losses.append((task, float(loss.detach())))
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = options.lr * min(1.0, (self.step + 1) / _WARMUP, (1 - progress) / (1 - _DECAY_FROM))
         self.optimizer.step()
         self.step += 1
-        self.tokens += tokens.numel()
-        return float(loss.detach())
+        return losses
 
-    def _batch(self, shape: Shape) -> tuple[torch.Tensor, int, int]:
+    def _loss(self, shape: Shape, number: int, rng: random.Random) -> torch.Tensor:
+        """Of one part of a step; its number says which examples."""
+        tokens, shared, room = self._batch(shape, number)
+        self.tokens += tokens.numel()
+        answers = tokens[:, -room:]
+        masked = self._mask(answers, rng)
+        behind = self._earlier(tokens, masked, shared, number)
+        hidden = self.model(hide(tokens, masked), behind)[:, -room - 1 : -1][masked]
+        return F.cross_entropy(F.linear(hidden, self.model.head).float(), answers[masked])
+
+    def _batch(self, shape: Shape, number: int) -> tuple[torch.Tensor, int, int]:
         """Token ids [B, T], rows that are the prefix's in all of them, and the room of the answers at their end.
 
-        T times B is about `batch_tokens`.
+        T times B is about a part of `batch_tokens`.
         """
         probe = self.source.group(shape.task, -1, shape.room)[0]
-        size = max(2, self.options.batch_tokens // max(shape.length, len(probe.ids)))
-        examples = list(self.source.batch(shape.task, self.step, shape.room, size, shape.length))
+        size = max(2, self.options.batch_tokens // self.options.parts // max(shape.length, len(probe.ids)))
+        examples = list(self.source.batch(shape.task, number, shape.room, size, shape.length))
         tokens = torch.tensor([example.ids for example in examples], device=self.device)
         return tokens, min(len(example.prefix) for example in examples), shape.room
 
-    def _earlier(self, tokens: torch.Tensor, masked: torch.Tensor, shared: int) -> list[KeysValues] | None:
+    def _earlier(self, tokens: torch.Tensor, masked: torch.Tensor, shared: int, number: int) -> list[KeysValues] | None:
         """Keys and values of the first `shared` rows when more was masked; None in steps that take the present ones.
 
         With gradients: the prefix's rows have to learn to hold what does not change with the canvas.
         """
-        rng = random.Random(repr((self.options.seed, self.step, "stale")))
+        rng = random.Random(repr((self.options.seed, number, "stale")))
         if rng.random() >= self.options.stale:
             return None
         generator = torch.Generator().manual_seed(rng.getrandbits(63))
@@ -139,11 +157,14 @@ class Trainer:
         masked[:, 0] |= ~masked.any(1)
         return masked.to(self.device)
 
-    def _report(self, progress: float, loss: float) -> None:
+    def _report(self, progress: float, losses: Sequence[tuple[str, float]]) -> None:
         left = self.seconds * (1 - progress) / max(progress, 1e-9) / 60
         rate = self.tokens / self.seconds
+        by_task = {task: [loss for other, loss in losses if other == task] for task in self.options.mix}
+        shown = "  ".join(f"{task} {mean(found):.3f}" for task, found in by_task.items() if found)
         print(
-            f"step {self.step}  loss {loss:.3f}  {progress:.0%}  {rate:.0f} tokens/s  {left:.0f} min left",
+            f"step {self.step}  loss {mean(loss for _, loss in losses):.3f} ({shown})  {progress:.0%}  "
+            f"{rate:.0f} tokens/s  {left:.0f} min left",
             file=sys.stderr,
             flush=True,
         )
@@ -197,8 +218,11 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--parts", type=int, default=1, help="tasks that share a step's tokens")
     parser.add_argument("--stale", type=float, default=0.0, help="share of steps that read a prefix of earlier steps")
     parser.add_argument("--mix", type=_mix, default={"keep": 1.0}, help="tasks and weights, as keep=3,lookup=1")
+    lengths = [128, 160, 192, 256, 400]
+    parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="tokens of sequences filled with prose")
     parser.add_argument("--device", help="cpu or cuda; the GPU where there is one")
     parser.add_argument("--threads", type=int, default=0, help="of the CPU; torch's default with 0")
     parser.add_argument("--save-minutes", type=float, default=5.0)

@@ -31,20 +31,25 @@ def solve_lookup(system, user):
     return " ".join(pairs[key] for key in user.removeprefix("Values of: ").split())
 
 
+NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+
+
 def solve_arithmetic(system, user):
-    prices = {
-        word: int(price) for word, price in (part.split() for part in system.removeprefix("Prices: ").split(", "))
-    }
-    pairs = [pair.split(" and ") for pair in user.removeprefix("Add: ").split(", ")]
-    return " ".join(f"{first} {prices[first] + prices[second]}," for first, second in pairs)
+    prices = dict(pair.split() for pair in system.removeprefix("Prices: ").split(", "))
+    numbers = []
+    for word in user.removeprefix("Add: ").split():
+        two = [NUMBERS.index(number) for number in numbers[-2:]]
+        numbers.append(NUMBERS[sum(two)] if word == "sum" else prices[word])
+    return " ".join(numbers)
 
 
 def solve_choice(system, user):
-    known = system.removeprefix("Known: ").split()
+    pairs = dict(pair.split() for pair in system.removeprefix("Pairs: ").split(", "))
+    asked = user.removeprefix("A, B or C? ").split()
     found = []
-    for options in user.removeprefix("Which is known? ").split("; "):
-        [(letter, word)] = [pair for pair in zip("ABC", options.split(), strict=True) if pair[1] in known]
-        found.append(f"{letter} {word}")
+    for key, *options in zip(*(asked[i::4] for i in range(4)), strict=True):
+        [letter] = [letter for letter, word in zip("ABC", options, strict=True) if word == pairs[key]]
+        found.append(f"{pairs[key]} is {letter},")
     return " ".join(found)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 import torch
 
-from loadgen.quality.tasks import TASKS
-from loadgen.quality.train_adapter import Trainer, draw_shape, parse_options
+from loadgen.quality.train_adapter import Trainer, draw_shape, draw_tasks, parse_options
 from runtime.models.adapters.merge import MASK_TOKEN_ID
 
 
@@ -77,7 +77,7 @@ def test_earlier_canvases_show_no_more_than_the_present_one(trainer):
     tokens = torch.randint(30, 900, (4, 20))
     masked = torch.zeros(4, 8, dtype=torch.bool)
     masked[:, 3] = True
-    run._earlier(tokens, masked, 6)
+    run._earlier(tokens, masked, 6, 0)
     hidden = seen[0][:, -8:] == MASK_TOKEN_ID
     assert hidden[masked].all()
     assert hidden.sum() > masked.sum()
@@ -86,10 +86,29 @@ def test_earlier_canvases_show_no_more_than_the_present_one(trainer):
 
 def test_shapes_grow_and_keep_to_the_mix():
     rng = random.Random(0)
-    early = [draw_shape(rng, 0.1, {"keep": 1, "lookup": 0}) for _ in range(200)]
-    late = [draw_shape(rng, 0.9, {name: 1.0 for name in TASKS}) for _ in range(200)]
-    assert {shape.task for shape in early} == {"keep"}
-    assert {shape.task for shape in late} == set(TASKS)
+    early = [draw_shape(rng, 0.1, "keep", [300, 500]) for _ in range(200)]
+    late = [draw_shape(rng, 0.9, "keep", [300, 500]) for _ in range(200)]
     assert max(shape.room for shape in early) < min(shape.room for shape in late)
-    assert not any(shape.length for shape in early)
-    assert any(shape.length for shape in late)
+    assert {shape.length for shape in early} == {0}
+    assert {shape.length for shape in late} == {0, 300, 500}
+
+
+@pytest.mark.parametrize("parts", [1, 3, 4])
+def test_parts_keep_to_the_mix(parts):
+    rng, mix = random.Random(0), {"keep": 2.0, "lookup": 1.0, "choice": 0.0, "arithmetic": 1.0}
+    drawn = [draw_tasks(rng, mix, parts) for _ in range(1000)]
+    share = Counter(task for tasks in drawn for task in tasks)
+    assert {len(tasks) for tasks in drawn} == {parts}
+    assert set(share) == {"keep", "lookup", "arithmetic"}
+    assert share["keep"] / share.total() == pytest.approx(0.5, abs=0.05)
+    if parts == 4:
+        assert {tuple(sorted(tasks)) for tasks in drawn} == {("arithmetic", "keep", "keep", "lookup")}
+
+
+def test_the_parts_of_a_step_have_examples_of_their_own(trainer):
+    run = trainer("parts", "--parts", "3", "--steps", "1")
+    seen = []
+    run._mask = lambda answers, rng, mask=run._mask: seen.append(answers) or mask(answers, rng)
+    run.run()
+    assert len(seen) == 3
+    assert len({row for answers in seen for row in map(tuple, answers.tolist())}) == sum(map(len, seen))
