@@ -98,21 +98,23 @@ def arithmetic(rng: random.Random, words: list[str], room: int, questions: int) 
 
 
 def choice(rng: random.Random, words: list[str], room: int, questions: int) -> Body:
-    """For each question, a key and three values of the system message, give the key's and the letter before it.
+    """For each question, a key and three values of the system message, give the key's and the letter behind it.
 
     A question has as many tokens as its answer, as in `arithmetic`.
     """
-    asked = (room - 1) // 4
-    drawn = rng.sample(words, 2 * (asked + rng.randint(3, 6)))
+    asked = (room - 1) // 7
+    drawn = rng.sample(words, 2 * (3 * asked + rng.randint(0, 2)))
     values = dict(zip(drawn[::2], drawn[1::2], strict=True))
     turns = []
     for _ in range(questions):
         asks, answers = [], []
-        for key in rng.sample(list(values), asked):
-            right = values[key]
-            options = rng.sample([right, *rng.sample(sorted(set(values.values()) - {right}), 2)], 3)
-            asks.append(" ".join([key, *options]))
-            answers.append(f" {right} is {'ABC'[options.index(right)]},")
+        keys = rng.sample(list(values), 3 * asked)
+        for key, *others in zip(*(keys[i::3] for i in range(3)), strict=True):
+            options = [values[key], *(values[other] for other in others)]
+            rng.shuffle(options)
+            letter = "ABC"[options.index(values[key])]
+            asks.append(" ".join([key, *(f"{option} {name}" for option, name in zip(options, "ABC", strict=True))]))
+            answers.append(f" {values[key]} {letter} is the right answer.")
         turns.append(("A, B or C? " + " ".join(asks), "".join(answers)))
     return Body("Pairs: " + ", ".join(f"{key} {value}" for key, value in values.items()), turns)
 

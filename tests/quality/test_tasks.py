@@ -47,9 +47,9 @@ def solve_choice(system, user):
     pairs = dict(pair.split() for pair in system.removeprefix("Pairs: ").split(", "))
     asked = user.removeprefix("A, B or C? ").split()
     found = []
-    for key, *options in zip(*(asked[i::4] for i in range(4)), strict=True):
-        [letter] = [letter for letter, word in zip("ABC", options, strict=True) if word == pairs[key]]
-        found.append(f"{pairs[key]} is {letter},")
+    for key, *options in zip(*(asked[i::7] for i in range(7)), strict=True):
+        letters = dict(zip(options[::2], options[1::2], strict=True))
+        found.append(f"{pairs[key]} {letters[pairs[key]]} is the right answer.")
     return " ".join(found)
 
 
