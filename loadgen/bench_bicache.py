@@ -196,12 +196,11 @@ class _Bench:
         return [self._cluster(task, number) for task in self.arguments.tasks for number in range(groups)]
 
     def _cluster(self, task: str, number: int) -> Cluster:
-        cluster: Cluster = {}
-        for cell in self.cells:
-            if cell.task == task:
-                for case in self.cases(cell)["table"]:
-                    cluster.setdefault(case.name, Outcome()).add(self._measured(number, cell, case))
-        return cluster
+        cells = [cell for cell in self.cells if cell.task == task]
+        return {
+            case.name: Outcome.total(self._measured(number, cell, case) for cell in cells)
+            for case in table_cases(self.plan)
+        }
 
     def rows(self, kind: str) -> Iterator[tuple[Cell, list[Row]]]:
         """The rows of a kind of case for each cell, over the groups that all its cases have been through."""
@@ -218,10 +217,7 @@ class _Bench:
         return self.arguments.groups
 
     def _outcome(self, cell: Cell, case: Case, groups: int) -> Outcome:
-        total = Outcome()
-        for number in range(groups):
-            total.add(self._measured(number, cell, case))
-        return total
+        return Outcome.total(self._measured(number, cell, case) for number in range(groups))
 
     def _measured(self, number: int, cell: Cell, case: Case) -> Outcome:
         outcome = self.records.get(self._key(number, cell, case))

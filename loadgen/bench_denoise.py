@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from loadgen.cost_model import modelled_passes
 from runtime.config import DEFAULT_MODEL, make_config
 from runtime.diffusion_params import DiffusionParams
 from runtime.errors import ModelError
@@ -117,10 +118,10 @@ def _cases(arguments: argparse.Namespace, layers: int) -> list[Case]:
     bicache = params(depth=depth)
     return [
         Case("no cache", params(reuse=False), lambda r, o, s: r + o),
-        Case("d = 0: refreshed within the request", params(depth=0), lambda r, o, s: r + o * (1 - s)),
-        Case(f"BiCache, d = {depth}", bicache, lambda r, o, s: r * (1 - s * depth / layers) + o * (1 - s)),
-        Case(f"BiCache, d = {depth}, boundary recomputed", bicache, lambda r, o, s: r + o * (1 - s), True),
-        Case("naive: reused in all layers", params(depth=layers), lambda r, o, s: (r + o) * (1 - s)),
+        Case("d = 0: refreshed within the request", params(depth=0), lambda r, o, s: modelled_passes(r, o, s, 0)),
+        Case(f"BiCache, d = {depth}", bicache, lambda r, o, s: modelled_passes(r, o, s, depth / layers)),
+        Case(f"BiCache, d = {depth}, boundary recomputed", bicache, lambda r, o, s: modelled_passes(r, o, s, 0), True),
+        Case("naive: reused in all layers", params(depth=layers), lambda r, o, s: modelled_passes(r, o, s, 1)),
     ]
 
 

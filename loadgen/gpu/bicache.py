@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from loadgen.cost_model import modelled_passes
 from loadgen.gpu.drive import Drive
 from loadgen.gpu.records import Figures, Item
 
@@ -111,9 +112,8 @@ _COUNTED = ("no cache", "naive", "d = 0", "BiCache")
 
 def _cost(name: str, ratio: float, depth: float) -> float:
     """The cost model: a step's share of a whole pass's rows; `ratio` of them shared, `depth` of the layers reused."""
-    refresh = 1 / _INTERVAL
     if name == "no cache":
         return 1.0
     if name == "naive":
         return 1 - ratio
-    return refresh * (1 - ratio * depth) + (1 - refresh) * (1 - ratio)
+    return modelled_passes(1 / _INTERVAL, 1 - 1 / _INTERVAL, ratio, depth)

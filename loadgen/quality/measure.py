@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,14 @@ class Outcome:
     rows: float = 0.0
     depth: int = 0
     ratio: float = 0.0
+
+    @classmethod
+    def total(cls, outcomes: Iterable[Outcome]) -> Outcome:
+        """All of them together."""
+        whole = cls()
+        for outcome in outcomes:
+            whole.add(outcome)
+        return whole
 
     def add(self, other: Outcome) -> None:
         """Put groups together."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from rich.table import Table
 
+from loadgen.cost_model import modelled_passes
 from loadgen.quality.cases import BICACHE, COMBINED, NO_CACHE, WITHIN, Case, Plan
 from loadgen.quality.measure import Outcome
 
@@ -57,11 +58,7 @@ def case_section(title: str, rows: Sequence[Row]) -> Section:
 
 
 def gain_section(cells: Sequence[tuple[str, Sequence[Row]]], plan: Plan) -> Section:
-    """Tokens/s over those of the case that reuse is to beat, for each cell by its name.
-
-    The cost model counts rows: in one step of R all but those of the prefix in the reused layers, in the others all
-    but those of the prefix.
-    """
+    """Tokens/s over those of the case that reuse is to beat, for each cell by its name."""
     filled = []
     for name, rows in cells:
         of = {case.name: outcome for case, outcome in rows}
@@ -77,8 +74,7 @@ def gain_section(cells: Sequence[tuple[str, Sequence[Row]]], plan: Plan) -> Sect
 def modelled_cost(outcome: Outcome, plan: Plan) -> float:
     """A step's share of the rows of a whole pass, for BiCache at the outcome's depth and ratio."""
     refreshes = 1 / plan.interval
-    deep = 1 - outcome.ratio * outcome.depth / plan.layers
-    return refreshes * deep + (1 - refreshes) * (1 - outcome.ratio)
+    return modelled_passes(refreshes, 1 - refreshes, outcome.ratio, outcome.depth / plan.layers)
 
 
 def pooled_section(clusters: Sequence[Cluster], seed: int = 0) -> Section:
@@ -89,9 +85,7 @@ def pooled_section(clusters: Sequence[Cluster], seed: int = 0) -> Section:
     rng = np.random.default_rng(seed)
     filled = []
     for name in clusters[0]:
-        total = Outcome()
-        for cluster in clusters:
-            total.add(cluster[name])
+        total = Outcome.total(cluster[name] for cluster in clusters)
         row = [f"{total.exact} of {total.answers}", f"{_exact(total):.1f}", f"{100 * total.right / total.tokens:.1f}"]
         filled.append([name, *row, *_difference(clusters, name, rng)])
     columns = ["answers right", "exact %", "tokens right %", "points to no cache", "95 % interval"]

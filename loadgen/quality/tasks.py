@@ -69,13 +69,12 @@ def keep(rng: random.Random, words: list[str], room: int, questions: int) -> Bod
 def lookup(rng: random.Random, words: list[str], room: int, questions: int) -> Body:
     """Give the values of the asked keys in the order in which they are asked for."""
     asked = room - rng.randint(1, 3)
-    drawn = rng.sample(words, 2 * (asked + rng.randint(1, 4)))
-    values = dict(zip(drawn[::2], drawn[1::2], strict=True))
+    values = _draw_pairs(rng, words, asked + rng.randint(1, 4))
     turns = []
     for _ in range(questions):
         keys = rng.sample(list(values), asked)
         turns.append((f"Values of: {' '.join(keys)}", "".join(f" {values[key]}" for key in keys)))
-    return Body("Pairs: " + ", ".join(f"{key} {value}" for key, value in values.items()), turns)
+    return Body(f"Pairs: {_listed(values)}", turns)
 
 
 def arithmetic(rng: random.Random, words: list[str], room: int, questions: int) -> Body:
@@ -93,8 +92,8 @@ def arithmetic(rng: random.Random, words: list[str], room: int, questions: int) 
         numbers = [(prices[a], prices[b], prices[a] + prices[b]) for a, b in pairs]
         answer = "".join(f" {_NUMBERS[n]}" for of_pair in numbers for n in of_pair)
         turns.append(("Add: " + " ".join(f"{a} {b} sum" for a, b in pairs), answer))
-    listed = rng.sample(articles, len(articles))
-    return Body("Prices: " + ", ".join(f"{word} {_NUMBERS[prices[word]]}" for word in listed), turns)
+    listed = {word: _NUMBERS[prices[word]] for word in rng.sample(articles, len(articles))}
+    return Body(f"Prices: {_listed(listed)}", turns)
 
 
 def choice(rng: random.Random, words: list[str], room: int, questions: int) -> Body:
@@ -103,8 +102,7 @@ def choice(rng: random.Random, words: list[str], room: int, questions: int) -> B
     A question has as many tokens as its answer, as in `arithmetic`.
     """
     asked = (room - 1) // 7
-    drawn = rng.sample(words, 2 * (3 * asked + rng.randint(0, 2)))
-    values = dict(zip(drawn[::2], drawn[1::2], strict=True))
+    values = _draw_pairs(rng, words, 3 * asked + rng.randint(0, 2))
     turns = []
     for _ in range(questions):
         asks, answers = [], []
@@ -116,7 +114,16 @@ def choice(rng: random.Random, words: list[str], room: int, questions: int) -> B
             asks.append(" ".join([key, *(f"{option} {name}" for option, name in zip(options, "ABC", strict=True))]))
             answers.append(f" {values[key]} {letter} is the right answer.")
         turns.append(("A, B or C? " + " ".join(asks), "".join(answers)))
-    return Body("Pairs: " + ", ".join(f"{key} {value}" for key, value in values.items()), turns)
+    return Body(f"Pairs: {_listed(values)}", turns)
+
+
+def _draw_pairs(rng: random.Random, words: list[str], count: int) -> dict[str, str]:
+    drawn = rng.sample(words, 2 * count)
+    return dict(zip(drawn[::2], drawn[1::2], strict=True))
+
+
+def _listed(pairs: dict[str, str]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in pairs.items())
 
 
 TASKS: dict[str, Task] = {"keep": keep, "lookup": lookup, "arithmetic": arithmetic, "choice": choice}
