@@ -1,14 +1,15 @@
 """The native CPU kernels, the one part of the build that pyproject.toml cannot say without saying it thrice.
 
 The same sources are compiled for each instruction set, and the best that the processor has is loaded
-(runtime/native/library.py). All are optional: without a compiler, or for another kind of processor, torch computes.
+(runtime/execution/native/library.py). All are optional: without a compiler, or for another kind of processor, torch
+computes.
 """
 
 from pathlib import Path
 
 from setuptools import Extension, setup
 
-SOURCES = Path("runtime/native/src")
+SOURCES = Path("runtime/execution/native/src")
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"]
 VNNI = [*AVX512, "-mavx512vnni"]
 ISA_FLAGS = {
@@ -31,7 +32,7 @@ FLAGS = [
 setup(
     ext_modules=[
         Extension(
-            f"runtime.native._{isa}",
+            f"runtime.execution.native._{isa}",
             [str(SOURCES / f"{isa}.cpp")],
             depends=sorted(map(str, SOURCES.glob("*.h"))),
             language="c++",

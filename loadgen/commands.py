@@ -6,21 +6,11 @@ import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
-from loadgen import (
-    bench_bicache,
-    bench_compare,
-    bench_denoise,
-    bench_faults,
-    bench_gpu,
-    bench_growth,
-    bench_policies,
-    bench_prefix,
-    bench_scheduler,
-    bench_serve,
-    bench_suite,
-    bench_sweep,
-    bench_tree,
-)
+from loadgen.accuracy import bench_bicache
+from loadgen.faults import bench_faults
+from loadgen.gpu import bench_gpu
+from loadgen.http import bench_compare, bench_prefix, bench_serve, bench_suite, bench_sweep
+from loadgen.micro import bench_denoise, bench_growth, bench_policies, bench_scheduler, bench_tree
 
 
 class Bench(NamedTuple):

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from runtime.output import Output, Submission
-from runtime.sampling_params import SamplingParams
+from runtime.frontend.output import Output, Submission
+from runtime.params import SamplingParams
 
 if TYPE_CHECKING:
-    from runtime.engine import Engine
+    from runtime.engine.offline import Engine
 
 __all__ = ["Engine", "Output", "SamplingParams", "Submission"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "Engine":
-        from runtime.engine import Engine
+        from runtime.engine.offline import Engine
 
         return Engine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from runtime.models.diffusion import Algorithm
+from runtime.params import Algorithm
 
 FinishType = Literal["stop", "length", "abort", "error"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from radix import Node
-from runtime.decoding.grammar import Grammar
-from runtime.sampling_params import SamplingParams
+from runtime.params import SamplingParams
+from runtime.sampling.grammar import Grammar
 
 
 @dataclass(slots=True, eq=False)

@@ -51,7 +51,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from runtime import Engine, Submission
-    from runtime.sampling_params import SamplingParams
+    from runtime.params import SamplingParams
 
     config = config_from(parser, arguments)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
@@ -95,14 +95,14 @@ def _bench(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
-    from runtime.profile.command import add_arguments
+    from runtime.reuse.bicache.profile.command import add_arguments
 
     add_arguments(parser)
     add_options(parser, "model")
 
 
 def _profile(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from runtime.profile.command import profile, settings_from
+    from runtime.reuse.bicache.profile.command import profile, settings_from
 
     return profile(config_from(parser, arguments), settings_from(parser, arguments), arguments)
 

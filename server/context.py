@@ -7,11 +7,11 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from runtime.client import AsyncEngine
 from runtime.config import Config
-from server.auth import Tenant
-from server.gate import Gate
-from server.metrics import Metrics
+from runtime.frontend.async_engine import AsyncEngine
+from server.admin.metrics import Metrics
+from server.auth.keys import Tenant
+from server.http.gate import Gate
 
 
 @dataclass(frozen=True, slots=True)

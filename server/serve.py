@@ -12,15 +12,15 @@ from types import FrameType
 
 import uvicorn
 
-from runtime.client import AsyncEngine
 from runtime.config import Config
 from runtime.errors import RametError
+from runtime.frontend.async_engine import AsyncEngine
 from runtime.logs import set_up_logs
-from server.app import create_app
-from server.auth import Tenant, read_keys
-from server.connections import SEND_BUFFER_BYTES, patient
-from server.dashboard import Feed
-from server.gate import Gate
+from server.admin.dashboard import Feed
+from server.auth.keys import Tenant, read_keys
+from server.http.app import create_app
+from server.http.connections import SEND_BUFFER_BYTES, patient
+from server.http.gate import Gate
 
 log = logging.getLogger("ramet.server")
 

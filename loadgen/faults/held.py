@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from loadgen.faults.victim import Finding, Victim, ids
-from loadgen.summary import spread
+from loadgen.http.summary import spread
 
 _LEVELS = (128, 256, 512, 1000)
 _SLOWER = 2.0

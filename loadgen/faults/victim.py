@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from loadgen.local_server import start_server
+from loadgen.http.local_server import start_server
 
 _IDLE_S = 60.0
 # Memory may grow by so much of what it was.
@@ -92,7 +92,7 @@ class Victim:
     def engine_pid(self) -> int:
         """The process id of the engine. Raises RuntimeError if there is none."""
         for pid in _children(self.process.pid):
-            if b"runtime.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"runtime.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
         raise RuntimeError("the server has no engine process")
 

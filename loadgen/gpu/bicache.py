@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from loadgen.cost_model import modelled_passes
 from loadgen.gpu.drive import Drive
 from loadgen.gpu.records import Figures, Item
+from loadgen.micro.cost_model import modelled_passes
 
 _INTERVAL = 16
 
@@ -36,7 +36,7 @@ _QUESTION = 32
 
 def items(path: Path, device: str, sizes: Sizes) -> Iterator[Item]:
     """Every prefix at every batch, all cases in turn."""
-    table = Path(__file__).parents[2] / "runtime/reuse/depth_tables/llada-8b-instruct.json"
+    table = Path(__file__).parents[2] / "runtime/reuse/bicache/depth_tables/llada-8b-instruct.json"
     options: dict[str, Any] = {"device": device, "random_weights": True, "dtype": "bfloat16"}
     if sizes is FULL:
         options["depth_table"] = table

@@ -41,8 +41,8 @@ def attention(kind: str, page_size: int, heads: tuple[int, int, int]) -> Figures
     """Relative error of FlashInfer on bfloat16 against the reference, computed in float32 on the same numbers."""
     import torch
 
-    from runtime.attention.cpu import CPUAttention
-    from runtime.attention.flashinfer import FlashInferAttention
+    from runtime.execution.attention.cpu import CPUAttention
+    from runtime.execution.attention.flashinfer import FlashInferAttention
     from runtime.kv.pool import KVPool
     from runtime.models.rope import RotaryEmbedding
     from runtime.models.spec import RopeSpec

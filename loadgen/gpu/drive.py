@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runtime.core import EngineCore
+    from runtime.engine.core import EngineCore
 
 
 class Drive:
@@ -24,7 +24,7 @@ class Drive:
     def __init__(self, path: Path, **options: Any):
         """`options`: as of `ramet serve`."""
         from runtime.config import make_config
-        from runtime.cores import open_core
+        from runtime.engine.cores import open_core
 
         self.core: EngineCore = open_core(make_config(model=str(path), **options), path)
         self._draw, self._count = random.Random(0), 0
@@ -36,9 +36,8 @@ class Drive:
 
     def add(self, prompt: array[int], output: int, **diffusion: Any) -> None:
         """A greedy request; `diffusion`: how a diffusion model denoises it."""
-        from runtime.diffusion_params import DiffusionParams
+        from runtime.params import DiffusionParams, SamplingParams
         from runtime.protocol import AddRequest
-        from runtime.sampling_params import SamplingParams
 
         self._count += 1
         sampling = SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=output)

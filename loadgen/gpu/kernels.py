@@ -42,7 +42,7 @@ def _random(*shape: int) -> Any:
 
 
 def _ops() -> Any:
-    from runtime.models.ops import FlashInferOps
+    from runtime.execution.ops import FlashInferOps
 
     return FlashInferOps(64)
 
@@ -73,9 +73,9 @@ def _rotation() -> None:
 def _sampling() -> None:
     import torch
 
-    from runtime.decoding.batched import BatchedSampler
+    from runtime.params import SamplingParams
     from runtime.request import Request
-    from runtime.sampling_params import SamplingParams
+    from runtime.sampling.batched import BatchedSampler
 
     sampler = BatchedSampler(4096, torch.device("cuda"))
     params = SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01)

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from loadgen.gpu.records import Figures, Item
-from loadgen.local_server import start_server
+from loadgen.http.local_server import start_server
 
 _CASES = "abcdef"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from loadgen.gpu.drive import Drive
 from loadgen.gpu.gaps import profile_gaps
 from loadgen.gpu.records import Figures, Item
-from loadgen.timing import timed
+from loadgen.micro.timing import timed
 
 
 @dataclass(frozen=True)

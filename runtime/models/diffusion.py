@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from runtime.errors import ModelError
-
-Algorithm = Literal["low_confidence", "entropy", "maskgit_plus", "topk_margin", "origin"]
+from runtime.params import Algorithm
 
 # architecture -> the decoder family that it is without its causal mask
 FAMILIES = {"LLaDAModelLM": "Llama", "DreamModel": "Qwen2", "LlamaDiffusionModel": "Llama"}

@@ -6,7 +6,6 @@ import math
 
 import torch
 
-from runtime.models.ops import rotate
 from runtime.models.spec import RopeSpec
 
 
@@ -38,6 +37,17 @@ class RotaryEmbedding:
         """Rotate [rows, heads, head_dim], rotated for some positions already, `delta` positions further on."""
         angles = (delta * self.inv_freq)[None]
         return rotate(x, angles.cos(), angles.sin())
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate [rows, heads, head_dim] by half-split RoPE with cos and sin [rows, head_dim / 2]."""
+    half = x.shape[-1] // 2
+    cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
+    first, second = x[..., :half], x[..., half:]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
+    return out
 
 
 def _llama3(inv_freq: torch.Tensor, rope: RopeSpec) -> torch.Tensor:

@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from runtime.errors import ModelError
+from runtime.models.shards import Shard
 from runtime.models.spec import ModelSpec, read_json
-from runtime.parallel.shards import Shard
 
 _BAR_FROM_BYTES = 1 << 30
 # Anything else (float8, integers) is quantised and means nothing without its scales.

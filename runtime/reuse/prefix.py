@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span
-from runtime.reuse.sharing import Stretch, stretches
-from runtime.scheduler import Work
+from runtime.engine.scheduler import Work
+from runtime.reuse.cascade import Stretch, stretches
 
 
 def plan_prefix(work: Sequence[Work], num_layers: int, page_size: int, least_saved_tokens: int = 256) -> ForwardBatch:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import yaml
 
-from server.auth import read_keys
+from server.auth.keys import read_keys
 from tests.docker.compose import DOCKER
 from tests.docker.dashboard import queries
 from tests.server.conftest import guarded  # noqa: F401

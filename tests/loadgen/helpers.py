@@ -5,17 +5,17 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from loadgen.apis import Ask
-from loadgen.arrivals import Closed
-from loadgen.client import Patience
-from loadgen.load import Bounds
-from loadgen.prose import CHARS_PER_TOKEN, Prose
-from loadgen.run import Plan, Prepared, Result, execute
-from loadgen.session import Session
-from loadgen.target import Target
-from loadgen.workloads import Source, Workload
-from loadgen.workloads.base import length
-from loadgen.workloads.prompts import Unique
+from loadgen.http.apis import Ask
+from loadgen.http.arrivals import Closed
+from loadgen.http.client import Patience
+from loadgen.http.load import Bounds
+from loadgen.http.prose import CHARS_PER_TOKEN, Prose
+from loadgen.http.run import Plan, Prepared, Result, execute
+from loadgen.http.session import Session
+from loadgen.http.target import Target
+from loadgen.http.workloads import Source, Workload
+from loadgen.http.workloads.base import length
+from loadgen.http.workloads.prompts import Unique
 
 SHORT = Unique(prompt_tokens=length("12"), output_tokens=length("4"))
 

@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from tests.diffusion.models import save_tiny
+from tests.runtime.reuse.bicache.models import save_tiny
 
 
 @dataclass
@@ -50,7 +50,7 @@ class LiveServer:
         children = subprocess.run(
             ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True, text=True
         )
-        return next(int(line.split()[0]) for line in children.stdout.splitlines() if "runtime.process" in line)
+        return next(int(line.split()[0]) for line in children.stdout.splitlines() if "runtime.engine.process" in line)
 
 
 def start(log: Path, *options: str, verify: ssl.SSLContext | bool = True) -> LiveServer:

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from runtime.config import Config
-from server.app import create_app
-from server.auth import BadKeys, Tenant, read_keys
+from server.auth.keys import BadKeys, Tenant, read_keys
+from server.http.app import create_app
 from tests.server.conftest import start, stop
 
 KEYS = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from server.limits import BodyLimit
-from server.refusal import Refusal
+from server.http.limits import BodyLimit
+from server.http.refusal import Refusal
 
 LIMIT = 1000
 CHUNKED = [(b"transfer-encoding", b"chunked")]

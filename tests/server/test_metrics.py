@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.rate import Rate
+from server.http.rate import Rate
 
 LABELS = '{model_name="smollm2"}'
 

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from runtime.logs import set_up_logs
-from server.access import AccessLog
+from server.http.access import AccessLog
 from tests.server.conftest import start, stop
 from tests.server.test_faults import LONG, streams
 

@@ -8,8 +8,8 @@ import json
 import pytest
 
 from runtime.errors import EngineDead
-from server import sse
-from server.sse import EventStream
+from server.http import sse
+from server.http.sse import EventStream
 
 DONE = "data: [DONE]"
 

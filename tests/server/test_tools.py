@@ -7,7 +7,7 @@ import json
 import openai
 import pytest
 
-from server.tools import CallReader, Tool, _moved, render_chat
+from server.openai.tools import CallReader, Tool, _moved, render_chat
 from tests.server.test_openai import MODEL
 
 WEATHER = {

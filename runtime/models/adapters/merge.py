@@ -16,7 +16,6 @@ from runtime.errors import ModelError
 from runtime.models.default_model import fetch_default
 from runtime.models.publishing import publish
 from runtime.models.spec import ModelSpec, read_json
-from runtime.reuse.depth import FILE_NAME
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +23,9 @@ if TYPE_CHECKING:
 # `<empty_output>`: reserved in SmolLM2's vocabulary, and in no text.
 MASK_TOKEN_ID = 16
 MASK_EMBEDDING = "mask_embedding"
+
+# A table of this name in a model's directory belongs to the model; BiCache reads it.
+DEPTH_TABLE_FILE = "depth_table.json"
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
@@ -52,7 +54,7 @@ def merge_adapter(base: Path, adapter: Path, models: Path, name: str) -> Path:
     Raises:
         ModelError: as `build_adapted`.
     """
-    table = adapter.with_suffix(f".{FILE_NAME}")
+    table = adapter.with_suffix(f".{DEPTH_TABLE_FILE}")
     tables = [table] if table.exists() else []
     target = models / f"{name}-{_digest([adapter, *tables])}"
     if (target / "config.json").exists():
@@ -75,7 +77,7 @@ def merge_adapter(base: Path, adapter: Path, models: Path, name: str) -> Path:
             for file_name in _TOKENIZER_FILES:
                 shutil.copyfile(base / file_name, work / file_name)
             for table in tables:
-                shutil.copyfile(table, work / FILE_NAME)
+                shutil.copyfile(table, work / DEPTH_TABLE_FILE)
             publish(work, target)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from None

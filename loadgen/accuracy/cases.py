@@ -1,0 +1,116 @@
+"""The ways to treat a shared prefix that are compared, as parameters of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from runtime.params import DiffusionParams
+
+# Rows of the table that others are compared with.
+NO_CACHE = "no cache"
+WITHIN = "refreshed within the request (d = 0)"
+BICACHE = "BiCache"
+# Fast-dLLM's two caches, and each with BiCache under it.
+COMBINED = {
+    "Fast-dLLM, prefix cache": "BiCache + Fast-dLLM, prefix cache",
+    "Fast-dLLM, dual cache": "BiCache + Fast-dLLM, dual cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What all cases have in common.
+
+    Attributes:
+        room: tokens of the canvas.
+        steps: denoising steps, where a threshold does not end them sooner.
+        block: tokens of a block of the Fast-dLLM cases; the others have one block.
+        interval: R, steps between refreshes.
+        threshold: confidence from which the Fast-dLLM cases decide a token.
+        depth: layers that BiCache reuses; None: by the model's table.
+        layers: of the model.
+    """
+
+    room: int
+    steps: int
+    block: int
+    interval: int
+    threshold: float
+    depth: int | None
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One row of the table.
+
+    Attributes:
+        name: in the table.
+        fields: of `DiffusionParams`, without the prefix's length.
+        value: where it stands in a sweep.
+    """
+
+    name: str
+    fields: dict[str, object]
+    value: float = 0.0
+
+    @property
+    def is_reusing(self) -> bool:
+        """Whether the prefix has to be encoded before."""
+        return self.fields.get("reuse") is not False
+
+    def params(self, prefix_tokens: int) -> DiffusionParams:
+        """The parameters of a request whose prefix has so many tokens."""
+        return DiffusionParams.model_validate({**self.fields, "prefix_tokens": prefix_tokens})
+
+
+def table_cases(plan: Plan) -> list[Case]:
+    """The rows of the paper's Table 1, and the ablations that it lacks.
+
+    Fast-dLLM alone refreshes the prefix once a block, as it is published; with BiCache under it, the prefix's deep
+    layers at most once in `interval` steps, at a block's beginning.
+    """
+    whole = {"gen_length": plan.room, "steps": plan.steps, "block_length": plan.room, "refresh_interval": plan.interval}
+    blocks = {**whole, "block_length": plan.block, "threshold": plan.threshold}
+    cases = [
+        Case(NO_CACHE, {**whole, "reuse": False}),
+        Case("naive reuse of all layers", {**whole, "depth": plan.layers}),
+        Case(WITHIN, {**whole, "depth": 0}),
+        Case(BICACHE, {**whole, "depth": plan.depth}),
+    ]
+    for (alone, both), cache in zip(COMBINED.items(), ("prefix", "dual"), strict=True):
+        cases.append(Case(alone, {**blocks, "reuse": False, "cache": cache}))
+        cases.append(Case(both, {**blocks, "depth": plan.depth, "cache": cache}))
+    return cases
+
+
+def depth_cases(plan: Plan, depths: list[int]) -> list[Case]:
+    """BiCache alone by depth."""
+    return [Case(f"d = {depth}", _alone(plan, depth), depth) for depth in depths]
+
+
+def threshold_cases(plan: Plan, depths: dict[float, int]) -> list[Case]:
+    """BiCache alone by the threshold that makes the paper's rule say a depth."""
+    return [Case(f"tau = {threshold:g}", _alone(plan, depth), threshold) for threshold, depth in depths.items()]
+
+
+def rule_cases(plan: Plan, depths: dict[str, int]) -> list[Case]:
+    """No cache, and BiCache alone with the depth that each rule says."""
+    none = Case(NO_CACHE, {**_alone(plan, 0), "reuse": False})
+    del none.fields["depth"]
+    return [none, *(Case(rule, _alone(plan, depth)) for rule, depth in depths.items())]
+
+
+def _alone(plan: Plan, depth: int | None) -> dict[str, object]:
+    return {
+        "gen_length": plan.room,
+        "steps": plan.steps,
+        "block_length": plan.room,
+        "refresh_interval": plan.interval,
+        "depth": depth,
+    }
+
+
+def interval_cases(plan: Plan, intervals: list[int]) -> list[Case]:
+    """BiCache alone by R."""
+    return [Case(f"R = {n}", _alone(replace(plan, interval=n), plan.depth), n) for n in intervals]

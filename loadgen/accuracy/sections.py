@@ -1,0 +1,110 @@
+"""The tables that `ramet bench bicache` prints and writes: what each case did, what reuse gains, all cells together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.table import Table
+
+from loadgen.accuracy.cases import BICACHE, COMBINED, NO_CACHE, WITHIN, Case, Plan
+from loadgen.accuracy.measure import Outcome
+from loadgen.micro.cost_model import modelled_passes
+
+Row = tuple[Case, Outcome]
+
+# Outcomes of one list of a task by case, over its ratios: what rises and falls together.
+Cluster = dict[str, Outcome]
+
+_DRAWS = 2000
+
+_COLUMNS: dict[str, Callable[[Outcome], str]] = {
+    "exact %": lambda o: f"{_exact(o):.1f}",
+    "tokens right %": lambda o: f"{100 * o.right / o.tokens:.1f}",
+    "tokens/s": lambda o: f"{_speed(o):.1f}",
+    "rows/answer": lambda o: f"{o.rows / o.answers:.0f}",
+    "depth": lambda o: str(o.depth),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A table with a title; the first column of `rows` names the row and has no head."""
+
+    title: str
+    columns: Sequence[str]
+    rows: list[list[str]]
+
+    def table(self) -> Table:
+        """For the terminal."""
+        table = Table(title=self.title)
+        for column in ("", *self.columns):
+            table.add_column(column, justify="right" if column else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        """For a file."""
+        lines = [f"{self.title}\n", f"| | {' | '.join(self.columns)} |", "| --- |" + " --- |" * len(self.columns)]
+        return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in self.rows)])
+
+
+def case_section(title: str, rows: Sequence[Row]) -> Section:
+    """What each case of a cell did."""
+    filled = [[case.name, *(column(outcome) for column in _COLUMNS.values())] for case, outcome in rows]
+    return Section(title, list(_COLUMNS), filled)
+
+
+def gain_section(cells: Sequence[tuple[str, Sequence[Row]]], plan: Plan) -> Section:
+    """Tokens/s over those of the case that reuse is to beat, for each cell by its name."""
+    filled = []
+    for name, rows in cells:
+        of = {case.name: outcome for case, outcome in rows}
+        gain, model = _speed(of[BICACHE]) / _speed(of[NO_CACHE]), 1 / modelled_cost(of[BICACHE], plan)
+        beaten = [_speed(of[BICACHE]) / _speed(of[WITHIN])]
+        beaten += [_speed(of[both]) / _speed(of[alone]) for alone, both in COMBINED.items()]
+        filled.append([name, *(f"{value:.2f}" for value in (gain, model, gain / model, *beaten))])
+    columns = ["BiCache over no cache", "cost model", "share of it", "over d = 0"]
+    columns += [f"with {alone} over it alone" for alone in COMBINED]
+    return Section("times the tokens/s", columns, filled)
+
+
+def modelled_cost(outcome: Outcome, plan: Plan) -> float:
+    """A step's share of the rows of a whole pass, for BiCache at the outcome's depth and ratio."""
+    refreshes = 1 / plan.interval
+    return modelled_passes(refreshes, 1 - refreshes, outcome.ratio, outcome.depth / plan.layers)
+
+
+def pooled_section(clusters: Sequence[Cluster], seed: int = 0) -> Section:
+    """All cells together, and how far each case's answers lie from those without a cache.
+
+    The interval is of the difference between the two, in points, by a bootstrap over the clusters.
+    """
+    rng = np.random.default_rng(seed)
+    filled = []
+    for name in clusters[0]:
+        total = Outcome.total(cluster[name] for cluster in clusters)
+        row = [f"{total.exact} of {total.answers}", f"{_exact(total):.1f}", f"{100 * total.right / total.tokens:.1f}"]
+        filled.append([name, *row, *_difference(clusters, name, rng)])
+    columns = ["answers right", "exact %", "tokens right %", "points to no cache", "95 % interval"]
+    return Section("all tasks and ratios", columns, filled)
+
+
+def _difference(clusters: Sequence[Cluster], name: str, rng: np.random.Generator) -> list[str]:
+    if name == NO_CACHE:
+        return ["", ""]
+    more = np.array([cluster[name].exact - cluster[NO_CACHE].exact for cluster in clusters])
+    answers = np.array([cluster[name].answers for cluster in clusters])
+    draws = rng.integers(len(clusters), size=(_DRAWS, len(clusters)))
+    low, high = np.percentile(100 * more[draws].sum(1) / answers[draws].sum(1), (2.5, 97.5))
+    return [f"{100 * more.sum() / answers.sum():+.1f}", f"{low:+.1f} to {high:+.1f}"]
+
+
+def _exact(outcome: Outcome) -> float:
+    return 100 * outcome.exact / outcome.answers
+
+
+def _speed(outcome: Outcome) -> float:
+    return outcome.generated / outcome.seconds

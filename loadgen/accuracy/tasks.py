@@ -1,0 +1,170 @@
+"""Seeded tasks whose answers depend on the whole prefix: what a reuse of stale prefix rows would get wrong.
+
+Every example is a chat of one system message (the prefix, which requests share) and one user message (the suffix).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from loadgen.accuracy.vocabulary import Vocabulary
+
+_SYSTEM, _USER, _ASSISTANT = (
+    "<|im_start|>system\n",
+    "<|im_end|>\n<|im_start|>user\n",
+    "<|im_end|>\n<|im_start|>assistant\n",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Token ids of one request.
+
+    Attributes:
+        prefix: the system message, up to where the user's begins.
+        suffix: the user's message, up to where the answer begins.
+        answer: as long as the canvas; ends of text fill what the answer leaves.
+    """
+
+    prefix: list[int]
+    suffix: list[int]
+    answer: list[int]
+
+    @property
+    def ids(self) -> list[int]:
+        """The whole sequence."""
+        return self.prefix + self.suffix + self.answer
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A task's texts: what the system message ends with, and questions about it with their answers."""
+
+    system: str
+    turns: list[tuple[str, str]]
+
+
+_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+Task = Callable[[random.Random, list[str], int, int], Body]
+
+
+def keep(rng: random.Random, words: list[str], room: int, questions: int) -> Body:
+    """Repeat a list in order without the items that the user removes; `room` tokens hold the answer.
+
+    All questions about one list have answers of one length.
+    """
+    kept = room - rng.randint(1, 3)
+    removed = rng.randint(max(1, room // 8), max(2, room // 4))
+    items = rng.sample(words, kept + removed)
+    turns = []
+    for _ in range(questions):
+        out = rng.sample(items, removed)
+        turns.append((f"Remove: {' '.join(out)}", "".join(f" {item}" for item in items if item not in set(out))))
+    return Body(f"Items: {' '.join(items)}", turns)
+
+
+def lookup(rng: random.Random, words: list[str], room: int, questions: int) -> Body:
+    """Give the values of the asked keys in the order in which they are asked for."""
+    asked = room - rng.randint(1, 3)
+    values = _draw_pairs(rng, words, asked + rng.randint(1, 4))
+    turns = []
+    for _ in range(questions):
+        keys = rng.sample(list(values), asked)
+        turns.append((f"Values of: {' '.join(keys)}", "".join(f" {values[key]}" for key in keys)))
+    return Body(f"Pairs: {_listed(values)}", turns)
+
+
+def arithmetic(rng: random.Random, words: list[str], room: int, questions: int) -> Body:
+    """Give the prices of pairs of articles and, after each pair, their sum, as words for one to nine.
+
+    What is asked has a word for each of the answer's, so that both are as far from each other everywhere.
+    """
+    asked = (room - 1) // 3
+    articles = rng.sample(words, 2 * (asked + rng.randint(1, 2)))
+    prices = {word: rng.randint(1, 6 if i % 2 else 3) for i, word in enumerate(articles)}
+    turns = []
+    for _ in range(questions):
+        cheap, dear = rng.sample(articles[::2], asked), rng.sample(articles[1::2], asked)
+        pairs = [rng.sample(pair, 2) for pair in zip(cheap, dear, strict=True)]
+        numbers = [(prices[a], prices[b], prices[a] + prices[b]) for a, b in pairs]
+        answer = "".join(f" {_NUMBERS[n]}" for of_pair in numbers for n in of_pair)
+        turns.append(("Add: " + " ".join(f"{a} {b} sum" for a, b in pairs), answer))
+    listed = {word: _NUMBERS[prices[word]] for word in rng.sample(articles, len(articles))}
+    return Body(f"Prices: {_listed(listed)}", turns)
+
+
+def choice(rng: random.Random, words: list[str], room: int, questions: int) -> Body:
+    """For each question, a key and three values of the system message, give the key's and the letter behind it.
+
+    A question has as many tokens as its answer, as in `arithmetic`.
+    """
+    asked = (room - 1) // 7
+    values = _draw_pairs(rng, words, 3 * asked + rng.randint(0, 2))
+    turns = []
+    for _ in range(questions):
+        asks, answers = [], []
+        keys = rng.sample(list(values), 3 * asked)
+        for key, *others in zip(*(keys[i::3] for i in range(3)), strict=True):
+            options = [values[key], *(values[other] for other in others)]
+            rng.shuffle(options)
+            letter = "ABC"[options.index(values[key])]
+            asks.append(" ".join([key, *(f"{option} {name}" for option, name in zip(options, "ABC", strict=True))]))
+            answers.append(f" {values[key]} {letter} is the right answer.")
+        turns.append(("A, B or C? " + " ".join(asks), "".join(answers)))
+    return Body(f"Pairs: {_listed(values)}", turns)
+
+
+def _draw_pairs(rng: random.Random, words: list[str], count: int) -> dict[str, str]:
+    drawn = rng.sample(words, 2 * count)
+    return dict(zip(drawn[::2], drawn[1::2], strict=True))
+
+
+def _listed(pairs: dict[str, str]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in pairs.items())
+
+
+TASKS: dict[str, Task] = {"keep": keep, "lookup": lookup, "arithmetic": arithmetic, "choice": choice}
+
+
+class Source:
+    """Examples of the tasks. The same seed gives the same examples, and different seeds share none but by chance."""
+
+    def __init__(self, vocabulary: Vocabulary, seed: object):
+        self._vocabulary = vocabulary
+        self._seed = seed
+
+    def group(self, task: str, number: int, room: int, questions: int = 1, prefix: int = 0) -> list[Example]:
+        """Requests that share one prefix.
+
+        Args:
+            task: a name of `TASKS`.
+            number: which group.
+            room: tokens of the canvas.
+            questions: how many requests.
+            prefix: tokens of the prefix at least; prose before the task's own text fills it.
+        """
+        vocabulary, key = self._vocabulary, (self._seed, task, number, room)
+        rng = random.Random(repr(key))
+        body = TASKS[task](rng, vocabulary.words, room, questions)
+        start, own = vocabulary.encode(_SYSTEM), vocabulary.encode(f"{body.system}") + vocabulary.encode(_USER)
+        fill = vocabulary.filler(max(0, prefix - len(start) - len(own)), key)
+        shared = start + fill + own
+        turns = ((vocabulary.encode(asked) + vocabulary.encode(_ASSISTANT), answer) for asked, answer in body.turns)
+        return [Example(shared, suffix, self._canvas(answer, room)) for suffix, answer in turns]
+
+    def batch(self, task: str, number: int, room: int, size: int, length: int = 0) -> Iterator[Example]:
+        """Requests with prefixes of their own, all of one length in tokens: `length`, or what the longest needs."""
+        drawn = [(i, self.group(task, number * 4096 + i, room)[0]) for i in range(size)]
+        total = max(length, *(len(example.ids) for _, example in drawn))
+        for i, example in drawn:
+            want = total - len(example.suffix) - room
+            yield self.group(task, number * 4096 + i, room, prefix=want)[0]
+
+    def _canvas(self, answer: str, room: int) -> list[int]:
+        ids = self._vocabulary.encode(answer)
+        if len(ids) >= room:
+            raise ValueError(f"an answer of {len(ids)} tokens and its end do not fit into {room}")
+        return ids + [self._vocabulary.end] * (room - len(ids))

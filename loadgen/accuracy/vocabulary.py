@@ -1,0 +1,47 @@
+"""Words that are one token each after a space, and the pieces of a chat prompt, as ids of the default tokenizer."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+from loadgen.http.prose import Prose
+from runtime.models.tokenizer import Tokenizer
+
+
+@cache
+def word_list() -> tuple[str, ...]:
+    """Common nouns."""
+    return tuple((files("loadgen.accuracy") / "words.txt").read_text("utf-8").split())
+
+
+class Vocabulary:
+    """Text to ids, words and prose.
+
+    Args:
+        directory: of the model, for its tokenizer; the chat pieces are ChatML's, as SmolLM2 has them.
+    """
+
+    def __init__(self, directory: Path):
+        self._tokenizer = Tokenizer.load(directory)
+        self._line = self.encode("\n")
+        self.end = self.encode("<|im_end|>")[0]
+        self.words = [word for word in word_list() if len(self.encode(" " + word)) == 1]
+        self._prose = Prose(random.Random(0))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a piece of text, without anything added."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text without special tokens, stripped."""
+        return self._tokenizer.decode(ids).strip()
+
+    def filler(self, tokens: int, *key: object) -> list[int]:
+        """Exactly `tokens` ids of prose that end with a line; the same key gives the same ids."""
+        if not tokens:
+            return []
+        ids = self.encode(self._prose.reseeded(*key).text(1.5 * tokens + 20))
+        return ids[: tokens - 1] + self._line

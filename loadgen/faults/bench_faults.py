@@ -1,0 +1,84 @@
+"""`ramet bench faults`: a server of its own is treated badly, and looked at afterwards."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from loadgen.faults.clients import fuzz, large, slow, storm
+from loadgen.faults.endings import drain, kill
+from loadgen.faults.held import held
+from loadgen.faults.soak import soak
+from loadgen.faults.victim import Finding, Victim, victim
+from loadgen.http import options
+
+
+class Case(NamedTuple):
+    """A case, and what the server needs for it."""
+
+    run: Callable[[Victim, float, random.Random], Awaitable[Finding]]
+    options: tuple[str, ...] = ()
+
+
+_POOL = ("--pool-tokens", "4096")
+CASES = {
+    "storm": Case(storm, _POOL),
+    "slow": Case(slow, (*_POOL, "--client-timeout", "3")),
+    "large": Case(large, _POOL),
+    "fuzz": Case(fuzz, (*_POOL, "--max-output-tokens", "64")),
+    "kill": Case(kill, (*_POOL, "--on-engine-death", "restart")),
+    "drain": Case(drain, _POOL),
+    "held": Case(held, ("--pool-tokens", "16384")),
+    # Equal answers are promised in float32. The pool is too small for what runs, so that requests give way, too.
+    "soak": Case(soak, ("--pool-tokens", "1024", "--max-running", "20", "--dtype", "float32", "--debug-invariants")),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The benchmark's options."""
+    parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES), help="default: all of them")
+    parser.add_argument(
+        "--scale", type=options.positive, default=1.0, metavar="X", help="of every number and duration; default: 1"
+    )
+    parser.add_argument("--seed", type=options.whole, default=0, metavar="N", help="default: 0")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="every figure")
+    parser.add_argument("server_options", nargs="*", help="after --: options for the servers that are started")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the cases; 0 if the server stood them all, else 1."""
+    from loadgen.http.files import write_json
+    from loadgen.http.tables import wide_console
+
+    console = wide_console()
+    findings = {}
+    for name in arguments.case:
+        console.print(f"{name} ...")
+        findings[name] = asyncio.run(_run(CASES[name], arguments))
+        for problem in findings[name].problems:
+            console.print(f"  {problem}", style="red", markup=False)
+    _report(console, findings)
+    if arguments.json:
+        write_json(
+            arguments.json, {"format": "ramet-faults-1"} | {name: vars(found) for name, found in findings.items()}
+        )
+    return int(any(found.problems for found in findings.values()))
+
+
+async def _run(case: Case, arguments: argparse.Namespace) -> Finding:
+    async with victim([*case.options, *arguments.server_options]) as server:
+        return await case.run(server, arguments.scale, random.Random(arguments.seed))
+
+
+def _report(console: Console, findings: dict[str, Finding]) -> None:
+    table = Table("case", "done", "seen", "stood", title="what the server was put through")
+    for name, found in findings.items():
+        table.add_row(name, found.done, found.seen, "no" if found.problems else "yes")
+    console.print(table)

@@ -1,0 +1,81 @@
+"""`ramet bench gpu`: correctness and speed of the GPU path, written down with machine and versions.
+
+Each part stays below nine minutes and goes on where it was ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from loadgen.gpu.records import Item, Records, describe_machine
+
+PARTS = ("kernels", "correctness", "speed", "bicache", "server")
+_RESULTS = Path(__file__).parents[1] / "results"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The benchmark's options."""
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--out", type=Path, default=_RESULTS, help=f"where results go; default: {_RESULTS}")
+    parser.add_argument("--limit", type=float, default=480, help="seconds after which nothing is begun (default: 480)")
+    parser.add_argument("--model", help="correctness: default: the default model, else one at random")
+    parser.add_argument("--tokenizer", type=Path, help="server: a directory; default: the default model's")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help=argparse.SUPPRESS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure what has no figures yet; 2 where there is no GPU, 3 if the time was up before the end."""
+    import torch
+
+    if unknown := set(arguments.parts) - set(PARTS):
+        print(f"ramet bench: gpu: no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}", file=sys.stderr)
+        return 2
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("ramet bench: gpu: torch finds no CUDA device", file=sys.stderr)
+        return 2
+    done = True
+    with tempfile.TemporaryDirectory() as directory:
+        for part in arguments.parts or PARTS:
+            records = Records(arguments.out / f"gpu-{part}.json", describe_machine(arguments.device))
+            done = records.measure(_items(part, arguments, Path(directory)), arguments.limit) and done
+    return 0 if done else 3
+
+
+def _items(part: str, arguments: argparse.Namespace, directory: Path) -> Iterator[Item]:
+    from loadgen.gpu import bicache, correctness, kernels, serving, shapes, speed
+
+    device, tiny = arguments.device, arguments.device == "cpu"
+    if part == "kernels":
+        return kernels.items(device)
+    if part == "correctness":
+        return correctness.items(_model(arguments.model), device, directory)
+    if part == "speed":
+        sizes = speed.TINY if tiny else speed.FULL
+        return speed.items(shapes.write_shape(sizes.shape, directory), device, sizes)
+    if part == "bicache":
+        cases = bicache.TINY if tiny else bicache.FULL
+        return bicache.items(shapes.write_shape(cases.shape, directory), device, cases)
+    path = shapes.write_shape("llama-tiny" if tiny else "llama-8b", directory)
+    source = arguments.tokenizer or _model(None)
+    if source is None:
+        raise FileNotFoundError("the server needs a tokenizer: --tokenizer DIRECTORY")
+    serving.with_tokenizer(path, source)
+    return serving.items(path, device, directory, (2,) if tiny else (32, 256), 0.1 if tiny else 1.0)
+
+
+def _model(name: str | None) -> Path | None:
+    """The directory of a model; None if none is named and the default one is not to be had."""
+    from runtime.config import make_config
+    from runtime.errors import ModelError
+    from runtime.models.resolve import resolve_model
+
+    try:
+        return resolve_model(make_config(**({} if name is None else {"model": name})).model)
+    except ModelError:
+        if name is not None:
+            raise
+        return None

@@ -1,0 +1,1 @@
+"""Load on any server, over HTTP alone."""

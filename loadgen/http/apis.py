@@ -1,0 +1,208 @@
+"""The three APIs: what is sent, and what the pieces of the answer mean."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from loadgen.http.record import Record
+from loadgen.http.session import Conversation
+
+_MOST = 1 << 53  # beyond it a float no longer counts in ones
+
+
+class Rubbish(ValueError):
+    """The server sent what is no event of its API."""
+
+
+class ServerError(Exception):
+    """The server sent an error within the stream."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What every request of a run has in common.
+
+    Attributes:
+        model: its name, as the server has it.
+        fixed_output: how exact output lengths are asked for: "ignore_eos", "min_tokens", or "" for not at all.
+        temperature: of sampling; 0 is greedy.
+        extra: further fields of the body.
+    """
+
+    model: str
+    fixed_output: str = "ignore_eos"
+    temperature: float = 0.0
+    extra: dict[str, Any] | None = None
+
+
+class Answer(ABC):
+    """An answer as it comes: `take` every event, then look at the record."""
+
+    def __init__(self, record: Record):
+        self.record = record
+        self.text = ""
+        self.finished = False
+
+    def take(self, data: bytes, now_s: float) -> None:
+        """Book one event. Raises Rubbish or ServerError."""
+        try:
+            event = msgspec.json.decode(data)
+            if not isinstance(event, dict):
+                raise TypeError("not an object")
+            if error := event.get("error"):
+                raise ServerError(error.get("message") if isinstance(error, dict) else str(error))
+            if self._read(event):
+                self.record.arrivals_s.append(now_s)
+        except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise Rubbish(f"{error!r} in {data[:200]!r}") from error
+
+    def end(self) -> None:
+        """Fill in what the server did not tell."""
+        record = self.record
+        if record.arrivals_s:
+            record.first_s = record.arrivals_s[0]
+        if record.counted_by == "pieces":
+            record.output_tokens = len(record.arrivals_s)
+
+    @abstractmethod
+    def _read(self, event: dict[str, Any]) -> bool:
+        """Book an event's text, counts and finish; whether it carried output."""
+
+    def _count(self, prompt: Any, output: Any, cached: Any) -> None:
+        record = self.record
+        if prompt is not None:
+            record.prompt_tokens = _amount(prompt, int)
+        if output is not None:
+            record.output_tokens, record.counted_by = _amount(output, int), "server"
+        if cached is not None:
+            record.cached_tokens = _amount(cached, int)
+
+    def _finish(self, reason: str) -> None:
+        self.finished, self.record.finish_reason = True, reason
+
+
+def _amount(value: Any, kinds: Any) -> Any:
+    """A count or a time that figures can be made of. Raises Rubbish."""
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < _MOST:
+        raise Rubbish(f"{value!r} is no count or time")
+    return value
+
+
+class GenerateAnswer(Answer):
+    """SGLang's: the text so far in every event, or only what is new; counts in `meta_info`."""
+
+    def _read(self, event: dict[str, Any]) -> bool:
+        meta, before = event["meta_info"], self.record.output_tokens
+        self._count(meta.get("prompt_tokens"), meta.get("completion_tokens"), meta.get("cached_tokens"))
+        text = event["text"]
+        grew = self.record.output_tokens > before or (self.record.counted_by == "pieces" and bool(text))
+        # The new text where it is told apart; else the text so far, unless the server streams only what is new.
+        if "delta" in event:
+            self.text += event["delta"]
+        else:
+            self.text = text if text.startswith(self.text) else self.text + text
+        if (queue_s := meta.get("queue_time")) is not None:
+            self.record.queue_s = _amount(queue_s, (int, float))
+        if (prefill_s := meta.get("prefill_time")) is not None:
+            self.record.prefill_s = _amount(prefill_s, (int, float))
+        if reason := meta.get("finish_reason"):
+            self._finish(str(reason["type"]))
+        return grew
+
+
+class OpenAIAnswer(Answer):
+    """OpenAI's: choices with new text, usage in one of the last events."""
+
+    def _read(self, event: dict[str, Any]) -> bool:
+        if usage := event.get("usage"):
+            details = usage.get("prompt_tokens_details") or {}
+            self._count(usage.get("prompt_tokens"), usage.get("completion_tokens"), details.get("cached_tokens"))
+        if timings := event.get("timings"):
+            # llama.cpp's own: `prompt_n` were computed, `cache_n` were not.
+            self._count(None, timings.get("predicted_n"), timings.get("cache_n"))
+        text = ""
+        for choice in event["choices"]:
+            text += self._new_text(choice)
+            if reason := choice.get("finish_reason"):
+                self._finish(str(reason))
+        self.text += text
+        # A last event with nothing but the reason, or tokens whose text is not shown: the first of them still counts.
+        return bool(text) or (self.finished and bool(event["choices"]) and not self.record.arrivals_s)
+
+    def _new_text(self, choice: dict[str, Any]) -> str:
+        return choice.get("text") or ""
+
+
+class ChatAnswer(OpenAIAnswer):
+    """The chat API's: new text in `delta`, reasoning included."""
+
+    def _new_text(self, choice: dict[str, Any]) -> str:
+        delta = choice.get("delta") or {}
+        return (delta.get("reasoning_content") or "") + (delta.get("content") or "")
+
+
+class Api(ABC):
+    """One API."""
+
+    path: str
+    answer: type[Answer]
+
+    @abstractmethod
+    def body(self, conversation: Conversation, tokens: int | None, ask: Ask) -> dict[str, Any]:
+        """The request's body; `tokens` is the wanted length of the answer."""
+
+
+class Generate(Api):
+    """SGLang's `/generate`."""
+
+    path, answer = "/generate", GenerateAnswer
+
+    def body(self, conversation: Conversation, tokens: int | None, ask: Ask) -> dict[str, Any]:
+        """See Api."""
+        sampling: dict[str, Any] = {"temperature": ask.temperature}
+        if tokens is not None:
+            sampling |= {"max_new_tokens": tokens} | _fixed(ask, "min_new_tokens", tokens)
+        extra = dict(ask.extra or {})
+        sampling |= extra.pop("sampling_params", {})
+        return {"text": conversation.as_text(), "sampling_params": sampling, "stream": True, **extra}
+
+
+class Completions(Api):
+    """OpenAI's `/v1/completions`."""
+
+    path, answer = "/v1/completions", OpenAIAnswer
+
+    def body(self, conversation: Conversation, tokens: int | None, ask: Ask) -> dict[str, Any]:
+        """See Api."""
+        return {"prompt": conversation.as_text(), **_openai(tokens, ask)}
+
+
+class Chat(Api):
+    """OpenAI's `/v1/chat/completions`."""
+
+    path, answer = "/v1/chat/completions", ChatAnswer
+
+    def body(self, conversation: Conversation, tokens: int | None, ask: Ask) -> dict[str, Any]:
+        """See Api."""
+        return {"messages": conversation.as_chat(), **_openai(tokens, ask)}
+
+
+def _openai(tokens: int | None, ask: Ask) -> dict[str, Any]:
+    body: dict[str, Any] = {"model": ask.model, "temperature": ask.temperature, "stream": True}
+    body["stream_options"] = {"include_usage": True}
+    if tokens is not None:
+        body |= {"max_tokens": tokens} | _fixed(ask, "min_tokens", tokens)
+    return body | (ask.extra or {})
+
+
+def _fixed(ask: Ask, least: str, tokens: int) -> dict[str, Any]:
+    if ask.fixed_output == "ignore_eos":
+        return {"ignore_eos": True}
+    return {least: tokens} if ask.fixed_output == "min_tokens" else {}
+
+
+APIS: dict[str, type[Api]] = {"generate": Generate, "chat": Chat, "completions": Completions}

@@ -1,0 +1,154 @@
+"""Sends one request and reads its stream; every way in which that can fail has a name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from loadgen.http.apis import Answer, Api, Ask, Rubbish, ServerError
+from loadgen.http.record import Record
+from loadgen.http.session import Conversation
+from loadgen.http.sse import EventSplitter
+
+_CONNECT_S = 10.0
+
+
+class Failed(Exception):
+    """A request that failed; `kind` goes into the report."""
+
+    def __init__(self, kind: str, message: str = ""):
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a request may take.
+
+    Attributes:
+        total_s: from sending to the end.
+        stall_s: without a byte, the first included.
+    """
+
+    total_s: float = 600.0
+    stall_s: float = 300.0
+
+
+class Client:
+    """One server, one API. To be entered before use."""
+
+    def __init__(self, url: str, api: Api, ask: Ask, patience: Patience, key: str | None = None):
+        self._url = url.rstrip("/") + api.path
+        self._api = api
+        self._ask = ask
+        self._patience = patience
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    async def __aenter__(self) -> Client:
+        # How many requests are open is for the load to say, not for the connector.
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._patience.stall_s)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def send(self, conversation: Conversation, record: Record, now_s: Callable[[], float]) -> str:
+        """Send the conversation as it stands; fills the record and returns the answer's text. Fails in the record."""
+        body = self._api.body(conversation, record.wanted_tokens, self._ask)
+        record.prompt_chars = sum(len(part) for message in conversation.messages for part in message.parts)
+        answer = self._api.answer(record)
+        record.sent_s = now_s()
+        try:
+            async with asyncio.timeout(self._patience.total_s):
+                await self._stream(body, answer, now_s)
+        except BaseException as error:
+            record.error, record.message = _kind(error), _printable(str(error)[:300]) or None
+            if record.error is None:
+                record.error = "interrupted"
+                raise
+        finally:
+            record.end_s = now_s()
+            answer.end()
+        return answer.text
+
+    async def _stream(self, body: dict[str, Any], answer: Answer, now_s: Callable[[], float]) -> None:
+        done = False
+        async with self._session.post(self._url, json=body) as response:
+            answer.record.status = response.status
+            if response.status != 200:
+                raise Failed(f"http {response.status}", await _excerpt(response))
+            splitter = EventSplitter()
+            async for chunk in response.content.iter_any():
+                done = _take(splitter.feed(chunk), answer, now_s()) or done
+            done = _take(splitter.close(), answer, now_s()) or done
+        _check(answer, done)
+
+
+def _take(events: list[bytes], answer: Answer, now_s: float) -> bool:
+    done = False
+    for event in events:
+        if event == b"[DONE]":
+            done = True
+        else:
+            answer.take(event, now_s)
+    # An endless stream is bounded by what was asked for, not by the patience alone.
+    wanted = answer.record.wanted_tokens
+    if wanted is not None and len(answer.record.arrivals_s) > 4 * wanted + 1000:
+        raise Failed("overrun", f"{len(answer.record.arrivals_s)} pieces, {wanted} tokens were asked for")
+    return done
+
+
+def _check(answer: Answer, done: bool) -> None:
+    """Raise Failed unless the answer is complete."""
+    record = answer.record
+    if not done and not answer.finished:
+        raise Failed("cut", "the stream ended without a finish reason and without [DONE]")
+    if record.finish_reason in ("abort", "error"):
+        raise Failed("aborted", f"finish reason {record.finish_reason}")
+    if not record.arrivals_s:
+        raise Failed("empty", "the stream held no text")
+
+
+async def _excerpt(response: aiohttp.ClientResponse) -> str:
+    return (await response.content.read(1000)).decode(errors="replace")
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+def _kind(error: BaseException) -> str | None:
+    """The report's name for a failure, None for a cancellation.
+
+    A connection that is lost is a "reset" before the answer's head and a "cut" after it: an answer that ends with its
+    connection ends alike for both.
+    """
+    match error:
+        case asyncio.CancelledError():
+            return None
+        case Failed():
+            return error.kind
+        case ServerError():
+            return "server error"
+        case aiohttp.ConnectionTimeoutError() | aiohttp.ClientConnectorError():
+            return "connect"
+        case aiohttp.SocketTimeoutError():
+            return "stall"
+        case TimeoutError():
+            return "timeout"
+        case aiohttp.ClientPayloadError():
+            return "cut"
+        case aiohttp.ServerDisconnectedError() | aiohttp.ClientOSError() | ConnectionError():
+            return "reset"
+        case Rubbish() | aiohttp.ClientError() | ValueError():
+            return "rubbish"
+        case Exception():
+            # Ours, most likely; but a run of hours must not be lost to it.
+            return f"defect: {type(error).__name__}"
+    raise error

@@ -1,0 +1,1 @@
+"""Benchmarks in process: one part of Ramet at a time."""

@@ -1,0 +1,303 @@
+"""`ramet bench scheduler`: what each admission policy does to the time to first token, and what scheduling costs.
+
+The scheduler, the tree and the page tables are the real ones. Only the model is not there: a step takes as long as a
+cost model says, so that hours of traffic pass in seconds and nothing but the policy differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from loadgen.http.workloads.trace import Row, read_trace
+from runtime.config import CacheConfig, SchedulePolicy, SchedulerConfig
+from runtime.engine.scheduler import Scheduler
+from runtime.kv.cache import PagedCache
+from runtime.kv.pool import KVPool
+from runtime.params import SamplingParams
+from runtime.request import Request
+
+_VOCABULARY = 1 << 17
+_BLOCK_TOKENS = 512  # of Mooncake's hashes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The benchmark's options."""
+    parser.add_argument("--trace", metavar="FILE", help="also replay a trace in Mooncake's or Azure's format")
+    parser.add_argument("--window", type=float, default=600.0, help="seconds of the trace that are replayed")
+    parser.add_argument("--speeds", type=float, nargs="+", default=[1.0], help="times as fast as recorded")
+    parser.add_argument("--requests", type=int, default=4000, help="in the closed loop")
+    parser.add_argument("--concurrency", type=int, default=100, help="clients of the closed loop")
+    parser.add_argument("--cold", type=float, default=0.05, help="share of requests that nothing is cached of")
+    parser.add_argument("--step-ms", type=float, default=8.0, help="time of a step, whatever is in it")
+    parser.add_argument("--row-ms", type=float, default=0.03, help="time of each token of a step")
+    parser.add_argument("--pool-tokens", type=int, default=400_000, help="size of the cache")
+    parser.add_argument("--running", type=int, default=32, help="requests that decode together")
+    parser.add_argument("--overtake-share", type=float, default=0.1, help="for the policy balanced")
+    parser.add_argument("--waiting", type=int, nargs="*", default=[10, 100, 1000, 10_000], help="lengths of the queue")
+    parser.add_argument("--nodes", type=int, nargs="*", default=[10, 1000, 100_000], help="sizes of the tree")
+    parser.add_argument("--seed", type=int, help="default: another one every time")
+    parser.add_argument("--json", metavar="FILE", help="write the figures")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate every policy on every load, then time `schedule`; prints tables."""
+    seed = random.randrange(1 << 31) if arguments.seed is None else arguments.seed
+    loads: dict[str, Callable[[], Load]] = {
+        f"{arguments.concurrency} clients, {arguments.cold:.0%} cold": lambda: ClosedLoop(
+            random.Random(seed), arguments.requests, arguments.concurrency, arguments.cold
+        )
+    }
+    if arguments.trace:
+        rows = [row for row in read_trace(Path(arguments.trace)) if row.at_s < arguments.window]
+        for speed in arguments.speeds:
+            loads[f"{Path(arguments.trace).stem}, {speed:g} x"] = lambda speed=speed: Replay(rows, speed)  # type: ignore[misc]
+    console = Console()
+    figures: dict[str, dict[str, dict[str, float]]] = {}
+    for name, make in loads.items():
+        figures[name] = {}
+        for policy in track(get_args(SchedulePolicy), description=name):
+            figures[name][policy] = Simulation(arguments, policy, make()).run()
+        console.print(_table(name, figures[name]))
+    costs = _costs(arguments, random.Random(seed))
+    console.print(_cost_table(costs))
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps({"seed": seed, "ttft": figures, "cost": costs}, indent=1) + "\n")
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request of a load: when it comes (seconds), its prompt, and how many tokens it will get."""
+
+    at_s: float
+    tokens: array[int]
+    output: int
+
+
+class Load:
+    """Where requests come from.
+
+    Attributes:
+        opening: those whose time is known from the start.
+    """
+
+    opening: Iterable[Arrival] = ()
+
+    def after(self, now: float) -> Arrival | None:
+        """What follows at once when a request ends at `now`."""
+        del now
+        return None
+
+
+class ClosedLoop(Load):
+    """Clients that ask again as soon as they are answered: prefixes of 2,048 tokens out of 16, and questions of 64.
+
+    A cold request has a prefix of its own. The clients begin one by one within ten seconds.
+    """
+
+    def __init__(self, draw: random.Random, requests: int, clients: int, cold: float):
+        self._draw, self._cold = draw, cold
+        self._prefixes = [self._text(2048) for _ in range(16)]
+        self._left = requests - clients
+        self.opening = [self._request(10 * i / clients) for i in range(clients)]
+
+    def after(self, now: float) -> Arrival | None:
+        """A client asks again, unless all requests were made."""
+        self._left -= 1
+        return self._request(now) if self._left >= 0 else None
+
+    def _request(self, now: float) -> Arrival:
+        cold = self._draw.random() < self._cold
+        prefix = self._text(2048) if cold else self._draw.choice(self._prefixes)
+        return Arrival(now, prefix + self._text(64), self._draw.randrange(32, 97))
+
+    def _text(self, length: int) -> array[int]:
+        return array("i", self._draw.choices(range(_VOCABULARY), k=length))
+
+
+class Replay(Load):
+    """A recorded trace at its own times. The same block hash is the same tokens."""
+
+    def __init__(self, rows: Iterable[Row], speed: float):
+        self.opening = (Arrival(row.at_s / speed, _tokens(row), row.output_tokens) for row in rows)
+
+
+def _tokens(row: Row) -> array[int]:
+    tokens = array("i")
+    for block in row.blocks or (hash(row),):
+        size = min(_BLOCK_TOKENS, row.input_tokens - len(tokens)) if row.blocks else row.input_tokens
+        made = np.random.default_rng(abs(block)).integers(0, _VOCABULARY, max(size, 0), dtype=np.int32)
+        tokens.frombytes(made.tobytes())
+    return tokens
+
+
+@dataclass(slots=True)
+class _Ended:
+    ttft_s: list[float] = field(default_factory=list)
+    cached: int = 0
+    prompt: int = 0
+
+
+class Simulation:
+    """One policy under one load, on a clock of its own."""
+
+    def __init__(self, arguments: argparse.Namespace, policy: SchedulePolicy, load: Load):
+        self.now = 0.0
+        self._load, self._arguments = load, arguments
+        self._sequence = 0
+        self.cache, self.scheduler = _make(arguments, policy, lambda: self.now)
+        self._due: list[tuple[float, int, Arrival]] = []
+        self._stream: Iterator[Arrival] = iter(load.opening)
+        self._ended = _Ended()
+
+    def run(self) -> dict[str, float]:
+        """All of the load; gives mean, median and 99th percentile of TTFT (seconds), share of prompts cached, time."""
+        self._schedule(next(self._stream, None))
+        while self._due or self.scheduler.running or self.scheduler.waiting:
+            self._receive()
+            work = self.scheduler.schedule()
+            if not work:
+                self.now = max(self.now, self._due[0][0])
+                continue
+            rows = sum(item.count for item in work)
+            self.now += (self._arguments.step_ms + rows * self._arguments.row_ms) / 1000
+            for item in work:
+                self._advance(item.request, item.count)
+        times = np.array(self._ended.ttft_s)
+        return {
+            "mean": float(times.mean()),
+            "p50": float(np.percentile(times, 50)),
+            "p99": float(np.percentile(times, 99)),
+            "max": float(times.max()),
+            "cached": self._ended.cached / self._ended.prompt,
+            "seconds": self.now,
+        }
+
+    def _schedule(self, arrival: Arrival | None) -> None:
+        if arrival is not None:
+            self._sequence += 1
+            heappush(self._due, (arrival.at_s, self._sequence, arrival))
+
+    def _receive(self) -> None:
+        while self._due and self._due[0][0] <= self.now:
+            at_s, sequence, arrival = heappop(self._due)
+            self.scheduler.add(_request(sequence, arrival.tokens, arrival.output, at_s))
+            self._schedule(next(self._stream, None))
+
+    def _advance(self, request: Request, count: int) -> None:
+        prefilled, samples = request.num_remaining > 1, count == request.num_remaining
+        request.num_computed += count
+        if prefilled:
+            self.cache.commit(request)
+            self.scheduler.computed(request)
+        if not samples:
+            return
+        request.tokens.append(random.randrange(_VOCABULARY))
+        if not request.first_token_s:
+            request.first_token_s = self.now
+            self._ended.ttft_s.append(self.now - request.arrival_s)
+            self._ended.cached += request.cached_tokens
+            self._ended.prompt += request.prompt_len
+        if len(request.tokens) >= request.max_tokens:
+            self.scheduler.remove(request)
+            self._schedule(self._load.after(self.now))
+
+
+def _make(
+    arguments: argparse.Namespace, policy: SchedulePolicy, clock: Callable[[], float] = time.monotonic
+) -> tuple[PagedCache, Scheduler]:
+    pool = KVPool(1, arguments.pool_tokens // 16, 16, 1, 1, torch.bfloat16, torch.device("cpu"))
+    cache = PagedCache(pool, CacheConfig(), clock=clock)
+    config = SchedulerConfig(
+        schedule_policy=policy,
+        overtake_share=arguments.overtake_share,
+        max_running=arguments.running,
+        max_waiting=1 << 20,
+    )
+    return cache, Scheduler(config, cache)
+
+
+def _request(sequence: int, tokens: array[int], output: int, at_s: float) -> Request:
+    limit = len(tokens) + max(output, 1)
+    request = Request(f"{sequence}", tokens, len(tokens), SamplingParams(), frozenset(), limit)
+    request.sequence, request.arrival_s = sequence, at_s
+    return request
+
+
+def _costs(arguments: argparse.Namespace, draw: random.Random) -> dict[str, dict[str, float]]:
+    """Microseconds of one `schedule` with 32 decoding, by policy: over lengths of the queue, then sizes of the tree."""
+    found: dict[str, dict[str, float]] = {}
+    cases = [(f"{n} wait", n, 1000) for n in arguments.waiting] + [(f"{n} nodes", 100, n) for n in arguments.nodes]
+    for name, waiting, nodes in track(cases, description="timing"):
+        found[name] = {policy: _cost(arguments, draw, policy, waiting, nodes) for policy in get_args(SchedulePolicy)}
+    return found
+
+
+def _cost(
+    arguments: argparse.Namespace, draw: random.Random, policy: SchedulePolicy, waiting: int, nodes: int
+) -> float:
+    """A full house decodes and nobody can be admitted until one leaves, which happens in every step that is timed."""
+    arguments = argparse.Namespace(**{**vars(arguments), "pool_tokens": max(16 * nodes + 200_000, 400_000)})
+    cache, scheduler = _make(arguments, policy)
+    pages = cache.allocator.allocate(nodes)
+    assert pages is not None
+    for i in range(nodes):
+        cache.tree.insert(array("i", [_VOCABULARY + i] * 16).tobytes(), pages[i : i + 1])
+    prefixes = [array("i", draw.choices(range(_VOCABULARY), k=1024)) for _ in range(16)]
+    times = []
+    for i in range(waiting + arguments.running):
+        tokens = draw.choice(prefixes) + array("i", draw.choices(range(_VOCABULARY), k=64))
+        scheduler.add(_request(i, tokens, 1 << 20, 0.001 * i))
+    for step in range(150):
+        if scheduler.running and len(scheduler.running) == arguments.running:
+            scheduler.remove(scheduler.running[0])
+            tokens = draw.choice(prefixes) + array("i", draw.choices(range(_VOCABULARY), k=64))
+            scheduler.add(_request(1 << 20 | step, tokens, 1 << 20, 0.001 * step))
+        start = time.perf_counter()
+        work = scheduler.schedule()
+        times.append(time.perf_counter() - start)
+        for item in work:
+            prefilled = item.request.num_remaining > 1
+            item.request.num_computed += item.count
+            if prefilled:
+                cache.commit(item.request)
+                scheduler.computed(item.request)
+            if not item.request.num_remaining:
+                item.request.tokens.append(1)
+    return 1e6 * statistics.median(times[50:])
+
+
+def _table(name: str, figures: dict[str, dict[str, float]]) -> Table:
+    table = Table(title=f"{name}: time to first token, seconds (simulated)")
+    for column in ("policy", "mean", "p50", "p99", "max", "prompt tokens cached", "all done after"):
+        table.add_column(column, justify="right")
+    for policy, row in figures.items():
+        times = (f"{row[key]:.2f}" for key in ("mean", "p50", "p99", "max"))
+        table.add_row(policy, *times, f"{row['cached']:.1%}", f"{row['seconds']:.0f} s")
+    return table
+
+
+def _cost_table(costs: dict[str, dict[str, float]]) -> Table:
+    table = Table(title="one pass of the scheduler, microseconds (median)")
+    table.add_column("")
+    for policy in get_args(SchedulePolicy):
+        table.add_column(policy, justify="right")
+    for name, row in costs.items():
+        table.add_row(name, *(f"{value:.0f}" for value in row.values()))
+    return table

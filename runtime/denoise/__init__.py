@@ -1,1 +1,0 @@
-"""The life of a diffusion model's requests: encode the shared prefix, then denoise."""

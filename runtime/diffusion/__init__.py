@@ -1,0 +1,1 @@
+"""Diffusion models: the canvas, how its masks are decided, Fast-dLLM."""

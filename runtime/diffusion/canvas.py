@@ -1,0 +1,193 @@
+"""Samplers of masked diffusion models: which masks of a canvas are decided at a step, and as what."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from runtime.diffusion.fast_dllm import by_factor, by_threshold
+from runtime.models.diffusion import DiffusionSpec
+from runtime.params import DiffusionParams, SamplingParams
+from runtime.sampling.sampled import BadLogits
+
+
+class Denoiser:
+    """The canvas of one request, from all masks to none.
+
+    A canvas is the prompt and `gen_length` further positions, in blocks that are denoised from left to right, each in
+    `steps / blocks` steps. What is decided never changes, and the mask itself is never chosen. Steps that would decide
+    nothing are skipped.
+
+    Attributes:
+        tokens: int64 [N], the canvas.
+        block: positions of the current block; empty once all is decided.
+        is_block_start: whether the next step is the block's first.
+    """
+
+    def __init__(
+        self,
+        prompt: np.ndarray,
+        params: DiffusionParams,
+        sampling: SamplingParams,
+        spec: DiffusionSpec,
+        generator: torch.Generator,
+    ):
+        """`params` must be `filled`."""
+        assert params.gen_length
+        assert params.block_length
+        assert params.steps
+        self.params, self.sampling, self.spec = params, sampling, spec
+        self.prompt_len = len(prompt)
+        masks = np.full(params.gen_length, spec.mask_token_id, dtype=np.int64)
+        self.tokens = np.concatenate((prompt.astype(np.int64), masks))
+        self._undecided = np.arange(len(self.tokens)) >= self.prompt_len
+        self._generator = generator
+        self._steps = params.steps // (params.gen_length // params.block_length)
+        self._times = torch.linspace(1, params.eps, self._steps + 1)
+        self._bias = _bias_of(sampling, generator.device)
+        self._begin(self.prompt_len)
+
+    def _begin(self, start: int) -> None:
+        """Go to the block that begins at a position."""
+        self.block = range(start, min(start + (self.params.block_length or 0), len(self.tokens)))
+        self._masks = len(self.block)
+        self._step = 0
+        self.is_block_start = True
+        self._skip()
+
+    def _skip(self) -> None:
+        while self._step < self._steps and self._count() == 0:
+            self._step += 1
+
+    @property
+    def done(self) -> bool:
+        """Whether every position is decided."""
+        return not self.block
+
+    @property
+    def num_decided(self) -> int:
+        """Positions after the prompt that are decided without a gap."""
+        undecided = self._undecided[self.prompt_len :]
+        return int(undecided.argmax()) if undecided.any() else len(undecided)
+
+    def candidates(self) -> np.ndarray:
+        """Positions, int64 [n], whose logits the next step wants: the block's masks."""
+        return self.block.start + np.flatnonzero(self._undecided[self.block.start : self.block.stop])
+
+    @torch.inference_mode()
+    def commit(self, logits: torch.Tensor) -> None:
+        """Decide what this step decides.
+
+        Args:
+            logits: float32 [n, vocab], of the `candidates`; overwritten.
+
+        Raises:
+            BadLogits: if a row has a value that is no finite number and could be chosen.
+        """
+        positions = self.candidates()
+        logits[:, self.spec.mask_token_id] = -math.inf
+        if self._bias is not None:
+            logits.index_add_(1, self._bias[0], self._bias[1].expand(len(logits), -1))
+        tokens, confidence = self._choose(logits)
+        # One such value makes all probabilities of its row no numbers.
+        if not bool(confidence.isfinite().all()):
+            raise BadLogits
+        decided = self._select(confidence).cpu().numpy()
+        self.tokens[positions[decided]] = tokens.cpu().numpy()[decided]
+        self._undecided[positions[decided]] = False
+        self._step += 1
+        self.is_block_start = False
+        if len(decided) == len(positions):
+            self._begin(self.block.stop)
+        else:
+            self._skip()
+
+    # -- as what ---------------------------------------------------------------------------------------------
+
+    def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A token for each row, int64 [n], and how confident it is, float32 [n]."""
+        temperature = 0.0 if self.sampling.greedy else self.sampling.divisor
+        if self.params.algorithm == "low_confidence":
+            return self._choose_llada(logits, temperature)
+        if temperature:
+            logits = logits / temperature
+        probs = restrict(logits, self.sampling).softmax(-1)
+        if temperature:
+            noise = torch.empty_like(probs).exponential_(generator=self._generator)
+            tokens = (probs / noise).argmax(-1)
+            confidence = probs.gather(1, tokens[:, None])[:, 0]
+        else:
+            confidence, tokens = probs.max(-1)
+        if self.params.algorithm == "topk_margin":
+            top = probs.topk(2).values
+            confidence = top[:, 0] - top[:, 1]
+        elif self.params.algorithm == "entropy":
+            confidence = (probs * (probs + 1e-10).log()).sum(-1)
+        return tokens, confidence
+
+    def _choose_llada(self, logits: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gumbel-max with noise in float64, as LLaDA's quality depends on it; confidence without the noise."""
+        probs = logits.softmax(-1)
+        if not temperature:
+            confidence, tokens = probs.max(-1)
+            return tokens, confidence
+        noise = torch.empty(logits.shape, dtype=torch.float64, device=logits.device)
+        noise.exponential_(generator=self._generator)
+        tokens = (restrict(logits, self.sampling).double() - temperature * noise.log()).argmax(-1)
+        return tokens, probs.gather(1, tokens[:, None])[:, 0]
+
+    # -- which -----------------------------------------------------------------------------------------------
+
+    def _select(self, confidence: torch.Tensor) -> torch.Tensor:
+        """Which of the candidates are decided, as indices."""
+        params = self.params
+        if params.threshold is not None:
+            return by_threshold(confidence, params.threshold)
+        if params.factor is not None:
+            return by_factor(confidence, params.factor)
+        if params.algorithm == "origin":
+            draws = torch.rand(confidence.shape, generator=self._generator, device=confidence.device)
+            return (draws < self._share()).nonzero()[:, 0]
+        if params.alg_temp and params.algorithm != "low_confidence":
+            weights = (confidence / params.alg_temp).softmax(-1)
+            noise = torch.empty_like(weights).exponential_(generator=self._generator)
+            confidence = weights / noise  # the largest of these races are a draw without replacement
+        return confidence.topk(self._count()).indices
+
+    def _share(self) -> float:
+        """Dream's schedule: the share of the masks that is decided at this step; all of them at the last."""
+        if self._step >= self._steps - 1:
+            return 1.0
+        return float(1 - self._times[self._step + 1] / self._times[self._step])
+
+    def _count(self) -> int:
+        """How many masks this step decides, where the schedule says it."""
+        if self.params.threshold is not None or self.params.factor is not None or self.params.algorithm == "origin":
+            return 1  # at least
+        if self.params.algorithm == "low_confidence":
+            each, more = divmod(self._masks, self._steps)
+            return each + (self._step < more)
+        left = int(self._undecided[self.block.start : self.block.stop].sum())
+        # In float32, in which the published schedule rounds.
+        return int(torch.tensor(float(left)) * self._share()) if self._step < self._steps - 1 else left
+
+
+def restrict(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """Logits [n, vocab] with minus infinity for what top-p and then, as in Dream, top-k leave out."""
+    if sampling.top_p < 1:
+        values, tokens = logits.softmax(-1).sort(descending=True)
+        dropped = values.cumsum(-1) - values >= sampling.top_p
+        logits = logits.masked_fill(dropped.gather(1, tokens.argsort(-1)), -math.inf)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -math.inf)
+    return logits
+
+
+def _bias_of(sampling: SamplingParams, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if not sampling.logit_bias:
+        return None
+    tokens = torch.tensor(list(sampling.logit_bias), dtype=torch.int64, device=device)
+    return tokens, torch.tensor(list(sampling.logit_bias.values()), device=device)

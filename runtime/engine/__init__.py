@@ -1,0 +1,1 @@
+"""The engine: the step, the scheduler and its queue, and the process around them."""

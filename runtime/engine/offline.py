@@ -1,0 +1,231 @@
+"""Engine: Ramet as a library, without a server; the engine core runs in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+from runtime.config import DEFAULT_MODEL, Config, make_config
+from runtime.engine.cores import open_core
+from runtime.errors import EngineDead, RametError
+from runtime.frontend.output import Output, Prompt, Submission, prompts_of
+from runtime.frontend.processor import Frontend
+from runtime.models.resolve import resolve_model
+from runtime.models.tokenizer import Tokenizer
+from runtime.params import SamplingParams
+from runtime.protocol import FlushCache, GetState, Inbound, Reply, Shutdown, StepEvents
+
+Sampling = SamplingParams | dict[str, Any] | None
+
+
+class Engine:
+    """Generates without a server.
+
+    >>> engine = Engine()
+    >>> engine.generate("The capital of France is", {"max_new_tokens": 8, "temperature": 0})[0].text
+
+    Use it as a context manager, or call `close`.
+    """
+
+    def __init__(self, model: str = DEFAULT_MODEL, *, config: Config | None = None, **options: Any):
+        """Load a model.
+
+        Args:
+            model: a directory, GGUF file or name, as `--model`.
+            config: the whole configuration; then nothing else may be given.
+            options: any option of `ramet serve`, with underscores.
+
+        Raises:
+            ModelError: if the model cannot be loaded.
+            ValueError: for an unknown option or a value out of range.
+        """
+        self.config = config or make_config(model=model, **options)
+        path = resolve_model(self.config.model)
+        self.core = open_core(self.config, path)
+        self.info = self.core.info
+        self.tokenizer = Tokenizer.load(path, self.config.model.chat_template)
+        self._inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._frontend = Frontend(self.info, self.tokenizer, self._inbox.put, self.config.scheduler, bounded=False)
+        self._replies: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
+        self._calls = 0
+        self._dead: EngineDead | None = None
+        self._end = EngineDead("the engine was closed")
+        self._thread = threading.Thread(target=self._run, name="ramet-engine", daemon=True)
+        self.core.executor.on_death(self._die)
+        self._thread.start()
+
+    # -- using it --------------------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = None
+    ) -> list[Output]:
+        """Complete prompts; returns the last Output of every completion, by prompt, then by choice.
+
+        Args:
+            prompts: text or token ids, one or several.
+            sampling: one for all, or one for each prompt; `SamplingParams` or their fields as a dict.
+
+        Raises:
+            InvalidRequest: if one of them can never be served; then none is.
+            RametError: if one fails.
+        """
+        last: dict[tuple[int, int], Output] = {}
+        for output in self.stream_all(make_submissions(prompts, sampling)):
+            last[output.index, output.choice] = output
+        return [last[key] for key in sorted(last)]
+
+    def stream(self, prompt: Prompt, sampling: Sampling = None) -> Iterator[Output]:
+        """Complete one prompt; yields Outputs as tokens come. Closing the iterator aborts."""
+        return self.stream_all(make_submissions(prompt, sampling))
+
+    def stream_all(self, submissions: list[Submission]) -> Iterator[Output]:
+        """Yield the Outputs of several submissions as they come."""
+        outputs: queue.SimpleQueue[Output | RametError] = queue.SimpleQueue()
+        open_count = self._submit(submissions, outputs.put)
+        try:
+            while open_count:
+                output = outputs.get()
+                if isinstance(output, RametError):
+                    raise output
+                open_count -= output.finish is not None
+                yield output
+        finally:
+            self._drop(submissions)
+
+    async def agenerate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = None
+    ) -> list[Output]:
+        """`generate`, without blocking the event loop."""
+        last: dict[tuple[int, int], Output] = {}
+        async for output in self.astream_all(make_submissions(prompts, sampling)):
+            last[output.index, output.choice] = output
+        return [last[key] for key in sorted(last)]
+
+    async def astream(self, prompt: Prompt, sampling: Sampling = None) -> AsyncIterator[Output]:
+        """`stream`, without blocking the event loop."""
+        async for output in self.astream_all(make_submissions(prompt, sampling)):
+            yield output
+
+    async def astream_all(self, submissions: list[Submission]) -> AsyncIterator[Output]:
+        """`stream_all`, without blocking the event loop."""
+        loop = asyncio.get_running_loop()
+        outputs: asyncio.Queue[Output | RametError] = asyncio.Queue()
+
+        def on_output(output: Output | RametError) -> None:
+            loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        open_count = await asyncio.to_thread(self._submit, submissions, on_output)
+        try:
+            while open_count:
+                output = await outputs.get()
+                if isinstance(output, RametError):
+                    raise output
+                open_count -= output.finish is not None
+                yield output
+        finally:
+            self._drop(submissions)
+
+    def flush_cache(self) -> dict[str, int]:
+        """Drop every cached page that no live request uses; returns flushed_tokens and live_tokens."""
+        return self._call(FlushCache)
+
+    def state(self) -> dict[str, Any]:
+        """Counters and gauges of the engine."""
+        return self._call(GetState)
+
+    def close(self) -> None:
+        """End the engine; open requests end with EngineDead."""
+        self._inbox.put(Shutdown())
+        self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _submit(self, submissions: list[Submission], on_output: Callable[[Output | RametError], None]) -> int:
+        encoded = [self._frontend.encode(submission) for submission in submissions]
+        done: list[Submission] = []
+        with self._lock:
+            if self._dead is not None:
+                raise self._dead
+            try:
+                for index, (submission, tokens) in enumerate(zip(submissions, encoded, strict=True)):
+                    self._frontend.submit(submission, tokens, index, on_output)
+                    done.append(submission)
+            except RametError:
+                for submission in done:
+                    self._frontend.drop(submission)
+                raise
+        return sum(submission.sampling.n for submission in submissions)
+
+    def _drop(self, submissions: list[Submission]) -> None:
+        with self._lock:
+            for submission in submissions:
+                self._frontend.drop(submission)
+
+    def _call(self, kind: type[FlushCache] | type[GetState]) -> dict[str, Any]:
+        answer: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        with self._lock:
+            if self._dead is not None:
+                raise self._dead
+            self._calls += 1
+            self._replies[self._calls] = answer
+            self._inbox.put(kind(self._calls))
+        return answer.get()
+
+    def _die(self, error: EngineDead) -> None:
+        self._end = error
+        self._inbox.put(Shutdown())
+
+    def _run(self) -> None:
+        try:
+            while True:
+                while not self.core.busy or not self._inbox.empty():
+                    message = self._inbox.get()
+                    if isinstance(message, Shutdown):
+                        return
+                    self._out(self.core.handle(message))
+                    self.core.publish()
+                self._out(StepEvents(self.core.step()))
+                self.core.publish()
+        except EngineDead as error:
+            self._end = error
+        finally:
+            self.core.close()
+            with self._lock:
+                self._dead = self._end
+                self._frontend.fail_all(self._dead)
+                for answer in self._replies.values():
+                    answer.put({})
+
+    def _out(self, message: object) -> None:
+        with self._lock:
+            if isinstance(message, StepEvents):
+                for event in message.events:
+                    self._frontend.handle(event)
+            elif isinstance(message, Reply):
+                self._replies.pop(message.call).put(message.result)
+
+
+def make_submissions(
+    prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = None
+) -> list[Submission]:
+    """Submissions from one or several prompts and one or as many sampling parameters."""
+    several, _ = prompts_of(prompts)
+    if isinstance(sampling, SamplingParams | dict) or sampling is None:
+        sampling = [sampling] * len(several)
+    if len(sampling) != len(several):
+        raise ValueError(f"{len(several)} prompts, but {len(sampling)} sampling parameters")
+    return [Submission(p, _sampling(s)) for p, s in zip(several, sampling, strict=True)]
+
+
+def _sampling(value: Sampling) -> SamplingParams:
+    return SamplingParams(**(value or {})) if not isinstance(value, SamplingParams) else value

@@ -1,0 +1,112 @@
+"""The engine process: `python -m runtime.engine.process`, started by `AsyncEngine`, never by hand.
+
+Its configuration comes as one line of JSON on standard input; standard input then stays open for as long as the
+parent lives, so that no engine outlives its server. Messages travel over two ZeroMQ sockets.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+
+import msgspec
+import torch
+import zmq
+
+from runtime.config import Config
+from runtime.engine.core import EngineCore
+from runtime.engine.cores import open_core
+from runtime.errors import EngineDead, RametError
+from runtime.logs import set_up_logs
+from runtime.models.resolve import resolve_model
+from runtime.protocol import Failed, Outbound, Ready, Shutdown, StepEvents, encode, inbound_decoder
+
+log = logging.getLogger("ramet.engine")
+
+# How long an engine that has requests but nothing to run waits before it looks again.
+_NOTHING_TO_RUN_MS = 10
+
+# How often an idle engine that publishes events looks for consumers who ask for missed ones.
+_IDLE_WITH_EVENTS_MS = 200
+
+
+class Boot(msgspec.Struct):
+    """What the parent tells the engine process."""
+
+    config: str
+    quotas: dict[str, int]
+    inbox: str
+    outbox: str
+
+
+def main() -> int:
+    """Run the engine until `Shutdown`, or until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    boot = msgspec.json.decode(sys.stdin.buffer.readline(), type=Boot)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    config = Config.model_validate_json(boot.config)
+    set_up_logs(config.server.log_level, config.server.log_format)
+    context = zmq.Context()
+    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    for socket, address in ((inbox, boot.inbox), (outbox, boot.outbox)):
+        socket.set_hwm(0)
+        socket.connect(address)
+    try:
+        core = _start(config, boot.quotas)
+    except RametError as error:
+        outbox.send(encode(Failed(error.message)))
+        context.destroy(linger=2000)
+        return 1
+    outbox.send(encode(Ready(msgspec.to_builtins(core.info))))
+    # Nothing else ends an engine that waits for messages; its server tells every client.
+    core.executor.on_death(lambda _: os._exit(1))
+    try:
+        _serve(core, inbox, outbox)
+    except EngineDead as error:
+        log.error("%s", error.message)
+        return 1
+    finally:
+        core.close()
+        context.destroy(linger=2000)
+    return 0
+
+
+def _start(config: Config, quotas: dict[str, int]) -> EngineCore:
+    if config.engine.threads is not None:
+        torch.set_num_threads(config.engine.threads)
+    return open_core(config, resolve_model(config.model), quotas)
+
+
+def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
+    def out(message: Outbound | None) -> None:
+        if message is not None and not (isinstance(message, StepEvents) and not message.events):
+            outbox.send(encode(message))
+
+    idle_ms = _IDLE_WITH_EVENTS_MS if core.publisher is not None else -1
+    wait_ms = idle_ms
+    while True:
+        while inbox.poll(wait_ms):
+            message = inbound_decoder.decode(inbox.recv())
+            if isinstance(message, Shutdown):
+                return
+            out(core.handle(message))
+            core.publish()
+            wait_ms = 0 if core.busy else idle_ms
+        steps = core.counters["steps"]
+        out(StepEvents(core.step()))
+        core.publish()
+        wait_ms = idle_ms if not core.busy else 0 if core.counters["steps"] > steps else _NOTHING_TO_RUN_MS
+
+
+def _end_with_parent() -> None:
+    # Not through sys.stdin: its lock, held here, would break the interpreter's shutdown.
+    while os.read(0, 4096):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Runs a ForwardBatch: the decoder in torch and in C++, attention, CUDA graphs, several ranks."""

@@ -1,0 +1,185 @@
+"""Attention in torch: correct for any plan on any device, and without gathering where pages are neighbours."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from runtime.batch import AttentionPlan, Edge, Span
+from runtime.execution.attention.backend import AttentionBackend
+from runtime.execution.attention.paged_index import flat_mask
+from runtime.kv.pool import KVPool
+from runtime.models.rope import RotaryEmbedding
+
+# Extents are read as views if they have this many rows on average: below, one gather beats several kernel calls.
+_VIEW_FROM_ROWS = 128
+
+
+@dataclass(slots=True)
+class Part:
+    """One kernel call: query rows against some pool rows.
+
+    Attributes:
+        rows: of the layer group.
+        slots: pool rows; a slice where they are neighbours (then nothing is gathered).
+        causal: whether these are the rows' own keys, visible up to the diagonal.
+        shift: rotate the queries by minus this.
+        bias: float [n, length], 0 or -inf; None: all visible.
+        first: whether no earlier part has a result for these rows, so that there is nothing to merge with.
+    """
+
+    rows: slice | torch.Tensor
+    slots: slice | torch.Tensor
+    causal: bool
+    shift: int
+    bias: torch.Tensor | None
+    first: bool
+
+
+class CPUAttention(AttentionBackend):
+    """The torch backend."""
+
+    name = "cpu"
+
+    def __init__(self, pool: KVPool, rope: RotaryEmbedding):
+        self.pool = pool
+        self.rope = rope
+        self.device = pool.k.device
+        self.bias_dtype = pool.k.dtype if pool.k.dtype.itemsize > 1 else torch.float32
+
+    def prepare(self, plan: AttentionPlan) -> list[Part]:
+        """Resolve spans to pool rows; a causal edge becomes the span's older part and its own square."""
+        touched = torch.zeros(plan.num_rows, dtype=torch.bool)
+        parts: list[Part] = []
+        for edge in plan.edges:
+            for part in self._parts(edge, plan.spans[edge.span], int(touched[edge.rows].numel())):
+                part.first = not bool(touched[edge.rows].any())
+                touched[edge.rows] = True
+                parts.append(part)
+        return parts
+
+    def _parts(self, edge: Edge, span: Span, num_rows: int) -> list[Part]:
+        visible = self._visible(edge, span, num_rows)
+        if visible is not None:
+            bias = torch.zeros(visible.shape, device=self.device).masked_fill_(~visible, -math.inf)
+            slots = self._gathered(span, 0, span.length)
+            return [Part(edge.rows, slots, False, span.shift, bias.to(self.bias_dtype), False)]
+        if edge.mode == "full" or num_rows == 1:
+            return [Part(edge.rows, s, False, span.shift, None, False) for s in self._pieces(span, 0, span.length)]
+        older = span.length - num_rows
+        own = self._pieces(span, older, span.length)
+        square = own[0] if len(own) == 1 else self._gathered(span, older, span.length)
+        parts = [Part(edge.rows, square, True, span.shift, None, False)]
+        return parts + [Part(edge.rows, s, False, span.shift, None, False) for s in self._pieces(span, 0, older)]
+
+    def _visible(self, edge: Edge, span: Span, num_rows: int) -> torch.Tensor | None:
+        """Which pairs count, bool [num_rows, length]; None if the edge's mode says it all."""
+        if span.keep is None and edge.mode != "masked":
+            return None
+        return flat_mask(edge, span, num_rows).view(num_rows, span.length).to(self.device)
+
+    def _pieces(self, span: Span, start: int, stop: int) -> list[slice | torch.Tensor]:
+        """Pool rows of a part of a span: views of its extents, or one gather where these are short."""
+        page_size = self.pool.page_size
+        if start == stop:
+            return []
+        pages = span.pages[start // page_size : -(-stop // page_size)]
+        breaks = np.flatnonzero(np.diff(pages) != 1) + 1
+        if len(breaks) * _VIEW_FROM_ROWS > stop - start:
+            return [self._gathered(span, start, stop)]
+        pieces: list[slice | torch.Tensor] = []
+        for i, run in enumerate(np.split(pages, breaks)):
+            skipped = start % page_size if i == 0 else 0
+            unused = -stop % page_size if i == len(breaks) else 0
+            pieces.append(slice(int(run[0]) * page_size + skipped, (int(run[-1]) + 1) * page_size - unused))
+        return pieces
+
+    def _gathered(self, span: Span, start: int, stop: int) -> torch.Tensor:
+        pages = torch.tensor(span.pages, dtype=torch.int64, device=self.device)
+        rows = torch.arange(self.pool.page_size, device=self.device)
+        return (pages[:, None] * self.pool.page_size + rows).flatten()[start:stop]
+
+    def run(self, prepared: list[Part], q: torch.Tensor, layer: int) -> torch.Tensor:
+        """See `AttentionBackend.run`."""
+        k, v = self.pool.k[layer], self.pool.v[layer]
+        out = torch.zeros_like(q)
+        if all(part.first for part in prepared):
+            for part in prepared:
+                out[part.rows] = self._attend(part, q, k, v)[0]
+            return out
+        wide = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
+        for part in prepared:
+            part_out, part_lse = self._attend(part, q, k, v)
+            if part.first:
+                wide[part.rows], lse[part.rows] = part_out.float(), part_lse
+            else:
+                wide[part.rows], lse[part.rows] = merge(wide[part.rows], lse[part.rows], part_out, part_lse)
+        return out.copy_(wide)
+
+    def _attend(
+        self, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q = q[part.rows]
+        if part.shift:
+            q = self.rope.shift(q, -part.shift)
+        k, v = k[part.slots].to(q.dtype), v[part.slots].to(q.dtype)
+        n, heads, dim = q.shape
+        kv_heads = k.shape[1]
+        groups = heads // kv_heads
+        # Heads that share keys form one batch entry: as further query rows where all see the same keys, as heads
+        # over keys of stride 0 where a diagonal is needed. Either way no key is copied.
+        grouped = q.view(n, kv_heads, groups, dim).permute(1, 2, 0, 3)
+        keys, values = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]
+        bias = None if part.bias is None else part.bias.to(q.dtype)
+        if part.causal:
+            keys, values = keys.expand(-1, groups, -1, -1), values.expand(-1, groups, -1, -1)
+        else:
+            grouped = grouped.reshape(kv_heads, 1, groups * n, dim)
+            bias = None if bias is None else bias.repeat(groups, 1)
+        out, lse = attend(grouped, keys, values, part.causal, bias)
+        out = out.reshape(kv_heads, groups, n, dim).permute(2, 0, 1, 3).reshape(n, heads, dim)
+        return out, lse.reshape(kv_heads, groups, n).permute(2, 0, 1).reshape(n, heads)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scaled dot-product attention with log-sum-exp.
+
+    Args:
+        q: [batch, heads, n, dim]; k, v: [batch, heads, m, dim].
+        causal: row i sees keys 0..i (n == m).
+        bias: [n, m], added to the scores; None: nothing.
+
+    Returns:
+        out [batch, heads, n, dim], and float32 natural lse [batch, heads, n]; zeros and -inf for a row that sees
+        nothing.
+    """
+    if q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
+    else:
+        scores = (q.float() @ k.float().transpose(-1, -2)) / math.sqrt(q.shape[-1])
+        if causal:
+            scores.masked_fill_(torch.ones(scores.shape[-2:], device=q.device).triu(1).bool(), -math.inf)
+        if bias is not None:
+            scores = scores + bias
+        lse = scores.logsumexp(-1)
+        out = (torch.exp(scores - lse[..., None]) @ v.float()).to(q.dtype)
+    if bias is not None:
+        blind = torch.isneginf(bias).all(-1)
+        out, lse = out.masked_fill(blind[:, None], 0), lse.masked_fill(blind, -math.inf)
+    return out, lse
+
+
+def merge(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge two partial results of the same rows: out [n, heads, dim], lse [n, heads], exactly."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    base = torch.where(torch.isneginf(lse), 0.0, lse)
+    weight_a, weight_b = (lse_a - base).exp(), (lse_b - base).exp()
+    return out_a * weight_a[..., None] + out_b.float() * weight_b[..., None], lse

@@ -1,0 +1,250 @@
+"""Attention through FlashInfer's paged wrappers (CUDA)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from runtime.batch import AttentionPlan, Edge
+from runtime.execution.attention.backend import AttentionBackend
+from runtime.execution.attention.paged_index import PagedIndex, flat_mask, merge_table, paged_index, rows_of
+from runtime.execution.flashinfer_package import load_flashinfer
+from runtime.execution.transfers import Mark, pin, upload
+from runtime.kv.pool import KVPool
+from runtime.models.rope import RotaryEmbedding, rotate
+
+# What FlashInfer recommends; partial results of split KV may want more.
+_WORKSPACE_BYTES = 128 << 20
+
+# Reading shared pages once takes another call and a merge in every layer: about as long as reading this much.
+_MERGE_BYTES = 32 << 20
+
+
+@dataclass(slots=True)
+class Call:
+    """One planned wrapper.
+
+    Attributes:
+        rows: of the layer group, for which it answers; in order and as a slice where they are neighbours.
+        cos_sin: how its queries are turned first.
+        place: where its partial results go.
+    """
+
+    wrapper: Any
+    rows: slice | torch.Tensor
+    cos_sin: tuple[torch.Tensor, torch.Tensor] | None
+    place: slice
+
+
+@dataclass(slots=True)
+class Calls:
+    """What each layer of a group runs.
+
+    Attributes:
+        calls: if there is no `table`, one that answers for all rows in order.
+        table: int64 [rows, n], each row's partial results; what is missing is the last one, which is empty.
+        out, lse: room for all partial results, [E + 1, heads, dim] and float32 [E + 1, heads] (base 2).
+    """
+
+    calls: list[Call]
+    table: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+
+
+class FlashInferAttention(AttentionBackend):
+    """A cascade: every edge is a virtual request of a batched call, however many levels of sharing there are.
+
+    One call takes the edges that see their whole span, one the causal ones, one those with a mask. A row's partial
+    results, one for each level that it reads, merge by log-sum-exp. A plan without sharing takes one call and no merge.
+    """
+
+    name = "flashinfer"
+
+    def __init__(self, pool: KVPool, rope: RotaryEmbedding, num_heads: int, dtype: torch.dtype = torch.bfloat16):
+        """`num_heads`: query heads; `dtype`: of the queries."""
+        self.pool = pool
+        self.rope = rope
+        self.num_heads = num_heads
+        self.dtype = dtype
+        self.device = pool.k.device
+        self.least_saved_tokens = _MERGE_BYTES // (2 * pool.k[0, 0].numel() * pool.k.dtype.itemsize)
+        self._flashinfer = load_flashinfer()
+        cuda = self.device.type == "cuda"
+        self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 1
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self.reserve(0, 0)
+        # A wrapper's plan lies in pinned memory of its own until the device copies it, in the order of the stream.
+        self._plans_copied = Mark(self.device)
+        self._wrappers: dict[str, list[Any]] = {"prefill": [], "decode": []}
+        self._used = dict.fromkeys(self._wrappers, 0)
+
+    def prepare_step(self, plans: Sequence[AttentionPlan]) -> list[Calls]:
+        """See `AttentionBackend.prepare_step`."""
+        self._used = dict.fromkeys(self._wrappers, 0)
+        with self.planning():
+            return super().prepare_step(plans)
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Plan a step's wrappers, which may be those of an earlier step, within this.
+
+        Waits until the device has what was planned before, which it takes as soon as it begins with that step: so it
+        waits only for a host that is more than one step ahead.
+        """
+        self._plans_copied.wait()
+        try:
+            yield
+        finally:
+            self._plans_copied.set()
+
+    def reserve(self, requests: int, rows: int) -> None:
+        """Make room for the partial results of calls by graphs of so many requests and rows; 0: for other calls.
+
+        FlashInfer gives each tile of query rows that could be, in a graph, or runs at once, else, room in float32.
+        """
+        _, kv_heads, head_dim = self.pool.k.shape[1:]
+        group = self.num_heads // kv_heads
+        longest = (rows - requests + 1) * group
+        tile = 128 if longest > 64 or not rows else 64 if longest > 16 else 16
+        tiles = max(2 * self._num_sms // kv_heads, -(-rows * group // tile) + requests - 1)
+        size = max(_WORKSPACE_BYTES, tiles * tile * self.num_heads * (head_dim + 1) * 4)
+        if size > len(self._workspace):
+            # Kernels run one after the other, so all wrappers may share it. The split kernels count in it from zero.
+            # Wrappers that were made before keep the smaller one.
+            self._workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
+
+    def _wrapper(self, kind: str) -> Any:
+        # A plan lies in buffers of its wrapper and is copied from there while the step runs: each call of a step needs
+        # a wrapper of its own, those of other layer groups included.
+        wrappers, index = self._wrappers[kind], self._used[kind]
+        self._used[kind] += 1
+        if index == len(wrappers):
+            wrappers.append(self.make_decode() if kind == "decode" else self.make_prefill())
+        return wrappers[index]
+
+    def make_prefill(self, **buffers: Any) -> Any:
+        """A wrapper for several queries a request; `buffers`: what a CUDA graph needs."""
+        return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace, kv_layout="NHD", backend="fa2", **buffers
+        )
+
+    def make_decode(self, **buffers: Any) -> Any:
+        """A wrapper for one query a request; `buffers`: what a CUDA graph needs."""
+        return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace, kv_layout="NHD", use_tensor_cores=self.uses_tensor_cores, backend="fa2", **buffers
+        )
+
+    @property
+    def uses_tensor_cores(self) -> bool:
+        """Whether enough query heads share their keys for decode to be a matrix product."""
+        return self.num_heads // self.pool.k.shape[2] >= 4
+
+    def prepare(self, plan: AttentionPlan) -> Calls:
+        """Plan the wrappers."""
+        kinds: dict[str, list[Edge]] = {}
+        for edge in by_first_row(plan.edges, plan.num_rows):
+            masked = edge.mode == "masked" or plan.spans[edge.span].keep is not None
+            # One row sees the whole span whether the edge is causal or full.
+            single = edge.mode == "full" and len(rows_of(edge, plan.num_rows)) == 1
+            kinds.setdefault("masked" if masked else "causal" if single else edge.mode, []).append(edge)
+        indexes = [(kind, edges, paged_index(plan, edges, self.pool.page_size)) for kind, edges in kinds.items()]
+        calls: list[Call] = []
+        for kind, edges, index in indexes:
+            start = calls[-1].place.stop if calls else 0
+            calls.append(self._call(plan, edges, kind, index, slice(start, start + len(index.rows))))
+        rows = np.concatenate([index.rows for _, _, index in indexes])
+        if len(calls) == 1 and calls[0].cos_sin is None and np.array_equal(rows, np.arange(plan.num_rows)):
+            return Calls(calls)
+        return Calls(calls, upload(merge_table(rows, plan.num_rows), self.device), *self.room(len(rows)))
+
+    def room(self, results: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for partial results, and an empty one behind them."""
+        out = torch.zeros(results + 1, self.num_heads, self.pool.k.shape[-1], dtype=self.dtype, device=self.device)
+        return out, torch.full(out.shape[:2], -torch.inf, dtype=torch.float32, device=self.device)
+
+    def _call(self, plan: AttentionPlan, edges: Sequence[Edge], kind: str, index: PagedIndex, place: slice) -> Call:
+        if index.decode_only and kind != "masked":
+            wrapper = self._wrapper("decode")
+            self.plan_decode(wrapper, index)
+        else:
+            mask = None
+            if kind == "masked":
+                flat = [flat_mask(e, plan.spans[e.span], len(rows_of(e, plan.num_rows))) for e in edges]
+                mask = upload(torch.cat(flat), self.device)
+            wrapper = self._wrapper("prefill")
+            self.plan_prefill(wrapper, index, kind == "causal", mask)
+        cos_sin = None
+        if index.shift.any():
+            shift = upload(torch.from_numpy(-index.shift), self.device)
+            angles = shift.float()[:, None] * self.rope.inv_freq
+            cos_sin = angles.cos(), angles.sin()
+        return Call(wrapper, self._place(index.rows), cos_sin, place)
+
+    def _place(self, rows: np.ndarray) -> slice | torch.Tensor:
+        if len(rows) and np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):
+            return slice(int(rows[0]), int(rows[0]) + len(rows))
+        return upload(torch.from_numpy(rows), self.device)
+
+    def plan_decode(self, wrapper: Any, index: PagedIndex) -> None:
+        """Plan a decode wrapper for one query a request."""
+        wrapper.plan(
+            pin(torch.from_numpy(index.kv_indptr), self.device),
+            upload(torch.from_numpy(index.kv_indices), self.device),
+            pin(torch.from_numpy(index.last_page_len), self.device),
+            *self._shape(),
+            q_data_type=self.dtype,
+            kv_data_type=self.pool.k.dtype,
+        )
+
+    def plan_prefill(self, wrapper: Any, index: PagedIndex, causal: bool, mask: torch.Tensor | None) -> None:
+        """Plan a prefill wrapper; `mask`: bool, flat, all pairs of one request after those of another."""
+        wrapper.plan(
+            pin(torch.from_numpy(index.qo_indptr), self.device),
+            pin(torch.from_numpy(index.kv_indptr), self.device),
+            upload(torch.from_numpy(index.kv_indices), self.device),
+            pin(torch.from_numpy(index.last_page_len), self.device),
+            *self._shape(),
+            custom_mask=mask,
+            causal=causal,
+            q_data_type=self.dtype,
+            kv_data_type=self.pool.k.dtype,
+            max_token_per_sequence=int(np.diff(index.qo_indptr).max()),
+        )
+
+    def _shape(self) -> tuple[int, int, int, int]:
+        """Query heads, key-value heads, head_dim and page size."""
+        _, _, kv_heads, head_dim = self.pool.k.shape
+        return self.num_heads, kv_heads, head_dim, self.pool.page_size
+
+    def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer, each [pages, page_size, kv_heads, head_dim]."""
+        k, v = (t[layer].unflatten(0, (-1, self.pool.page_size)) for t in (self.pool.k, self.pool.v))
+        return k, v
+
+    def run(self, prepared: Calls, q: torch.Tensor, layer: int) -> torch.Tensor:
+        """See `AttentionBackend.run`."""
+        pages = self.pages(layer)
+        if prepared.table is None or prepared.out is None or prepared.lse is None:
+            return prepared.calls[0].wrapper.run(q, pages)
+        for call in prepared.calls:
+            queries = q[call.rows]
+            if call.cos_sin is not None:
+                queries = rotate(queries, *call.cos_sin)
+            out, lse = prepared.out[call.place], prepared.lse[call.place]
+            call.wrapper.run(queries, pages, out=out, lse=lse, return_lse=True)
+        return self._flashinfer.merge_states(prepared.out[prepared.table], prepared.lse[prepared.table])[0]
+
+
+def by_first_row(edges: Sequence[Edge], num_rows: int) -> list[Edge]:
+    """Edges in the order of their rows, so that one call's results come in it as well."""
+
+    def first(edge: Edge) -> int:
+        return edge.rows.indices(num_rows)[0] if isinstance(edge.rows, slice) else int(edge.rows[0])
+
+    return sorted(edges, key=first)

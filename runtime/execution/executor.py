@@ -1,0 +1,152 @@
+"""Holds the model, the pool and the attention backend on one device, and runs steps on them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from runtime.batch import ForwardBatch
+from runtime.config import Config
+from runtime.errors import EngineDead, ModelError
+from runtime.execution.attention.backend import AttentionBackend
+from runtime.execution.attention.cpu import CPUAttention
+from runtime.execution.attention.flashinfer import FlashInferAttention
+from runtime.execution.device import choose_attention, choose_device, choose_dtype
+from runtime.execution.graphs import DecodeGraphs
+from runtime.execution.llama import LlamaModel
+from runtime.execution.native.decoder import NativeDecoder
+from runtime.execution.native.library import Library, load_best
+from runtime.execution.ops import FlashInferOps, Ops
+from runtime.execution.parallel.group import Group
+from runtime.execution.sizing import check_weights, pool_pages
+from runtime.kv.pool import KVPool
+from runtime.models.shards import Shard, split_spec
+from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_weights, random_weights
+from runtime.sampling.batched import BatchedSampler
+from runtime.sampling.sampler import Sampler, argmax
+
+log = logging.getLogger("ramet.engine")
+
+# As many as torch would take, $OMP_NUM_THREADS included; read before an executor changes it.
+ALL_THREADS = torch.get_num_threads()
+
+
+class Executor:
+    """Runs `ForwardBatch`es.
+
+    Attributes:
+        backend_name: what computes attention: `native-` and an instruction set, `cpu` (torch) or `flashinfer`.
+        least_saved_tokens: rows of shared KV from which on it pays to read them once, see `stretches`.
+    """
+
+    least_saved_tokens = AttentionBackend.least_saved_tokens
+
+    def __init__(self, config: Config, path: Path, group: Group | None = None):
+        """Load the model in `path`, or with a group this rank's share. Raises ModelError if it cannot be served so."""
+        self.spec = ModelSpec.load(path)
+        self.device = choose_device(config.model) if group is None else group.device
+        self._group = group
+        self._graphs: DecodeGraphs | None = None
+        self._share = self.spec if group is None else split_spec(self.spec, group.size)
+        library = self._choose_kernels(config)
+        if library is None and config.model.quantization != "none":
+            raise ModelError(f"--quantization {config.model.quantization} needs the native kernels of a CPU")
+        self.dtype = choose_dtype(config.model, self.device, library is not None)
+        self.kv_dtype = torch.float8_e4m3fn if config.cache.kv_dtype == "fp8" else self.dtype
+        backend = choose_attention(config.model, self.device, self.dtype)
+        self.context_length = _context_length(config, self.spec)
+        ops = FlashInferOps(self.context_length, group) if backend == "flashinfer" else Ops(group)
+        check_weights(self.spec, self.dtype, self.device, config.cache.memory_fraction, group.size if group else 1)
+        shard = None if group is None else Shard(group.rank, group.size)
+        if config.model.random_weights:
+            weights = random_weights(self.spec, self.dtype, self.device, shard)
+        else:
+            weights = load_weights(path, self.spec, self.dtype, shard)
+        model = LlamaModel(self._share, weights, self.device, ops)
+        graphs = self._graph_sizes(config) if backend == "flashinfer" else []
+        self.pool = self._make_pool(config, spare_pages=1 if graphs else 0)
+        if library is not None:
+            threads, int8 = config.engine.threads or ALL_THREADS, config.model.quantization == "int8"
+            native = NativeDecoder(library, model, self.pool, threads, int8)
+            self.backend_name, self._forward, self._argmax = native.name, native.forward, native.argmax
+            # After each of torch's parallel operations its threads spin for a while, on the cores of the kernels'.
+            torch.set_num_threads(1)
+        else:
+            attention = self._make_backend(backend, model)
+            self.backend_name = attention.name
+            self.least_saved_tokens = attention.least_saved_tokens
+            self._forward = partial(model.forward, pool=self.pool, backend=attention)
+            self._argmax = argmax
+            if isinstance(attention, FlashInferAttention) and graphs:
+                self._graphs = DecodeGraphs(model, self.pool, attention, graphs, self.context_length)
+
+    def _make_pool(self, config: Config, spare_pages: int) -> KVPool:
+        spec, cache = self._share, config.cache
+        per_token = KVPool.bytes_per_token(spec.num_layers, spec.num_kv_heads, spec.head_dim, self.kv_dtype)
+        num_pages = pool_pages(cache, per_token, self.device)
+        if self._group is not None:
+            num_pages = self._group.least(num_pages)
+        shape = (spec.num_layers, num_pages, cache.page_size, spec.num_kv_heads, spec.head_dim)
+        return KVPool(*shape, self.kv_dtype, self.device, spare_pages)
+
+    def _choose_kernels(self, config: Config) -> Library | None:
+        torch_only = not config.model.native_kernels or self._group is not None or config.cache.kv_dtype == "fp8"
+        if self.device.type != "cpu" or torch_only:
+            return None
+        library = load_best()
+        if library is None:
+            log.warning(
+                "the native CPU kernels were not built for this version (no C++20 compiler?) or there is no AVX2; "
+                "torch computes instead, several times slower"
+            )
+        return library
+
+    def _graph_sizes(self, config: Config) -> list[int]:
+        """Batch sizes of the graphs; none where ranks meet within a step, or if requests are not decoded."""
+        if self._group is not None or self.spec.diffusion is not None:
+            return []
+        sizes = sorted({int(size) for size in config.engine.cuda_graph_batches.split(",") if size})
+        return [size for size in sizes if size]
+
+    def _make_backend(self, name: str, model: LlamaModel) -> AttentionBackend:
+        if name == "cpu":
+            return CPUAttention(self.pool, model.rope)
+        return FlashInferAttention(self.pool, model.rope, self._share.num_heads, self.dtype)
+
+    @property
+    def step_tokens(self) -> int:
+        """Rows of a step that suit the device.
+
+        A CPU computes 256 rows nearly as efficiently as more, and a request that decodes waits a quarter of a second
+        for them, not a whole one.
+        """
+        return 2048 if self.device.type == "cuda" else 256
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
+        """One step; returns float32 logits [S, vocab] of the batch's `logits_rows`, valid until the next step."""
+        graph = None if self._graphs is None else self._graphs.find(batch)
+        return self._forward(batch) if graph is None else graph.run(batch)
+
+    def make_sampler(self) -> Sampler:
+        """What chooses tokens where the logits are."""
+        if self.backend_name == "flashinfer":
+            return BatchedSampler(self.spec.vocab_size, self.device)
+        return Sampler(self.spec.vocab_size, self.device, self._argmax)
+
+    def on_death(self, call: Callable[[EngineDead], None]) -> None:
+        """Have `call` called, by a thread of its own, if processes that this one computes with end before `close`."""
+
+    def close(self) -> None:
+        """End the processes that this one computes with."""
+
+
+def _context_length(config: Config, spec: ModelSpec) -> int:
+    asked = config.model.context_length
+    if asked is not None and asked > spec.context_length:
+        raise ModelError(f"--context-length is {asked}; the model supports at most {spec.context_length}")
+    return asked or spec.context_length

@@ -1,0 +1,185 @@
+"""Llama, Mistral, Qwen2, Qwen3, SmolLM2: one decoder, driven by a `ForwardBatch`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from runtime.batch import ForwardBatch, LayerGroup
+from runtime.execution.attention.backend import AttentionBackend
+from runtime.execution.ops import Ops
+from runtime.execution.transfers import upload
+from runtime.kv.pool import KVPool
+from runtime.models.rope import RotaryEmbedding
+from runtime.models.spec import ModelSpec
+
+
+@dataclass(slots=True)
+class Layer:
+    """The weights of one decoder layer; q, k, v and gate, up are fused, as each pair reads the same input."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: torch.Tensor
+    o_bias: torch.Tensor | None
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class Attend:
+    """How the rows of a layer group attend.
+
+    Attributes:
+        prepared: what `backend` made of their plan.
+        slots: int64, pool rows that are written.
+        written: int64, the rows that write them; None: all.
+    """
+
+    pool: KVPool
+    backend: AttentionBackend
+    prepared: Any
+    slots: torch.Tensor
+    written: torch.Tensor | None
+
+    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Store k and v [T', kv_heads, head_dim] and attend with q [T', heads, head_dim]."""
+        if self.written is not None:
+            k, v = k[self.written], v[self.written]
+        self.pool.write(layer, self.slots, k, v)
+        return self.backend.run(self.prepared, q, layer)
+
+
+class LlamaModel:
+    """The decoder stack and head over a paged pool."""
+
+    def __init__(self, spec: ModelSpec, weights: dict[str, torch.Tensor], device: torch.device, ops: Ops | None = None):
+        """Take the tensors of `load_weights` out of `weights` (emptied, so that no copy stays).
+
+        Args:
+            spec: the model, or this rank's share of it.
+            weights: as `load_weights` gives them.
+            device: where they go.
+            ops: what computes the small operations, and sums over the ranks.
+        """
+        self.spec = spec
+        self.ops = ops or Ops()
+        self.embedding = weights.pop("model.embed_tokens.weight").to(device)
+        head = weights.pop("lm_head.weight", None)
+        self.head = self.embedding if head is None else head.to(device)
+        self.norm = weights.pop("model.norm.weight").to(device)
+        self.rope = RotaryEmbedding(spec.rope, spec.head_dim, device)
+        self.layers = [_take_layer(weights, f"model.layers.{i}.", device) for i in range(spec.num_layers)]
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, pool: KVPool, backend: AttentionBackend) -> torch.Tensor:
+        """Run one step: writes the new K and V into `pool`, returns float32 logits [S, vocab] of `logits_rows`."""
+        prepared = backend.prepare_step([group.attention for group in batch.groups])
+        hidden = F.embedding(self._upload(batch.tokens), self.embedding)
+        positions, logits_rows = self._upload(batch.positions), self._upload(batch.logits_rows)
+        for group, plan in zip(batch.groups, prepared, strict=True):
+            for given in group.load:
+                hidden[self._upload(given.rows)] = given.states.to(hidden.device, hidden.dtype)
+            attend = Attend(pool, backend, plan, *self._written(group))
+            if group.rows is None:
+                hidden = self.run_layers(group.layers, hidden, positions, attend)
+            else:
+                rows = self._upload(group.rows)
+                alive = self.run_layers(group.layers, hidden[rows], positions[rows], attend)
+                hidden = hidden.index_copy(0, rows, alive)
+            for wanted in group.save:
+                wanted.states.copy_(hidden[self._upload(wanted.rows)])
+        if not len(logits_rows):
+            return hidden.new_empty(0, self.spec.vocab_size, dtype=torch.float32)
+        return self.logits(hidden[logits_rows])
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 logits [S, vocab] of the last layer's states [S, hidden]."""
+        hidden = self.ops.rms_norm(hidden, self.norm, self.spec.rms_norm_eps)
+        return self.ops.logits(hidden, self.head, self.spec.vocab_size)
+
+    def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        return upload(tensor, self.embedding.device)
+
+    def _written(self, group: LayerGroup) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The slots that are written, and the rows that write them; None: all."""
+        if bool((group.kv_write >= 0).all()):
+            return self._upload(group.kv_write), None
+        rows = (group.kv_write >= 0).nonzero()[:, 0]
+        return self._upload(group.kv_write[rows]), self._upload(rows)
+
+    def run_layers(self, layers: range, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """States [T', hidden] after some layers, from those before them, which may be overwritten.
+
+        Args:
+            layers: which, in order.
+            x: [T', hidden].
+            positions: int64 [T'].
+            attend: what the rows attend to, and where their K and V go.
+        """
+        eps, ops = self.spec.rms_norm_eps, self.ops
+        angles = ops.angles(self.rope, positions)
+        normed = ops.rms_norm(x, self.layers[layers.start].input_norm, eps)
+        for index in layers:
+            layer = self.layers[index]
+            qk, v = self._qkv(layer, normed)
+            q, k = ops.rotate_qk(qk, self.spec.num_heads, angles)
+            attended = attend.run(index, q, k, v).flatten(1)
+            x, normed = ops.add_linear_norm(x, attended, layer.o, layer.o_bias, layer.post_norm, eps)
+            inner = ops.silu_and_mul(F.linear(normed, layer.gate_up, layer.gate_up_bias))
+            if index + 1 == layers.stop:
+                return ops.add_linear(x, inner, layer.down, layer.down_bias)
+            following = self.layers[index + 1].input_norm
+            x, normed = ops.add_linear_norm(x, inner, layer.down, layer.down_bias, following, eps)
+        return x
+
+    def _qkv(self, layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys side by side [T, heads + kv_heads, head_dim], as both are rotated next, and values."""
+        spec = self.spec
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, spec.head_dim)
+        qk, v = qkv.split((spec.num_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = self.ops.rms_norm(qk[:, : spec.num_heads], layer.q_norm, spec.rms_norm_eps)
+            k = self.ops.rms_norm(qk[:, spec.num_heads :], layer.k_norm, spec.rms_norm_eps)
+            qk = torch.cat((q, k), dim=1)
+        return qk, v
+
+
+def _take_layer(weights: dict[str, torch.Tensor], prefix: str, device: torch.device) -> Layer:
+    def one(name: str) -> torch.Tensor | None:
+        tensor = weights.pop(prefix + name, None)
+        return None if tensor is None else tensor.to(device)
+
+    def must(name: str) -> torch.Tensor:
+        return weights.pop(prefix + name).to(device)
+
+    def fused(*names: str) -> torch.Tensor:
+        return torch.cat([must(name) for name in names])
+
+    def fused_bias(*names: str) -> torch.Tensor | None:
+        return fused(*names) if prefix + names[0] in weights else None
+
+    attention, mlp = "self_attn.", "mlp."
+    return Layer(
+        input_norm=must("input_layernorm.weight"),
+        qkv=fused(*(f"{attention}{n}_proj.weight" for n in "qkv")),
+        qkv_bias=fused_bias(*(f"{attention}{n}_proj.bias" for n in "qkv")),
+        q_norm=one(attention + "q_norm.weight"),
+        k_norm=one(attention + "k_norm.weight"),
+        o=must(attention + "o_proj.weight"),
+        o_bias=one(attention + "o_proj.bias"),
+        post_norm=must("post_attention_layernorm.weight"),
+        gate_up=fused(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
+        gate_up_bias=fused_bias(mlp + "gate_proj.bias", mlp + "up_proj.bias"),
+        down=must(mlp + "down_proj.weight"),
+        down_bias=one(mlp + "down_proj.bias"),
+    )

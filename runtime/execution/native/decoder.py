@@ -1,0 +1,220 @@
+"""`LlamaModel.forward` by the native kernels: packed weights, and one call a step."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any
+
+import torch
+
+from runtime.batch import ForwardBatch, HiddenRows
+from runtime.errors import ModelError
+from runtime.execution import llama
+from runtime.execution.native import library as c
+from runtime.execution.native.library import Library
+from runtime.execution.native.plan import NativePlan
+from runtime.kv.pool import KVPool
+
+_ALIGNMENT = 4096
+
+
+class Team:
+    """Threads that compute together, the caller among them; they sleep between steps."""
+
+    def __init__(self, library: Library, threads: int):
+        self.library = library
+        self.handle = library.team_create(threads)
+        self._finalizer = weakref.finalize(self, library.team_destroy, self.handle)
+
+
+class PackedWeights:
+    """One allocation in huge pages, into which matrices are packed one after the other."""
+
+    def __init__(self, team: Team, num_bytes: int):
+        """Allocate. Raises MemoryError."""
+        self.team = team
+        library = team.library
+        self._next = library.allocate(num_bytes)
+        if self._next is None:
+            raise MemoryError(f"{num_bytes} bytes for the packed weights")
+        self._end = self._next + num_bytes
+        self._kept: list[torch.Tensor] = []
+        self._finalizer = weakref.finalize(self, library.free, self._next, num_bytes)
+
+    def add(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, paired: bool = False, int8: bool = False
+    ) -> c.Matrix:
+        """Pack a weight [n, k], float32 or bfloat16, with its bias [n]; `paired`: gate over up; `int8`: in 8 bits."""
+        library, weight = self.team.library, (weight.float() if int8 else weight).contiguous()
+        matrix = describe(weight, paired, int8)
+        matrix.data = self._next
+        self._next += packed_bytes(library, matrix)
+        assert self._next <= self._end
+        library.pack(self.team.handle, ctypes.byref(matrix), weight.data_ptr())
+        if bias is not None:
+            columns = range(library.matrix_columns(ctypes.byref(matrix)))
+            rows = torch.tensor([library.matrix_source_row(ctypes.byref(matrix), i) for i in columns])
+            matrix.bias = self.keep(bias.float()[rows.clamp_min(0)].masked_fill(rows < 0, 0))
+        return matrix
+
+    def keep(self, tensor: torch.Tensor) -> int:
+        """The address of a tensor, which from now on lives as long as the weights."""
+        tensor = tensor.contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+
+def describe(weight: torch.Tensor, paired: bool = False, int8: bool = False) -> c.Matrix:
+    """A matrix like a weight [n, k], not packed yet."""
+    n, k = weight.shape
+    return c.Matrix(n=n, k=k, storage=2 if int8 else int(weight.dtype == torch.bfloat16), is_paired=paired)
+
+
+def packed_bytes(library: Library, matrix: c.Matrix) -> int:
+    """Room that a matrix takes in `PackedWeights`."""
+    return -(-library.matrix_bytes(ctypes.byref(matrix)) // _ALIGNMENT) * _ALIGNMENT
+
+
+class NativeDecoder:
+    """The decoder stack and head over a paged pool on the CPU.
+
+    Weights and pool are float32 or bfloat16 as given; all arithmetic is float32, except that `avx512bf16` rounds
+    activations to bfloat16 where it multiplies them with bfloat16 weights, and that `int8` rounds weights and the
+    activations that meet them to 8 bits, with a scale for each 64 of a row.
+
+    Attributes:
+        name: `native-` and the instruction set.
+    """
+
+    def __init__(
+        self, library: Library, model: llama.LlamaModel, pool: KVPool, threads: int, int8: bool = False
+    ) -> None:
+        """Pack the weights of `model`, which loses them on the way, so that no copy stays.
+
+        Raises:
+            MemoryError: they do not fit.
+            ModelError: `int8` on a processor without AVX-512 VNNI.
+        """
+        if int8 and not library.has_int8():
+            raise ModelError("--quantization int8 needs a processor with AVX-512 VNNI")
+        self.name = f"native-{library.isa}" + ("-int8" if int8 else "")
+        self.library, self._int8 = library, int8
+        self.spec, self.rope, self.pool = model.spec, model.rope, pool
+        self.team = Team(library, threads)
+        self._weights = PackedWeights(self.team, _model_bytes(library, model, int8))
+        self._layers = (c.Layer * self.spec.num_layers)()
+        for index in range(self.spec.num_layers):
+            self._layers[index] = self._pack_layer(model.layers[index], index)
+            model.layers[index] = None  # type: ignore[call-overload]
+        self._model = self._describe_model(model)
+        del model.layers, model.head, model.embedding
+        self._handle = library.decoder_create(ctypes.byref(self._model), self.team.handle)
+        self._finalizer = weakref.finalize(self, library.decoder_destroy, self._handle)
+        self._logits = torch.empty(0, self.spec.vocab_size)
+
+    def _pack_layer(self, layer: llama.Layer, index: int) -> c.Layer:
+        pack = self._weights
+        k, v = self.pool.k[index], self.pool.v[index]
+        return c.Layer(
+            input_norm=self._norm(layer.input_norm),
+            post_norm=self._norm(layer.post_norm),
+            q_norm=self._norm(layer.q_norm),
+            k_norm=self._norm(layer.k_norm),
+            qkv=pack.add(layer.qkv, layer.qkv_bias, int8=self._int8),
+            o=pack.add(layer.o, layer.o_bias, int8=self._int8),
+            gate_up=pack.add(layer.gate_up, layer.gate_up_bias, paired=True, int8=self._int8),
+            down=pack.add(layer.down, layer.down_bias, int8=self._int8),
+            kv=c.LayerKV(k=k.data_ptr(), v=v.data_ptr()),
+        )
+
+    def _norm(self, weight: torch.Tensor | None) -> int | None:
+        return None if weight is None else self._weights.keep(weight.float())
+
+    def _describe_model(self, model: llama.LlamaModel) -> c.Model:
+        spec, pool = self.spec, self.pool
+        return c.Model(
+            hidden=spec.hidden_size,
+            inner=spec.intermediate_size,
+            vocab=spec.vocab_size,
+            num_layers=spec.num_layers,
+            eps=spec.rms_norm_eps,
+            shape=c.Shape(
+                heads=spec.num_heads,
+                kv_heads=spec.num_kv_heads,
+                dim=spec.head_dim,
+                page_size=pool.page_size,
+                is_bf16=pool.k.dtype == torch.bfloat16,
+            ),
+            layers=self._layers,
+            norm=self._norm(model.norm),
+            head=self._weights.add(model.head, int8=self._int8),
+            # A tied embedding is read out of the packed head.
+            embedding=None if spec.tie_embeddings else self._weights.keep(model.embedding),
+            embedding_is_bf16=model.embedding.dtype == torch.bfloat16,
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Run one step: writes the new K and V into the pool, returns float32 logits [S, vocab] of `logits_rows`.
+
+        The logits are overwritten by the next step: fresh memory every time costs more than the work on it.
+        """
+        kept: list[Any] = []
+
+        def pointer(tensor: torch.Tensor) -> int:
+            kept.append(tensor.contiguous())
+            return kept[-1].data_ptr()
+
+        def hidden_rows(given: list[HiddenRows]) -> Any:
+            several = (c.HiddenRows * len(given))()
+            for to, one in zip(several, given, strict=True):
+                # Not by `pointer`: a contiguous copy would not be the caller's.
+                assert one.states.dtype == torch.float32
+                assert one.states.is_contiguous()
+                to.rows, to.num_rows, to.states = pointer(one.rows), len(one.rows), one.states.data_ptr()
+            kept.append(several)
+            return several
+
+        groups = (c.Group * len(batch.groups))()
+        for to, group in zip(groups, batch.groups, strict=True):
+            positions = batch.positions if group.rows is None else batch.positions[group.rows]
+            cosine, sine = self.rope.cos_sin(positions)
+            plan = NativePlan(group.attention, self.rope)
+            kept.append(plan)
+            to.first_layer, to.last_layer = group.layers.start, group.layers.stop
+            to.rows = None if group.rows is None else pointer(group.rows)
+            to.num_rows = len(positions)
+            to.kv_write = pointer(group.kv_write)
+            to.cosine, to.sine = pointer(cosine), pointer(sine)
+            to.spans, to.edges, to.num_edges = plan.spans, plan.edges, plan.num_edges
+            to.load, to.num_load = hidden_rows(group.load), len(group.load)
+            to.save, to.num_save = hidden_rows(group.save), len(group.save)
+        if len(self._logits) < len(batch.logits_rows):
+            self._logits = torch.empty(len(batch.logits_rows), self.spec.vocab_size)
+        logits = self._logits[: len(batch.logits_rows)]
+        step = c.Step(
+            tokens=pointer(batch.tokens),
+            num_rows=len(batch.tokens),
+            groups=groups,
+            num_groups=len(batch.groups),
+            logits_rows=pointer(batch.logits_rows),
+            num_logits=len(batch.logits_rows),
+            logits=logits.data_ptr(),
+        )
+        self.library.decoder_forward(self._handle, ctypes.byref(step))
+        return logits
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """The first of the highest logits, int64 [n], of each row of float32 [n, vocab]."""
+        logits = logits.contiguous()
+        out = torch.empty(len(logits), dtype=torch.int64)
+        self.library.argmax(self.team.handle, logits.data_ptr(), *logits.shape, out.data_ptr())
+        return out
+
+
+def _model_bytes(library: Library, model: llama.LlamaModel, int8: bool) -> int:
+    weights = [(model.head, False)]
+    for layer in model.layers:
+        weights += [(layer.qkv, False), (layer.o, False), (layer.gate_up, True), (layer.down, False)]
+    return sum(packed_bytes(library, describe(weight, paired, int8)) for weight, paired in weights)

@@ -1,0 +1,63 @@
+"""Turns attention plans into the arrays that the kernels read, in time that grows with edges and rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from runtime.batch import AttentionPlan
+from runtime.execution.attention.paged_index import rows_of
+from runtime.execution.native import library as c
+from runtime.models.rope import RotaryEmbedding
+
+_MODES = {"full": 0, "causal": 1, "masked": 2}
+
+
+class NativePlan:
+    """One plan's spans and edges as C arrays. What these point to lives as long as this object.
+
+    Attributes:
+        spans, edges: ctypes arrays of `library.Span` and `library.Edge`.
+        num_edges: length of `edges`.
+    """
+
+    def __init__(self, plan: AttentionPlan, rope: RotaryEmbedding):
+        self._kept: list[Any] = []
+        self.num_edges = len(plan.edges)
+        self.spans = (c.Span * len(plan.spans))()
+        self.edges = (c.Edge * self.num_edges)()
+        for to, span in zip(self.spans, plan.spans, strict=True):
+            to.pages = self._array(span.pages, np.int32)
+            to.length = span.length
+            if span.keep is not None:
+                to.keep = self._bytes(span.keep)
+            if span.shift:
+                angles = -span.shift * rope.inv_freq
+                to.turn = self._tensor(torch.cat((angles.cos(), angles.sin())))
+        every_row = self._array(np.arange(plan.num_rows, dtype=np.int32), np.int32)
+        for to, edge in zip(self.edges, plan.edges, strict=True):
+            if isinstance(edge.rows, slice) and edge.rows.step in (None, 1):
+                start, stop, _ = edge.rows.indices(plan.num_rows)
+                to.rows, to.num_rows = every_row + 4 * start, max(stop - start, 0)
+            else:
+                rows = rows_of(edge, plan.num_rows)
+                to.rows, to.num_rows = self._array(rows, np.int32), len(rows)
+            to.span, to.mode = edge.span, _MODES[edge.mode]
+            if edge.mode == "masked":
+                assert edge.mask is not None
+                to.mask = self._bytes(edge.mask)
+
+    def _array(self, array: np.ndarray, dtype: type) -> int:
+        array = np.ascontiguousarray(array, dtype=dtype)
+        self._kept.append(array)
+        return array.ctypes.data
+
+    def _bytes(self, mask: torch.Tensor) -> int:
+        return self._tensor(mask.to(torch.bool))
+
+    def _tensor(self, tensor: torch.Tensor) -> int:
+        tensor = tensor.contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()

@@ -1,0 +1,119 @@
+"""The model's small operations: in torch, which is the specification, and through FlashInfer where it helps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from runtime.execution.flashinfer_package import load_flashinfer
+from runtime.execution.parallel.group import Group
+from runtime.models.rope import RotaryEmbedding, rotate
+
+
+class Ops:
+    """In torch, on any device and in any dtype; chosen once, when a model is loaded.
+
+    Args:
+        group: the ranks whose partial products are summed; None: one process computes all.
+    """
+
+    def __init__(self, group: Group | None = None):
+        self.group = group
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMSNorm over the last dimension, computed in float32."""
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def add_linear(
+        self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """x + y @ weight^T (+ bias), where weight's columns are shared out among the ranks."""
+        if self.group is not None:
+            return self.group.sum(F.linear(y, weight, bias)).add_(x)
+        # The residual goes into the matrix product.
+        out = torch.addmm(x, y, weight.t())
+        return out if bias is None else out.add_(bias)
+
+    def add_linear_norm(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`add_linear`, and the RMSNorm of its result; x may be overwritten."""
+        x = self.add_linear(x, y, weight, bias)
+        return x, self.rms_norm(x, norm, eps)
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """SiLU(gate) * up of a [rows, 2 * n] tensor that holds gate and up side by side."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def angles(self, rope: RotaryEmbedding, positions: torch.Tensor) -> Any:
+        """What `rotate_qk` needs to know of a step's int64 positions [rows]."""
+        return rope.cos_sin(positions)
+
+    def rotate_qk(self, qk: torch.Tensor, num_heads: int, angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys, rotated, of a [rows, num_heads + kv_heads, head_dim] tensor, which may be overwritten."""
+        q, k = rotate(qk, *angles).split((num_heads, qk.shape[1] - num_heads), dim=1)
+        return q, k
+
+    def logits(self, x: torch.Tensor, head: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """x @ head^T as float32 [rows, vocab_size], where head's rows are shared out among the ranks."""
+        if self.group is None:
+            return F.linear(x, head).float()
+        return self.group.side_by_side(F.linear(x, head))[:, :vocab_size].float()
+
+
+class FlashInferOps(Ops):
+    """One kernel each; CUDA, half precision."""
+
+    def __init__(self, context_length: int, group: Group | None = None):
+        """`context_length`: positions are below it."""
+        super().__init__(group)
+        self.context_length = context_length
+        self._flashinfer = load_flashinfer()
+        self._cos_sin: torch.Tensor | None = None
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `Ops.rms_norm`."""
+        return self._flashinfer.rmsnorm(x, weight, eps)
+
+    def add_linear_norm(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.add_linear_norm`; in place, the sum in x."""
+        product = F.linear(y, weight, bias)
+        if self.group is not None:
+            self.group.sum(product)
+        self._flashinfer.fused_add_rmsnorm(product, x, norm, eps)
+        return x, product
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `Ops.silu_and_mul`."""
+        return self._flashinfer.silu_and_mul(gate_up)
+
+    def angles(self, rope: RotaryEmbedding, positions: torch.Tensor) -> Any:
+        """See `Ops.angles`: the positions, and cos and sin of all there are, float32 [context, head_dim]."""
+        if self._cos_sin is None:
+            every = torch.arange(self.context_length, device=positions.device)
+            self._cos_sin = torch.cat(rope.cos_sin(every), dim=-1)
+        return positions, self._cos_sin
+
+    def rotate_qk(self, qk: torch.Tensor, num_heads: int, angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.rotate_qk`; in place."""
+        positions, cos_sin = angles
+        q, k = qk[:, :num_heads], qk[:, num_heads:]
+        self._flashinfer.apply_rope_with_cos_sin_cache_inplace(positions, q, k, qk.shape[-1], cos_sin)
+        return q, k

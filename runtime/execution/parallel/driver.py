@@ -1,0 +1,171 @@
+"""The first rank: schedules, tells the other ranks what to compute, and notices their end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from runtime.batch import ForwardBatch
+from runtime.config import Config
+from runtime.errors import EngineDead, ModelError
+from runtime.execution.device import choose_device
+from runtime.execution.executor import Executor
+from runtime.execution.parallel.group import Group, rank_device
+from runtime.execution.parallel.orders import CopyRows, Order, encode_order
+from runtime.execution.parallel.worker import LENGTH, Boot
+from runtime.models.shards import split_spec
+from runtime.models.spec import ModelSpec
+
+log = logging.getLogger("ramet.engine")
+
+_STOP_SECONDS = 10
+# A rank's end shows in its collectives before the process is reaped.
+_REAP_SECONDS = 2
+
+
+class Workers:
+    """The processes of the other ranks. They end with this one: their standard input is a pipe from it.
+
+    Attributes:
+        processes: of ranks 1 and up.
+        on_death: called once, by a thread of its own, when one of them ends before `close`.
+    """
+
+    def __init__(self, config: Config, path: Path, size: int, port: int):
+        """Start them."""
+        self.processes = [
+            subprocess.Popen([sys.executable, "-P", "-m", "runtime.execution.parallel.worker"], stdin=subprocess.PIPE)
+            for _ in range(1, size)
+        ]
+        self.on_death: Callable[[EngineDead], None] | None = None
+        self.closing = False
+        for rank, process in enumerate(self.processes, start=1):
+            boot = Boot(config.model_dump_json(), str(path), rank, port)
+            self._write(process, msgspec.json.encode(boot))
+            threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
+        self._finalizer = weakref.finalize(self, _hang_up, self.processes)
+
+    def meet(self, store: dist.TCPStore) -> None:
+        """Wait until all of them are about to join. Raises ModelError if one ends before."""
+        ranks = [f"rank{rank}" for rank in range(1, len(self.processes) + 1)]
+        while not store.check(ranks):
+            if any(process.poll() is not None for process in self.processes):
+                raise ModelError(f"{self.explain().message} before the model was loaded; its log says why")
+            time.sleep(0.02)
+
+    def send(self, order: Order) -> None:
+        """Tell all of them what to do next. Raises EngineDead if one is gone."""
+        data = encode_order(order)
+        for process in self.processes:
+            self._write(process, data)
+
+    def _write(self, process: subprocess.Popen[bytes], data: bytes) -> None:
+        assert process.stdin is not None
+        try:
+            process.stdin.write(LENGTH.pack(len(data)) + data)
+            process.stdin.flush()
+        except OSError:
+            raise self.explain() from None
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        if not self.closing:
+            error = EngineDead(f"rank {rank} of the model ended with code {code}")
+            log.error("%s: the engine cannot go on", error.message)
+            if self.on_death is not None:
+                self.on_death(error)
+
+    def explain(self) -> EngineDead:
+        """Why the ranks no longer compute together."""
+        deadline = time.monotonic() + _REAP_SECONDS
+        while time.monotonic() < deadline:
+            for rank, process in enumerate(self.processes, start=1):
+                if (code := process.poll()) is not None:
+                    return EngineDead(f"rank {rank} of the model ended with code {code}")
+            time.sleep(0.02)
+        return EngineDead("the ranks of the model no longer compute together")
+
+    def hang_up(self) -> None:
+        """Let them end after what they were told."""
+        self.closing = True
+        self._finalizer()
+
+    def close(self) -> None:
+        """Let them end, and wait for it."""
+        self.hang_up()
+        for process in self.processes:
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _hang_up(processes: list[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+
+
+class ParallelExecutor(Executor):
+    """Runs every step on all ranks, of which the first is here. A step that fails anywhere ends the engine."""
+
+    def __init__(self, config: Config, path: Path):
+        """Start the other ranks and load the model in `path` with them. Raises ModelError."""
+        size = config.model.tensor_parallel
+        split_spec(ModelSpec.load(path), size)
+        device = rank_device(choose_device(config.model), 0, size)
+        store = Group.open_store(size)
+        self.workers = Workers(config, path, size, store.port)
+        try:
+            self.workers.meet(store)
+            self.group = Group(store, 0, size, device)
+            super().__init__(config, path, self.group)
+        except RuntimeError as error:
+            self.workers.close()
+            raise ModelError(f"the model could not be loaded by all ranks ({error}): their log says why") from error
+        except BaseException:
+            self.workers.close()
+            raise
+        self.pool.on_copy = lambda *rows: self.workers.send(CopyRows(*rows))
+
+    def on_death(self, call: Callable[[EngineDead], None]) -> None:
+        """See `Executor.on_death`."""
+
+        def end(error: EngineDead) -> None:
+            self.group.abort()
+            call(error)
+
+        self.workers.on_death = end
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
+        """See `Executor.run`. Raises EngineDead if a rank fails."""
+        self.workers.send(batch)
+        try:
+            return super().run(batch)
+        except Exception as error:
+            log.exception("a step failed on the first rank")
+            raise self.workers.explain() from error
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self.workers.hang_up()
+        self.group.close()
+        self.workers.close()
+
+
+def open_executor(config: Config, path: Path) -> Executor:
+    """The executor of the model directory `path`, over as many processes as configured. Raises ModelError."""
+    return Executor(config, path) if config.model.tensor_parallel == 1 else ParallelExecutor(config, path)

@@ -1,0 +1,106 @@
+"""Another rank than the driver: `python -m runtime.execution.parallel.worker`, started by `Workers`, never by hand.
+
+Standard input brings its `Boot`, then orders, each behind its length; when it ends, the driver is gone or done.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import struct
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+
+from runtime.config import Config
+from runtime.errors import RametError
+from runtime.execution.device import choose_device
+from runtime.execution.executor import Executor
+from runtime.execution.parallel.group import Group, rank_device
+from runtime.execution.parallel.orders import CopyRows, Order, decode_order
+from runtime.logs import set_up_logs
+
+log = logging.getLogger("ramet.engine")
+
+LENGTH = struct.Struct("<Q")
+
+# How long a rank that waits in a collective may take to end after the driver has.
+_END_SECONDS = 10
+
+
+class Boot(msgspec.Struct):
+    """What the driver tells another rank."""
+
+    config: str
+    path: str
+    rank: int
+    port: int
+
+
+class Inbox:
+    """Reads standard input in a thread, so that the driver's end is noticed within a step, too."""
+
+    def __init__(self) -> None:
+        # Not through sys.stdin: its lock, held by the thread, would break the interpreter's shutdown.
+        self._file = open(0, "rb", closefd=False)  # noqa: SIM115
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+
+    def boot(self) -> Boot:
+        """The first message."""
+        data = self._read()
+        assert data is not None
+        threading.Thread(target=self._fill, daemon=True).start()
+        return msgspec.json.decode(data, type=Boot)
+
+    def get(self) -> Order | None:
+        """The next order; None: there will be none."""
+        return self._orders.get()
+
+    def _fill(self) -> None:
+        while (data := self._read()) is not None:
+            self._orders.put(decode_order(data))
+        self._orders.put(None)
+        time.sleep(_END_SECONDS)
+        os._exit(1)
+
+    def _read(self) -> bytes | None:
+        head = self._file.read(LENGTH.size)
+        return self._file.read(*LENGTH.unpack(head)) if len(head) == LENGTH.size else None
+
+
+def main() -> int:
+    """Compute until the driver hangs up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    inbox = Inbox()
+    boot = inbox.boot()
+    config = Config.model_validate_json(boot.config)
+    set_up_logs(config.server.log_level, config.server.log_format)
+    if config.engine.threads is not None:
+        torch.set_num_threads(config.engine.threads)
+    size = config.model.tensor_parallel
+    try:
+        device = rank_device(choose_device(config.model), boot.rank, size)
+        store = Group.find_store(boot.port, size)
+        store.set(f"rank{boot.rank}", "here")
+        group = Group(store, boot.rank, size, device)
+        executor = Executor(config, Path(boot.path), group)
+    except RametError as error:
+        log.error("rank %d: %s", boot.rank, error.message)
+        return 1
+    while (order := inbox.get()) is not None:
+        if isinstance(order, CopyRows):
+            executor.pool.copy_rows(order.source_page, order.target_page, order.rows)
+        else:
+            executor.run(order)
+    group.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

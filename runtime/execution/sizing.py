@@ -1,0 +1,50 @@
+"""What fits: weights before they are loaded, and the pool in what they leave."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from runtime.config import CacheConfig
+from runtime.errors import ModelError
+from runtime.models.shards import share_of
+from runtime.models.spec import ModelSpec
+
+_GIB = 2**30
+
+
+def check_weights(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, fraction: float, num_ranks: int = 1
+) -> None:
+    """Raise ModelError if the weights of one of `num_ranks` ranks do not fit into `fraction` of a GPU."""
+    if device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(device)
+    needed = sum(math.prod(shape) // share_of(name, num_ranks) for name, shape in spec.expected_tensors().items())
+    needed *= dtype.itemsize
+    usable = int(free - (1 - fraction) * total)
+    if needed > usable:
+        raise ModelError(
+            f"the model's weights take {needed / _GIB:.1f} GiB of {device}, of which {free / _GIB:.1f} of "
+            f"{total / _GIB:.1f} GiB are free and {max(usable, 0) / _GIB:.1f} may be used: raise --memory-fraction "
+            f"(now {fraction:g}) or --tensor-parallel"
+        )
+
+
+def pool_pages(config: CacheConfig, bytes_per_token: int, device: torch.device) -> int:
+    """Pages of the pool, once the weights are on the device. Raises ModelError for fewer than two."""
+    if config.pool_tokens is not None:
+        tokens = config.pool_tokens
+    elif device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        tokens = int(free - (1 - config.memory_fraction) * total) // bytes_per_token
+    else:
+        tokens = int(config.pool_memory * _GIB) // bytes_per_token
+    num_pages = tokens // config.page_size
+    if num_pages < 2:
+        raise ModelError(
+            f"the KV pool would hold {max(tokens, 0)} tokens, fewer than two pages of {config.page_size}; "
+            f"one token takes {bytes_per_token} bytes: raise --pool-tokens, --pool-memory or --memory-fraction"
+        )
+    return num_pages

@@ -1,0 +1,465 @@
+"""AsyncEngine: the server's hold on the engine process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import tempfile
+from array import array
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from runtime.config import Config
+from runtime.errors import DeadlineExceeded, EngineDead, InvalidRequest, ModelError, PinRefused, RametError
+from runtime.frontend.output import Output, Submission, merge_outputs
+from runtime.frontend.processor import Frontend
+from runtime.models.resolve import resolve_model
+from runtime.models.tokenizer import Tokenizer
+from runtime.params import DiffusionParams, SamplingParams
+from runtime.protocol import (
+    AddPin,
+    Call,
+    Failed,
+    FlushCache,
+    GetOutline,
+    GetPins,
+    GetRequests,
+    GetState,
+    GetTree,
+    Inbound,
+    ModelInfo,
+    OnNode,
+    Pause,
+    Ready,
+    RemovePin,
+    Reply,
+    Shutdown,
+    StepEvents,
+    TokenEvent,
+    encode,
+    outbound_decoder,
+)
+
+log = logging.getLogger("ramet.client")
+
+_STOP_SECONDS = 10
+_PIN_TRIES = 3
+
+
+class AsyncEngine:
+    """Starts the engine process, tokenizes, submits, detokenizes and streams. Lives on one event loop.
+
+    Attributes:
+        config: the whole configuration.
+        info: the loaded model; set by `start`.
+        tokenizer: its tokenizer; set by `start`.
+        paused: whether it was told to compute nothing.
+    """
+
+    config: Config
+    info: ModelInfo
+    tokenizer: Tokenizer
+
+    def __init__(self, config: Config, quotas: Mapping[str, int] | None = None):
+        """`quotas`: cached pages by tenant, for those whose number differs from the configured one."""
+        self.config = config
+        self._quotas = dict(quotas or {})
+        self._frontend: Frontend | None = None
+        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._num_calls = 0
+        self._generation = 0
+        self._dead = asyncio.Event()
+        self._stopping = False
+        self._compilers = ThreadPoolExecutor(2, "ramet-compile")
+        self._supervisor: asyncio.Task[None] | None = None
+
+    # -- life ------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the engine process and wait until it is ready. Raises ModelError if it cannot load."""
+        path = await asyncio.to_thread(resolve_model, self.config.model)
+        self.tokenizer = await asyncio.to_thread(Tokenizer.load, path, self.config.model.chat_template)
+        # mkdtemp gives a directory that only its owner may enter, so the sockets in it are private.
+        self._directory = tempfile.TemporaryDirectory(prefix="ramet-")
+        self._context = zmq.asyncio.Context()
+        try:
+            await self._spawn()
+        except BaseException:
+            self._close()
+            raise
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    async def _spawn(self) -> None:
+        self._generation += 1
+        self.paused = False
+        self._inbox = zmq.Socket(self._context, zmq.PUSH)
+        self._outbox = self._context.socket(zmq.PULL)
+        boot: dict[str, Any] = {"config": self.config.model_dump_json(), "quotas": self._quotas}
+        for name, socket in (("inbox", self._inbox), ("outbox", self._outbox)):
+            address = f"ipc://{Path(self._directory.name) / name}-{self._generation}"
+            socket.set_hwm(0)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.bind(address)
+            boot[name] = address
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "runtime.engine.process", stdin=asyncio.subprocess.PIPE
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(boot) + b"\n")
+        self.info = await self._await_ready()
+        self._frontend = Frontend(self.info, self.tokenizer, self._send, self.config.scheduler)
+        self._reader = asyncio.create_task(self._read())
+
+    async def _await_ready(self) -> ModelInfo:
+        first = asyncio.ensure_future(self._outbox.recv())
+        ended = asyncio.ensure_future(self._process.wait())
+        try:
+            await asyncio.wait((first, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not first.done():
+                # The process may have told why just before it ended.
+                await asyncio.wait((first,), timeout=0.5)
+            if not first.done():
+                raise ModelError(f"the engine process ended with code {ended.result()} before it was ready")
+            message = outbound_decoder.decode(first.result())
+        finally:
+            first.cancel()
+            ended.cancel()
+        if isinstance(message, Failed):
+            raise ModelError(message.message)
+        assert isinstance(message, Ready)
+        return msgspec.convert(message.info, ModelInfo)
+
+    async def _supervise(self) -> None:
+        """Wait for the engine's death; then end what is open and start a new one, if that is wanted."""
+        while True:
+            code = await self._process.wait()
+            if self._stopping:
+                return
+            log.error("the engine process ended with code %s", code)
+            self._reader.cancel()
+            self._fail(EngineDead("the engine process died; this request is lost"))
+            if self.config.engine.on_engine_death == "exit":
+                self._dead.set()
+                return
+            self._inbox.close()
+            self._outbox.close()
+            try:
+                await self._spawn()
+            except RametError as error:
+                log.error("the engine could not be restarted: %s", error.message)
+                self._dead.set()
+                return
+            log.warning("the engine was restarted")
+
+    def kill(self) -> None:
+        """End the engine process at once; what is open is lost."""
+        self._stopping = True
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def stop(self) -> None:
+        """End the engine process; open requests end with EngineDead."""
+        self._stopping = True
+        self._fail(EngineDead("the server is shutting down"))
+        if self._process.returncode is None:
+            self._send(Shutdown())
+            try:
+                await asyncio.wait_for(self._process.wait(), _STOP_SECONDS)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        for task in (self._supervisor, self._reader):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        self._close()
+
+    def _close(self) -> None:
+        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._inbox.close()
+        self._context.destroy(linger=0)
+        self._directory.cleanup()
+
+    def _fail(self, error: EngineDead) -> None:
+        frontend, self._frontend = self._frontend, None
+        if frontend is not None:
+            frontend.fail_all(error)
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            if not call.done():
+                call.set_exception(error)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine process takes requests."""
+        return self._frontend is not None
+
+    async def wait_dead(self) -> None:
+        """Return when the engine process has died without being told to (and is not restarted)."""
+        await self._dead.wait()
+
+    # -- use -------------------------------------------------------------------------------------------------
+
+    async def open(self, submissions: list[Submission], timeout_s: float | None = None) -> OutputStream:
+        """Submit prompts; the returned stream must be closed (it is a context manager), which aborts what is left.
+
+        Args:
+            submissions: what is wanted.
+            timeout_s: seconds after which what has not finished is aborted and reading raises DeadlineExceeded.
+
+        Raises:
+            InvalidRequest: for a request that can never be served; then none is.
+            Overloaded, RateLimited: if too much is open.
+            DeadlineExceeded: if reading the prompts took the whole time.
+            EngineDead: if the engine is not running.
+        """
+        frontend = self._running()
+        most, wanted = frontend.most_open(submissions[0].account), sum(s.sampling.n for s in submissions)
+        if wanted > most:
+            message = f"{wanted} completions are asked for at once; this server takes no more than {most} of one client"
+            raise InvalidRequest(message, param="n")
+        loop = asyncio.get_running_loop()
+        deadline_s = None if timeout_s is None else loop.time() + timeout_s
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                encoded = [await self._encode(frontend, submission) for submission in submissions]
+        except TimeoutError:
+            raise _too_late(timeout_s) from None
+        stream = OutputStream(self._running())
+        if deadline_s is not None:
+            stream.timer = loop.call_at(deadline_s, stream.expire, _too_late(timeout_s))
+        try:
+            for submission, tokens in zip(submissions, encoded, strict=True):
+                stream.submit(submission, tokens)
+        except RametError:
+            stream.close()
+            raise
+        return stream
+
+    async def _encode(self, frontend: Frontend, submission: Submission) -> list[int]:
+        """The prompt's tokens. A grammar is compiled apart from everything else, and has its own time."""
+        if not submission.sampling.constrained:
+            return await asyncio.to_thread(frontend.encode, submission)
+        limit_s = self.config.engine.grammar_timeout
+        work = asyncio.get_running_loop().run_in_executor(self._compilers, frontend.encode, submission)
+        try:
+            return await asyncio.wait_for(work, limit_s)
+        except TimeoutError:
+            param = "regex" if submission.sampling.regex is not None else "json_schema"
+            raise InvalidRequest(f"{param} takes longer than {limit_s:g} s to compile", param=param) from None
+
+    @property
+    def num_open(self) -> int:
+        """Completions on their way."""
+        return self._frontend.num_open if self._frontend is not None else 0
+
+    async def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of some texts. Raises InvalidRequest if they are longer than what the context can hold."""
+        self._running().check_text(sum(map(len, texts)), "prompt")
+        encode = self.tokenizer.encode
+        return await asyncio.to_thread(lambda: [encode(text, add_special_tokens) for text in texts])
+
+    def abort(self, rid: str | None) -> None:
+        """Abort a submission, or everything (None); its Outputs end with finish type "abort"."""
+        self._running().abort(rid)
+
+    async def flush_cache(self, pins: bool = False) -> dict[str, Any]:
+        """Drop cached pages that no live request uses: {"flushed_tokens": int, "live_tokens": int}."""
+        return await self._call(lambda call: FlushCache(call, pins))
+
+    async def pin(
+        self, prompt: str | list[int], namespace: str, name: str | None, ttl_s: float | None
+    ) -> dict[str, Any]:
+        """Keep the whole pages of a prefix in the cache, computed now if they are not there; describes the pin.
+
+        Raises:
+            InvalidRequest: if the prefix can never be served.
+            PinRefused: over the budget, or if the cache is too busy to keep what was computed.
+        """
+        wanted = Submission(prompt, SamplingParams(max_new_tokens=1))
+        tokens = await asyncio.to_thread(self._running().encode, wanted)
+        key = array("i", tokens).tobytes()
+        for _ in range(_PIN_TRIES):
+            answer = await self._call(lambda call: AddPin(call, key, namespace, name, ttl_s))
+            if "refused" in answer:
+                raise PinRefused(answer["refused"])
+            if "pin" in answer:
+                return answer["pin"]
+            probe = self._probe(tokens, namespace)
+            with await self.open([probe]) as outputs:
+                async for _output in outputs:
+                    pass
+        raise PinRefused("the prefix was evicted as often as it was computed; try again when the server is less busy")
+
+    def _probe(self, tokens: list[int], namespace: str) -> Submission:
+        """A request that leaves a prefix in the cache."""
+        sampling = SamplingParams(max_new_tokens=1, temperature=0)
+        if self.info.diffusion is None:
+            return Submission(tokens, sampling, namespace=namespace)
+        # One token more, as the row that the first mask is read from is never shared.
+        denoising = DiffusionParams(reuse=True, prefix_tokens=len(tokens), depth=1)
+        return Submission([*tokens, tokens[-1]], sampling, namespace=namespace, diffusion=denoising)
+
+    async def unpin(self, pin: str) -> bool:
+        """Let a pin go; False if there is none of that id."""
+        return (await self._call(lambda call: RemovePin(call, pin)))["found"]
+
+    async def pins(self) -> dict[str, Any]:
+        """All pins and their budget; see `EngineCore.pins`."""
+        return await self._call(GetPins)
+
+    async def state(self) -> dict[str, Any]:
+        """Counters and histograms (they only grow) and gauges of the engine; see `EngineCore.state`."""
+        return await self._call(GetState)
+
+    async def pause(self, paused: bool) -> bool:
+        """Let the engine run no steps, or go on; whether it is paused now. Requests are accepted and wait meanwhile."""
+        self.paused = (await self._call(lambda call: Pause(call, paused)))["paused"]
+        return self.paused
+
+    async def tree(self, **asked: Any) -> list[dict[str, Any]]:
+        """A page of the tree's nodes as dicts of `radix.NodeView`; `asked` are the fields of `GetTree`."""
+        return (await self._call(lambda call: GetTree(call, **asked)))["nodes"]
+
+    async def outline(self, limit: int, preview_tokens: int) -> list[dict[str, Any]]:
+        """The tree in at most `limit` blocks as dicts of `radix.Block`, with `parent` as a place in the list."""
+        while True:
+            answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens))
+            if answer["blocks"] is not None:
+                return answer["blocks"]
+
+    async def requests(self, limit: int) -> list[dict[str, Any]]:
+        """The live requests, oldest first."""
+        return (await self._call(lambda call: GetRequests(call, limit)))["requests"]
+
+    async def on_node(self, verb: Literal["prefix", "unpin", "drop"], page: int, start: int) -> dict[str, Any]:
+        """Tell or change what concerns one node of the tree; see `Inspector`."""
+        return await self._call(lambda call: OnNode(call, verb, page, start))
+
+    def _running(self) -> Frontend:
+        if self._frontend is None:
+            raise EngineDead("the engine is not running")
+        return self._frontend
+
+    async def _call(self, make: Callable[[int], Call]) -> dict[str, Any]:
+        self._running()
+        self._num_calls += 1
+        call = self._num_calls
+        self._calls[call] = future = asyncio.get_running_loop().create_future()
+        self._send(make(call))
+        try:
+            return await future
+        finally:
+            self._calls.pop(call, None)
+
+    # -- wire ------------------------------------------------------------------------------------------------
+
+    def _send(self, message: Inbound) -> None:
+        # Without a high-water mark a send to a bound PUSH socket with a peer never blocks; without a peer (the
+        # engine has just died) it would, and the message is lost with the engine anyway.
+        with contextlib.suppress(zmq.Again):
+            self._inbox.send(encode(message), zmq.NOBLOCK)
+
+    async def _read(self) -> None:
+        while True:
+            message = outbound_decoder.decode(await self._outbox.recv())
+            if isinstance(message, StepEvents):
+                for event in message.events:
+                    self._handle(event)
+            elif isinstance(message, Reply) and (call := self._calls.get(message.call)) and not call.done():
+                call.set_result(message.result)
+
+    def _handle(self, event: TokenEvent) -> None:
+        if self._frontend is None:
+            return
+        try:
+            self._frontend.handle(event)
+        except Exception as error:
+            # It must not end the one reader of all requests.
+            log.exception("what the engine made for request %s could not be read", event.rid)
+            known = error if isinstance(error, RametError) else RametError("the output could not be made into text")
+            self._frontend.fail(event.rid, known)
+
+
+def _too_late(timeout_s: float | None) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the request took longer than its {timeout_s:g} seconds", param="timeout_s")
+
+
+class OutputStream:
+    """The Outputs of some submissions, until every completion has finished.
+
+    A reader slower than the engine gets several steps' Outputs of a completion as one. Reading raises RametError
+    (EngineDead among them) if a completion fails; a finish of type "abort" is an Output.
+    """
+
+    def __init__(self, frontend: Frontend):
+        self._frontend = frontend
+        self._queue: asyncio.Queue[Output | RametError] = asyncio.Queue()
+        self._ready: deque[Output | RametError] = deque()
+        self._submissions: list[Submission] = []
+        self._open = 0
+        self.timer: asyncio.TimerHandle | None = None
+
+    def submit(self, submission: Submission, tokens: list[int]) -> None:
+        """Add a submission; its Outputs' `index` counts the calls. Raises InvalidRequest, Overloaded."""
+        self._frontend.submit(submission, tokens, len(self._submissions), self._queue.put_nowait)
+        self._submissions.append(submission)
+        self._open += submission.sampling.n
+
+    def close(self) -> None:
+        """Abort what has not finished."""
+        if self.timer is not None:
+            self.timer.cancel()
+        if self._open:
+            for submission in self._submissions:
+                self._frontend.drop(submission)
+
+    def expire(self, error: RametError) -> None:
+        """Abort what has not finished; reading raises `error` after what has come already."""
+        for submission in self._submissions:
+            self._frontend.drop(submission)
+        if self._open:
+            self._queue.put_nowait(error)
+
+    def __enter__(self) -> OutputStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> Output:
+        if not self._open:
+            raise StopAsyncIteration
+        if not self._ready:
+            self._fill(await self._queue.get())
+        output = self._ready.popleft()
+        if isinstance(output, RametError):
+            raise output
+        self._open -= output.finish is not None
+        return output
+
+    def _fill(self, item: Output | RametError) -> None:
+        """Take everything that has come, with neighbours of one completion joined."""
+        while True:
+            last = self._ready[-1] if self._ready else None
+            same = isinstance(item, Output) and isinstance(last, Output) and item.index == last.index
+            if same and item.choice == last.choice:  # type: ignore[union-attr]
+                self._ready[-1] = merge_outputs(last, item)  # type: ignore[arg-type]
+            else:
+                self._ready.append(item)
+            if self._queue.empty():
+                return
+            item = self._queue.get_nowait()

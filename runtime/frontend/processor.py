@@ -1,0 +1,330 @@
+"""Frontend: checks and tokenizes submissions, follows their requests through the engine, and makes text of tokens."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from runtime.config import SchedulerConfig
+from runtime.errors import InvalidRequest, RametError
+from runtime.frontend.detokenizer import TextStream
+from runtime.frontend.limits import Admission
+from runtime.frontend.output import Output, Submission
+from runtime.models.tokenizer import Tokenizer
+from runtime.params import DiffusionParams
+from runtime.protocol import Abort, AddRequest, Finish, Inbound, ModelInfo, TokenEvent, TokenLogprob
+from runtime.sampling.grammar import check_grammar
+
+OnOutput = Callable[[Output | RametError], None]
+
+
+@dataclass(slots=True)
+class Choice:
+    """One completion on its way."""
+
+    submission: Submission
+    index: int
+    choice: int
+    prompt_tokens: int
+    text: TextStream
+    on_output: OnOutput
+    started_s: float
+    waiting_tokens: int
+    tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] | None = None
+    cached_tokens: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    reuse: dict[str, Any] | None = None
+
+
+class Frontend:
+    """Knows every open completion by its engine request id. Not thread-safe: one thread calls it.
+
+    Args:
+        info: the loaded model.
+        tokenizer: its tokenizer.
+        send: takes messages to the engine.
+        config: the bounds on lengths, and on what may be open at once.
+        bounded: whether what is too much at once is refused.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        tokenizer: Tokenizer,
+        send: Callable[[Inbound], None],
+        config: SchedulerConfig,
+        bounded: bool = True,
+    ):
+        self._config = config
+        self._admission = Admission(config)
+        self._bounded = bounded
+        self.info = info
+        self.tokenizer = tokenizer
+        self._send = send
+        self._open: dict[str, Choice] = {}
+        self._by_submission: dict[tuple[str, str], set[str]] = {}
+        self._serial = 0
+
+    # -- going in --------------------------------------------------------------------------------------------
+
+    @property
+    def num_open(self) -> int:
+        """Completions on their way."""
+        return len(self._open)
+
+    def most_open(self, account: str) -> int:
+        """Completions that an account may have on their way."""
+        return self._admission.most_open(account)
+
+    def encode(self, submission: Submission) -> list[int]:
+        """The checked prompt as token ids, with `submission.diffusion` filled for a diffusion model; thread-safe.
+
+        Raises:
+            InvalidRequest: for what can never be served.
+        """
+        prompt, sampling = submission.prompt, submission.sampling
+        if isinstance(prompt, str):
+            self.check_text(len(prompt), "prompt")
+        tokens = (
+            self.tokenizer.encode(prompt, add_special_tokens=submission.add_special_tokens)
+            if isinstance(prompt, str)
+            else prompt
+        )
+        vocab = self.info.vocab_size
+        if not tokens:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if min(tokens) < 0 or max(tokens) >= vocab:
+            bad = next(t for t in tokens if not 0 <= t < vocab)
+            raise InvalidRequest(f"token id {bad} is out of range: the model has {vocab} tokens", param="prompt")
+        sampling.check(vocab)
+        check_grammar(sampling)
+        start = submission.prompt_logprobs_from
+        if start is not None and not 0 <= start < len(tokens):
+            raise InvalidRequest(
+                f"log-probabilities are wanted from position {start} of a prompt of {len(tokens)} tokens",
+                param="prompt_logprobs_from",
+            )
+        if self.info.diffusion is not None:
+            submission.diffusion = self._denoising(submission, tokens)
+            self._check_length(len(tokens), submission.diffusion.gen_length)
+            self._check_guidance(len(tokens), submission.diffusion)
+            return tokens
+        if submission.diffusion is not None:
+            raise InvalidRequest("this model is no diffusion model", param="diffusion")
+        self._check_length(len(tokens), sampling.max_new_tokens)
+        return tokens
+
+    def check_text(self, length: int, param: str) -> None:
+        """Refuse text that cannot fit, whatever it says, before the time is taken to read it. Raises InvalidRequest."""
+        most = self.info.context_length * self.tokenizer.longest_token
+        if length > most:
+            raise InvalidRequest(
+                f"the text has {length} characters; {self.info.context_length} tokens stand for {most} at most",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _denoising(self, submission: Submission, tokens: list[int]) -> DiffusionParams:
+        """How a submission is denoised, with every default filled in. Raises InvalidRequest."""
+        info = self.info.diffusion
+        assert info is not None
+        if submission.logprobs is not None or submission.prompt_logprobs_from is not None:
+            raise InvalidRequest("log-probabilities are not supported for diffusion models", param="logprobs")
+        params = submission.diffusion or DiffusionParams()
+        if params.prefix_tokens is None and submission.shared_text is not None:
+            shared = self.tokenizer.encode(submission.shared_text, submission.add_special_tokens)
+            differ = (i for i, (mine, theirs) in enumerate(zip(shared, tokens, strict=False)) if mine != theirs)
+            params = params.model_copy(update={"prefix_tokens": next(differ, min(len(shared), len(tokens)))})
+        filled = params.filled(info.algorithm, submission.sampling)
+        filled.check(submission.sampling, info.num_layers, len(tokens))
+        return filled
+
+    def _check_length(self, prompt: int, new: int | None) -> None:
+        config = self._config
+        if config.max_prompt_tokens is not None and prompt > config.max_prompt_tokens:
+            raise InvalidRequest(
+                f"the prompt has {prompt} tokens; this server takes {config.max_prompt_tokens}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if config.max_output_tokens is not None and (new or 0) > config.max_output_tokens:
+            raise InvalidRequest(
+                f"{new} new tokens are asked for; this server gives {config.max_output_tokens}", param="max_new_tokens"
+            )
+        for limit, what in (
+            (self.info.context_length, "the model's context is"),
+            (self.info.pool_tokens, "the KV pool holds"),
+        ):
+            if prompt + (wanted := 1 if new is None else new) > limit:
+                raise InvalidRequest(
+                    f"the prompt has {prompt} tokens and {wanted} new ones may follow, but {what} {limit} tokens",
+                    param="prompt" if prompt >= limit else "max_new_tokens",
+                    code="context_length_exceeded",
+                )
+
+    def _check_guidance(self, prompt: int, params: DiffusionParams) -> None:
+        """Guidance needs pages for a second canvas."""
+        page_size = self.info.page_size
+        pages = -(-(prompt + (params.gen_length or 0)) // page_size)
+        if params.cfg_scale and 2 * pages * page_size > self.info.pool_tokens:
+            raise InvalidRequest(
+                f"guidance needs 2 x {pages * page_size} tokens of the KV pool, which holds {self.info.pool_tokens}",
+                param="diffusion.cfg_scale",
+                code="context_length_exceeded",
+            )
+
+    def submit(self, submission: Submission, tokens: list[int], index: int, on_output: OnOutput) -> None:
+        """Send a submission's completions to the engine.
+
+        Args:
+            submission: what is wanted.
+            tokens: what `encode` made of its prompt.
+            index: tells the submission's Outputs from others of the same call.
+            on_output: called with every Output, the last of a completion with `finish` set, or once per completion
+                with an error.
+
+        Raises:
+            InvalidRequest: if the request id is in use.
+            Overloaded, RateLimited: if too much is open.
+        """
+        if self._bounded:
+            self._admission.check(submission.account, submission.sampling.n, len(tokens))
+        if submission.key in self._by_submission:
+            raise InvalidRequest(f"request id {submission.rid!r} is in use", param="rid")
+        key = array("i", tokens).tobytes()
+        sampling = submission.sampling
+        now = time.monotonic()
+        fields = sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
+        if sampling.max_new_tokens is None:
+            fields["max_new_tokens"] = self._most_output(len(tokens))
+        self._by_submission[submission.key] = rids = set()
+        self._serial += 1
+        for choice in range(sampling.n):
+            # The serial keeps late events of an ended request from one that reuses its id.
+            rid = f"{submission.rid}/{choice}#{self._serial}"
+            seed = None if sampling.seed is None else (sampling.seed + choice) % (1 << 63)
+            text = TextStream(self.tokenizer, sampling)
+            waiting = 0 if choice else len(tokens)
+            self._open[rid] = Choice(submission, index, choice, len(tokens), text, on_output, now, waiting)
+            self._admission.enter(submission.account, waiting)
+            rids.add(rid)
+            self._send(
+                AddRequest(
+                    rid=rid,
+                    tokens=key,
+                    sampling={**fields, "seed": seed},
+                    namespace=submission.namespace,
+                    logprobs=submission.logprobs,
+                    prompt_logprobs_from=submission.prompt_logprobs_from if choice == 0 else None,
+                    priority=submission.priority,
+                    diffusion=None if submission.diffusion is None else submission.diffusion.model_dump(),
+                )
+            )
+
+    def _most_output(self, prompt: int) -> int | None:
+        """How much may follow a prompt that does not say it, where there is a bound; None: what the context holds."""
+        if self._config.max_output_tokens is None:
+            return None
+        return min(self._config.max_output_tokens, self.info.context_length - prompt, self.info.pool_tokens - prompt)
+
+    def abort(self, rid: str | None) -> None:
+        """Ask the engine to end a submission (whoever's it is), or all (None); each still gets its last Output."""
+        for (_, one), choices in self._by_submission.items():
+            for choice in choices if rid in (None, one) else ():
+                self._send(Abort(choice))
+
+    def drop(self, submission: Submission) -> None:
+        """Nobody listens any more: forget a submission and end it in the engine."""
+        for choice in list(self._by_submission.get(submission.key, ())):
+            self._send(Abort(choice))
+            self._close(choice)
+
+    def fail(self, rid: str, error: RametError) -> None:
+        """End one completion with `error`."""
+        if (choice := self._open.get(rid)) is not None:
+            self._send(Abort(rid))
+            self._close(rid)
+            choice.on_output(error)
+
+    def fail_all(self, error: RametError) -> None:
+        """The engine is gone: every open completion ends with `error`."""
+        for rid in list(self._open):
+            choice = self._open[rid]
+            self._close(rid)
+            choice.on_output(error)
+
+    # -- coming out ------------------------------------------------------------------------------------------
+
+    def handle(self, event: TokenEvent) -> None:
+        """Take what a step made for one request; events of forgotten requests are ignored."""
+        choice = self._open.get(event.rid)
+        if choice is None:
+            return
+        if event.prompt_logprobs is not None:
+            choice.prompt_logprobs = (choice.prompt_logprobs or []) + event.prompt_logprobs
+        choice.cached_tokens = event.cached_tokens or choice.cached_tokens
+        if not event.tokens and event.finish is None and event.canvas is None:
+            return
+        if event.finish is not None and event.finish.type == "error":
+            self._close(event.rid)
+            kind = InvalidRequest if event.finish.refused else RametError
+            choice.on_output(kind(event.finish.message or "the engine could not serve this request"))
+            return
+        self._begin(choice)
+        output = self._advance(choice, event)
+        if output.finish is not None:
+            self._close(event.rid)
+            if event.finish is None:
+                self._send(Abort(event.rid))
+        choice.on_output(output)
+
+    def _advance(self, choice: Choice, event: TokenEvent) -> Output:
+        choice.tokens.extend(event.tokens)
+        if event.tokens:
+            choice.queue_s, choice.prefill_s = event.queue_s, event.prefill_s
+        choice.reuse = event.reuse or choice.reuse
+        finish = event.finish
+        may_stop = len(choice.tokens) >= choice.submission.sampling.min_new_tokens
+        delta = choice.text.push(event.tokens, may_stop, last=finish is not None)
+        if choice.text.stopped is not None:
+            finish = Finish("stop", matched=choice.text.stopped)
+        prompt_logprobs, choice.prompt_logprobs = choice.prompt_logprobs, None
+        return Output(
+            index=choice.index,
+            choice=choice.choice,
+            rid=choice.submission.rid,
+            text=choice.text.text,
+            delta=delta,
+            token_ids=choice.tokens,
+            new_token_ids=event.tokens,
+            logprobs=event.logprobs,
+            prompt_logprobs=prompt_logprobs,
+            prompt_tokens=choice.prompt_tokens,
+            cached_tokens=choice.cached_tokens,
+            completion_tokens=len(choice.tokens),
+            finish=finish,
+            queue_s=choice.queue_s,
+            prefill_s=choice.prefill_s,
+            e2e_s=time.monotonic() - choice.started_s,
+            reuse=choice.reuse,
+            canvas=event.canvas,
+        )
+
+    def _begin(self, choice: Choice) -> None:
+        if choice.waiting_tokens:
+            self._admission.begin(choice.submission.account, choice.waiting_tokens)
+            choice.waiting_tokens = 0
+
+    def _close(self, rid: str) -> None:
+        choice = self._open.pop(rid)
+        self._begin(choice)
+        self._admission.leave(choice.submission.account)
+        rids = self._by_submission[choice.submission.key]
+        rids.discard(rid)
+        if not rids:
+            del self._by_submission[choice.submission.key]

@@ -1,0 +1,160 @@
+"""How a request wants its tokens chosen: one definition for HTTP, the offline engine and the engine process."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from runtime.errors import InvalidRequest
+
+Algorithm = Literal["low_confidence", "entropy", "maskgit_plus", "topk_margin", "origin"]
+
+# Below it the most likely token is certain anyway.
+_LEAST_TEMPERATURE = 1e-4
+
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+
+# LLaDA's own block length, taken where it divides the length.
+_BLOCK = 32
+# Algorithms whose confidence is the probability of the chosen token, which is what a threshold compares.
+_BY_PROBABILITY = ("low_confidence", "maskgit_plus")
+
+
+class SamplingParams(BaseModel):
+    """Sampling parameters, with SGLang's names and defaults."""
+
+    model_config = ConfigDict(extra="forbid", strict=False)
+
+    max_new_tokens: int | None = Field(
+        128, ge=0, le=1 << 20, description="most tokens to generate; null: as many as the context holds"
+    )
+    min_new_tokens: int = Field(0, ge=0, le=1 << 20, description="no end of sequence or stop before that many")
+    temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(-1, ge=-1, le=1 << 20, description="-1 or 0: all tokens")
+    min_p: float = Field(0.0, ge=0, le=1)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="counts output tokens")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="counts output tokens")
+    repetition_penalty: float = Field(1.0, ge=0.01, le=2, description="of prompt and output tokens")
+    seed: int | None = Field(None, ge=0, lt=1 << 63, description="the same seed and request give the same tokens")
+    stop: list[StopString] = Field(default_factory=list, max_length=16, description="generation ends before these")
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list, max_length=64)
+    ignore_eos: bool = False
+    n: int = Field(1, ge=1, le=64, description="completions of the one prompt")
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=1024)
+    json_schema: str | None = Field(
+        None, min_length=2, max_length=1 << 16, description="text of a JSON schema that the output follows"
+    )
+    regex: str | None = Field(
+        None, min_length=1, max_length=1 << 13, description="regular expression that the whole output matches"
+    )
+    skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
+    no_stop_trim: bool = Field(False, description="keep the stop string in the text")
+
+    @field_validator("stop", "stop_token_ids", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        if value is None:
+            return []
+        return [value] if isinstance(value, str | int) else value
+
+    @property
+    def constrained(self) -> bool:
+        """Whether the output follows a grammar."""
+        return self.json_schema is not None or self.regex is not None
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def divisor(self) -> float:
+        """What logits are divided by before one token is drawn: the temperature, while the quotient is a float32."""
+        return max(self.temperature, _LEAST_TEMPERATURE)
+
+    def check(self, vocab_size: int) -> None:
+        """Raise `InvalidRequest` where a value does not fit the model, or another value."""
+        if self.json_schema is not None and self.regex is not None:
+            raise InvalidRequest("json_schema and regex cannot both be followed", param="regex")
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise InvalidRequest(
+                f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens, {self.max_new_tokens}",
+                param="min_new_tokens",
+            )
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            if bad := next((i for i in ids if not 0 <= i < vocab_size), None):
+                raise InvalidRequest(f"token id {bad} is out of range: the model has {vocab_size} tokens", param=name)
+
+
+class DiffusionParams(BaseModel):
+    """Denoising parameters, with LLaDA's, Dream's and Fast-dLLM's names. What is left out has the model's default."""
+
+    model_config = ConfigDict(extra="forbid", strict=False)
+
+    gen_length: int | None = Field(None, ge=1, le=1 << 16, description="masks to denoise; default: max_new_tokens")
+    steps: int | None = Field(None, ge=1, le=1 << 16, description="steps over all blocks; default: gen_length")
+    block_length: int | None = Field(
+        None, ge=1, le=1 << 16, description="blocks are denoised from left to right; default: 32 for low_confidence"
+    )
+    algorithm: Algorithm | None = Field(None, description="which masks are decided; default: as the model's authors")
+    eps: float = Field(1e-3, gt=0, lt=1, description="where the time of Dream's schedule ends")
+    alg_temp: float = Field(0.0, ge=0, le=100, description="0 decides the most confident; above, positions are drawn")
+    cfg_scale: float = Field(0.0, ge=0, le=100, description="classifier-free guidance, by a second pass")
+    threshold: float | None = Field(None, gt=0, le=1, description="decide every mask at least that confident (0.9)")
+    factor: float | None = Field(None, gt=0, le=100, description="decide the n-th if confidence >= 1 - factor/(n+1)")
+    cache: Literal["none", "prefix", "dual"] = Field("none", description="Fast-dLLM's caches within a request")
+    reuse: bool | None = Field(None, description="share the prefix's shallow layers; default: --bicache")
+    partial: bool | None = Field(None, description="share the beginning of a longer encoding; default: as the server")
+    prefix_tokens: int | None = Field(None, ge=0, description="leading prompt tokens that requests share")
+    depth: int | None = Field(None, ge=0, description="layers in which the shared prefix is reused; default: by table")
+    refresh_interval: int | None = Field(
+        None, ge=1, description="steps between refreshes of the prefix's deep layers; 1 and depth 1 are exact"
+    )
+    stream_canvas: bool = Field(False, description="report all positions at every step, decided or not")
+
+    def filled(self, algorithm: Algorithm, sampling: SamplingParams) -> DiffusionParams:
+        """With the defaults of a model (`algorithm`) and a request filled in."""
+        alg = self.algorithm or algorithm
+        length = self.gen_length or sampling.max_new_tokens or 128
+        blocks = self.cache != "none" or alg == "low_confidence"
+        block = self.block_length or (_BLOCK if blocks and length % _BLOCK == 0 else length)
+        filled = {"algorithm": alg, "gen_length": length, "block_length": block, "steps": self.steps or length}
+        return self.model_copy(update=filled)
+
+    def check(self, sampling: SamplingParams, num_layers: int, prompt_tokens: int) -> None:
+        """Raise InvalidRequest where filled values do not fit each other, the model or the prompt."""
+        assert self.gen_length
+        assert self.block_length
+        assert self.steps
+        blocks, rest = divmod(self.gen_length, self.block_length)
+        if rest:
+            _refuse(f"gen_length {self.gen_length} is no multiple of block_length {self.block_length}", "block_length")
+        if self.steps % blocks:
+            _refuse(f"steps {self.steps} cannot be divided among {blocks} blocks", "steps")
+        if self.threshold is not None and self.factor is not None:
+            _refuse("threshold and factor exclude each other", "factor")
+        for name in ("threshold", "factor"):
+            if getattr(self, name) is not None and self.algorithm not in _BY_PROBABILITY:
+                _refuse(f"{name} needs algorithm {' or '.join(_BY_PROBABILITY)}, not {self.algorithm}", name)
+        if self.depth is not None and self.depth > num_layers:
+            _refuse(f"depth is {self.depth}; the model has {num_layers} layers", "depth")
+        if self.prefix_tokens is not None and self.prefix_tokens > prompt_tokens:
+            _refuse(f"prefix_tokens is {self.prefix_tokens}; the prompt has {prompt_tokens} tokens", "prefix_tokens")
+        _refuse_sampling(sampling)
+
+
+def _refuse_sampling(sampling: SamplingParams) -> None:
+    """What the samplers of diffusion models do not know."""
+    default = SamplingParams()
+    if sampling.max_new_tokens == 0:
+        raise InvalidRequest("max_new_tokens must be at least 1 for diffusion models", param="max_new_tokens")
+    penalties = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+    for name in ("min_p", "min_new_tokens", "json_schema", "regex", *penalties):
+        if getattr(sampling, name) != getattr(default, name):
+            raise InvalidRequest(f"{name} is not supported for diffusion models", param=name)
+
+
+def _refuse(message: str, name: str) -> None:
+    raise InvalidRequest(message, param=f"diffusion.{name}")

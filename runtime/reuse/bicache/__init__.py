@@ -1,0 +1,1 @@
+"""BiCache: the shared prefix of diffusion models, reused in shallow layers."""

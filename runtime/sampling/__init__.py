@@ -1,0 +1,1 @@
+"""Tokens from logits: the sampler, log-probabilities, grammars."""

@@ -1,0 +1,51 @@
+"""Drawing for many requests at once, with FlashInfer's filters, which need no sort."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from runtime.execution.flashinfer_package import load_flashinfer
+from runtime.execution.transfers import upload
+from runtime.request import Request
+from runtime.sampling.sampler import Sampler, race
+
+
+class BatchedSampler(Sampler):
+    """Like `Sampler`; requests without grammar, bias or penalties are drawn in a few kernels.
+
+    A request with a seed draws its noise from its own stream, as on any other device: FlashInfer's own samplers derive
+    it from the row in the batch, so that a seed would not give the same tokens twice.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device):
+        super().__init__(vocab_size, device)
+        self._kernels = load_flashinfer().sampling
+
+    def _draw_all(self, logits: torch.Tensor, requests: Sequence[Request], ahead: int) -> torch.Tensor:
+        """See `Sampler._draw_all`."""
+        probs = self.filter(logits, requests)
+        noise = torch.empty_like(probs).exponential_(generator=self._unseeded)
+        for row, request in zip(noise, requests, strict=True):
+            if request.sampling.seed is not None:
+                row.exponential_(generator=self.generator(request, ahead))
+        return race(probs, noise)
+
+    def filter(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+        """`filter_probs` of many requests: [n, vocab] from float32 logits [n, vocab], up to rounding."""
+        params = [request.sampling for request in requests]
+        probs = (logits / self._column([p.divisor for p in params])[:, None]).softmax(-1)
+        vocab = probs.shape[-1]
+        if any(0 < p.top_k < vocab for p in params):
+            top_k = torch.tensor([p.top_k if 0 < p.top_k < vocab else vocab for p in params], dtype=torch.int32)
+            probs = self._kernels.top_k_renorm_probs(probs, upload(top_k, logits.device))
+        if any(p.top_p < 1 for p in params):
+            probs = self._kernels.top_p_renorm_probs(probs, self._column([p.top_p for p in params]))
+        if any(p.min_p > 0 for p in params):
+            least = self._column([p.min_p for p in params])[:, None] * probs.amax(-1, keepdim=True)
+            probs = probs.masked_fill(probs < least, 0)
+        return probs
+
+    def _column(self, values: list[float]) -> torch.Tensor:
+        return upload(torch.tensor(values, dtype=torch.float32), self.device)

@@ -1,0 +1,162 @@
+"""Output that follows a JSON schema or a regular expression: llguidance compiles it and masks tokens."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from runtime.errors import InvalidRequest, RametError
+from runtime.params import SamplingParams
+from runtime.sampling.json_text import parse_json
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+# Far above what real schemas need, and little enough that no grammar holds up a step for more than milliseconds.
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+
+# A small model that may put white space anywhere can put nothing else, for ever.
+_JSON: JsonCompileOptions = {"whitespace_pattern": r"[ \n]?"}
+
+# Compiled grammars that are kept: agents send the same schema again and again.
+_KEPT = 64
+
+_MAX_MESSAGE = 300
+
+
+def check_grammar(params: SamplingParams) -> None:
+    """Raise InvalidRequest for a schema or an expression that cannot be compiled within the limits."""
+    source = _source(params)
+    if source is None:
+        return
+    name = "regex" if params.regex is not None else "json_schema"
+    if problem := LLMatcher.validate_grammar(source, limits=_LIMITS):
+        if problem.startswith("WARNING"):
+            return
+        raise InvalidRequest(f"{name} cannot be followed: {_first_line(problem)}", param=name)
+
+
+def _source(params: SamplingParams) -> str | None:
+    """llguidance's text of what is asked for. Raises InvalidRequest for what is no JSON."""
+    if params.regex is not None:
+        return LLMatcher.grammar_from_regex(params.regex)
+    if params.json_schema is None:
+        return None
+    try:
+        schema = parse_json(params.json_schema)
+        if not isinstance(schema, dict):
+            raise ValueError
+    except ValueError:
+        raise InvalidRequest("json_schema must be the text of a JSON object", param="json_schema") from None
+    return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")[:_MAX_MESSAGE]
+
+
+class Grammar:
+    """Where one request is in its grammar."""
+
+    def __init__(self, matcher: LLMatcher):
+        self._matcher = matcher
+
+    def forbidden(self, vocab_size: int) -> np.ndarray:
+        """Which tokens may not follow, bool [vocab]. Raises InvalidRequest at a dead end or a limit."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            raise InvalidRequest(f"the grammar cannot be followed further: {_first_line(self._matcher.get_error())}")
+        return np.unpackbits(bits, bitorder="little", count=vocab_size) == 0
+
+    def accept(self, token: int) -> None:
+        """Go on by a token."""
+        self._matcher.consume_token(token)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing more may follow."""
+        return self._matcher.is_stopped()
+
+
+class GrammarCompiler:
+    """Compiles on a thread of its own, so that no step waits for a grammar.
+
+    Args:
+        load_tokenizer: the text of the model's tokenizer.json; called with the first grammar.
+        vocab_size: of the logits.
+        eos: tokens that end a sequence.
+        timeout_s: how long a grammar may take.
+    """
+
+    def __init__(self, load_tokenizer: Callable[[], str], vocab_size: int, eos: list[int], timeout_s: float):
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self._eos = eos
+        self._timeout_s = timeout_s
+        self._tokenizer: LLTokenizer | None = None
+        self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._pool: ThreadPoolExecutor | None = None
+        self._open: dict[str, tuple[Future[LLMatcher], float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def start(self, rid: str, params: SamplingParams, tenant: str = "") -> None:
+        """Begin to compile what a request asks for; what is kept of it serves its tenant alone, as the time tells."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "ramet-grammar")
+        self._open[rid] = (self._pool.submit(self._compile, params, tenant), time.monotonic() + self._timeout_s)
+
+    def cancel(self, rid: str) -> bool:
+        """Forget a request; False if it is none of those that are being compiled."""
+        found = self._open.pop(rid, None)
+        return found is not None and (found[0].cancel() or True)
+
+    def take(self) -> list[tuple[str, Grammar | RametError]]:
+        """The requests whose grammar is done, or has failed."""
+        done: list[tuple[str, Grammar | RametError]] = []
+        for rid, (future, deadline_s) in list(self._open.items()):
+            if future.done():
+                done.append((rid, self._result(future)))
+            elif time.monotonic() > deadline_s:
+                done.append((rid, InvalidRequest(f"the grammar takes longer than {self._timeout_s:g} s to compile")))
+            else:
+                continue
+            del self._open[rid]
+        return done
+
+    @staticmethod
+    def _result(future: Future[LLMatcher]) -> Grammar | RametError:
+        try:
+            matcher = future.result()
+        except Exception as error:
+            return RametError(f"the grammar could not be compiled: {type(error).__name__}")
+        if matcher.is_error():
+            return InvalidRequest(f"the grammar cannot be followed: {_first_line(matcher.get_error())}")
+        return Grammar(matcher)
+
+    def _compile(self, params: SamplingParams, tenant: str) -> LLMatcher:
+        source = _source(params)
+        assert source is not None
+        key = (tenant, source)
+        if self._tokenizer is None:
+            self._tokenizer = LLTokenizer(self._load_tokenizer(), n_vocab=self._vocab_size, eos_token=self._eos)
+        if key not in self._kept:
+            self._kept[key] = LLMatcher(self._tokenizer, source, limits=_LIMITS, log_level=0)
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key].deep_copy()

@@ -1,0 +1,203 @@
+"""From logits to tokens: penalties, filters, and a random stream of its own for every request."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from runtime.errors import RametError
+from runtime.execution.transfers import upload
+from runtime.params import SamplingParams
+from runtime.request import Request
+from runtime.sampling.logprobs import Measured, measure_logprobs
+from runtime.sampling.sampled import NO_TOKEN, BadLogits, Sampled
+
+log = logging.getLogger("ramet.engine")
+
+_WORD = (1 << 64) - 1
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The highest tokens [n] of logits [n, vocab]."""
+    return logits.argmax(-1)
+
+
+class Sampler:
+    """Chooses one token for each of some requests.
+
+    Args:
+        vocab_size: columns of the logits.
+        device: where the logits are.
+        argmax: the highest tokens [n] of logits [n, vocab].
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        argmax: Callable[[torch.Tensor], torch.Tensor] = argmax,
+    ):
+        self.vocab_size = vocab_size
+        self.device = device
+        self._argmax = argmax
+        # For requests without a seed, and, seeded anew for every token, for those with one.
+        self._unseeded, self._seeded = torch.Generator(device), torch.Generator(device)
+        self._unseeded.seed()
+
+    def sample(self, logits: torch.Tensor, requests: Sequence[Request], ahead: int = 0) -> Sampled:
+        """Choose the next tokens; only a grammar makes this wait for the device.
+
+        Args:
+            logits: float32 [n, vocab]; not changed, and not needed any more once this returns.
+            requests: whose logits these are.
+            ahead: tokens that each of them has been given since, but that the host has not read.
+        """
+        best = self._argmax(logits)
+        # argmax takes a NaN for the greatest, so a look at what it chose tells whether there is one in the row.
+        sound = logits.gather(-1, best[:, None])[:, 0].isfinite()
+        alone = [i for i, request in enumerate(requests) if _adjusts(request, ahead)]
+        drawing = [i for i, r in enumerate(requests) if not r.sampling.greedy and not _adjusts(r, ahead)]
+        tokens, failures = best.clone(), {}
+        if drawing:
+            drawn = self._draw_all(self._rows(logits, drawing), [requests[i] for i in drawing], ahead)
+            tokens = drawn if len(drawing) == len(best) else tokens.index_copy_(0, self._index(drawing), drawn)
+        for i in alone:
+            try:
+                tokens[i] = self._one(logits[i], sound[i], requests[i], ahead)
+            except RametError as error:
+                failures[i] = error
+            except Exception as error:
+                log.exception("no token could be chosen for request %s", requests[i].rid)
+                failures[i] = RametError(f"no token could be chosen: {type(error).__name__}")
+        if failures:
+            tokens.index_fill_(0, self._index(list(failures)), NO_TOKEN)
+        tokens = tokens.where(sound, NO_TOKEN)
+        return Sampled(tokens, failures, *self._measure(logits, tokens, requests))
+
+    def _measure(
+        self, logits: torch.Tensor, tokens: torch.Tensor, requests: Sequence[Request]
+    ) -> tuple[dict[int, int], Measured]:
+        """Log-probabilities of the chosen tokens, for those who want them, and how many more each of them wants."""
+        tops = {i: request.logprobs for i, request in enumerate(requests) if request.logprobs is not None}
+        if not tops:
+            return {}, []
+        chosen = self._rows(tokens, list(tops)).clamp_min(0)
+        return tops, measure_logprobs(self._rows(logits, list(tops)), chosen, max(tops.values()))
+
+    def _rows(self, tensor: torch.Tensor, index: Sequence[int]) -> torch.Tensor:
+        return tensor if len(index) == len(tensor) else tensor[self._index(index)]
+
+    def _index(self, index: Sequence[int]) -> torch.Tensor:
+        return upload(torch.tensor(index, dtype=torch.int64), self.device)
+
+    def _draw_all(self, logits: torch.Tensor, requests: Sequence[Request], ahead: int) -> torch.Tensor:
+        """Draw int64 [n] for requests that change nothing of their logits [n, vocab]."""
+        return torch.stack([self._draw(row, r, ahead) for row, r in zip(logits, requests, strict=True)])
+
+    def _one(self, logits: torch.Tensor, sound: torch.Tensor, request: Request, ahead: int) -> torch.Tensor:
+        """The token of a request that changes its logits [vocab]; `sound`: whether they are numbers."""
+        logits = self._adjust(logits.clone(), request, ahead)
+        token = logits.argmax() if request.sampling.greedy else self._draw(logits, request, ahead)
+        if request.counts is not None:
+            request.counts.index_add_(0, token.clamp_min(0)[None], request.counts.new_ones(1))
+        if request.grammar is not None:
+            value = int(token.where(sound, NO_TOKEN))
+            if value == NO_TOKEN:
+                raise BadLogits
+            request.grammar.accept(value)
+        return token
+
+    def _adjust(self, logits: torch.Tensor, request: Request, ahead: int = 0) -> torch.Tensor:
+        """Apply bias, penalties, the minimum length and the grammar, in place."""
+        params = request.sampling
+        if params.logit_bias:
+            biases = upload(torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype), self.device)
+            logits.index_add_(0, self._index(list(params.logit_bias)), biases)
+        if _penalised(params):
+            self._penalise(logits, request)
+        if request.grammar is not None:
+            forbidden = torch.from_numpy(request.grammar.forbidden(len(logits)))
+            logits.masked_fill_(upload(forbidden, self.device), -math.inf)
+        elif request.num_output + ahead < params.min_new_tokens and request.stop_ids:
+            logits.index_fill_(0, self._index(sorted(request.stop_ids)), -math.inf)
+        return logits
+
+    def _penalise(self, logits: torch.Tensor, request: Request) -> None:
+        params = request.sampling
+        if request.counts is None:
+            # From here on they are kept where the tokens are chosen, which the host may not have read yet.
+            ids = torch.tensor(request.tokens, dtype=torch.int64)
+            request.prompt_ids = upload(ids[: request.prompt_len].unique(), self.device)
+            counts = torch.bincount(ids[request.prompt_len :], minlength=self.vocab_size)
+            request.counts = upload(counts, self.device)
+        counts = request.counts
+        if params.repetition_penalty != 1:
+            seen = counts > 0
+            seen[request.prompt_ids] = True
+            scaled = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+            logits.copy_(torch.where(seen, scaled, logits))
+        logits -= params.frequency_penalty * counts
+        logits -= params.presence_penalty * (counts > 0)
+
+    def _draw(self, logits: torch.Tensor, request: Request, ahead: int) -> torch.Tensor:
+        """Draw from the filtered distribution by racing exponentials, which needs no cumulative sum."""
+        probs = filter_probs(logits, request.sampling)
+        noise = torch.empty_like(probs).exponential_(generator=self.generator(request, ahead))
+        return race(probs[None], noise[None])[0]
+
+    def generator(self, request: Request, ahead: int = 0) -> torch.Generator:
+        """The stream of noise for a request's next token: with a seed, it depends on that and the place alone.
+
+        So a token that has to be drawn again, after a step that failed or was thrown away, is the same one.
+        """
+        seed = request.sampling.seed
+        if seed is None:
+            return self._unseeded
+        return self._seeded.manual_seed(_mix(seed, request.num_output + ahead))
+
+
+def race(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Draw int64 [n] by exponential noise [n, vocab]; `NO_TOKEN` where the probabilities are no numbers."""
+    tokens = (probs / noise).argmax(-1)
+    return tokens.where(probs.gather(-1, tokens[:, None])[:, 0].isfinite(), NO_TOKEN)
+
+
+def filter_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The distribution [vocab] after temperature, then top-k, top-p and min-p; dropped tokens have probability 0."""
+    probs = (logits / params.divisor).softmax(-1)
+    if 0 < params.top_k < len(probs):
+        values, tokens = probs.topk(params.top_k)
+        probs = torch.zeros_like(probs).scatter_(0, tokens, values)
+        probs /= probs.sum()
+    if params.top_p < 1:
+        values, tokens = probs.sort(descending=True)
+        kept = values.masked_fill(values.cumsum(0) - values >= params.top_p, 0)
+        probs = torch.zeros_like(probs).scatter_(0, tokens, kept)
+    if params.min_p > 0:
+        probs = probs.masked_fill(probs < params.min_p * probs.max(), 0)
+    return probs
+
+
+def _mix(seed: int, place: int) -> int:
+    """63 bits of which all depend on a seed and a place (SplitMix64's finalizer)."""
+    z = (seed + (place + 1) * 0x9E3779B97F4A7C15) & _WORD
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
+    return (z ^ (z >> 31)) >> 1
+
+
+def _penalised(params: SamplingParams) -> bool:
+    return bool(params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1)
+
+
+def _adjusts(request: Request, ahead: int) -> bool:
+    params = request.sampling
+    return (
+        bool(params.logit_bias)
+        or request.grammar is not None
+        or _penalised(params)
+        or request.num_output + ahead < params.min_new_tokens
+    )

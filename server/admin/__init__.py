@@ -1,0 +1,1 @@
+"""Routes of operators: the cache, the page, metrics."""

@@ -1,0 +1,165 @@
+"""Routes by which an operator keeps prefixes in the cache."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+from fastapi import Path as PathParameter
+from pydantic import ConfigDict, Field
+
+from runtime.errors import InvalidRequest
+from server.auth.keys import Asker, CacheScope, Forbidden, Tenant
+from server.context import Context, Ctx
+from server.http import examples
+from server.http.errors import NotFound
+from server.http.wire import Body, CacheSalt, Text, TokenIds
+from server.openai.types import Message
+
+router = APIRouter(prefix="/cache", tags=["cache"])
+
+
+class PinRequest(Body):
+    """A prefix: exactly one of `text`, `input_ids` and `messages` (to which the chat template is applied)."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"text": "You are a helpful assistant. ...", "name": "system", "ttl_s": 3600}},
+    )
+
+    text: Text | None = None
+    input_ids: TokenIds | None = None
+    messages: list[Message] | None = None
+    name: Text | None = Field(None, max_length=256)
+    ttl_s: float | None = Field(None, gt=0, le=1e9, description="seconds to keep it; null: until it is unpinned")
+    tenant: str | None = Field(
+        None, description="name of the API key for whose requests to keep it; default: the asker"
+    )
+    cache_salt: CacheSalt | None = None
+    cache_scope: CacheScope = "private"
+
+
+@router.post("/pin", responses=examples.PIN)
+async def pin(context: Ctx, body: PinRequest, tenant: Asker) -> dict[str, Any]:
+    """Keep the whole pages of a prefix in the cache; it is computed now if it is not there. 409 over the budget."""
+    given = [value for value in (body.text, body.input_ids, body.messages) if value is not None]
+    if len(given) != 1:
+        raise InvalidRequest("exactly one of text, input_ids and messages must be given", param="text")
+    prompt: str | list[int]
+    if body.messages is not None:
+        tokenizer = context.engine.tokenizer
+        messages = [message.plain() for message in body.messages]
+        text = await asyncio.to_thread(tokenizer.apply_chat_template, messages, add_generation_prompt=False)
+        prompt = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
+    else:
+        prompt = body.text if body.text is not None else body.input_ids or []
+    if body.tenant is not None:
+        tenant = _named(body.tenant, context)
+    namespace = tenant.namespace(body.cache_salt, body.cache_scope)
+    return await context.engine.pin(prompt, namespace, body.name, body.ttl_s)
+
+
+def _named(name: str, context: Context) -> Tenant:
+    for tenant in context.tenants:
+        if tenant.name == name:
+            return tenant
+    raise NotFound(f"there is no API key named {name!r}", param="tenant", code="tenant_not_found")
+
+
+@router.get("/pins", responses=examples.PINS)
+async def pins(context: Ctx) -> dict[str, Any]:
+    """All pins, the tokens that they hold, and the budget."""
+    return await context.engine.pins()
+
+
+@router.delete("/pins/{pin_id}", responses=examples.SUCCESS)
+async def unpin(context: Ctx, pin_id: str) -> dict[str, Any]:
+    """Let a pin go; its pages stay cached until they are evicted."""
+    if not await context.engine.unpin(pin_id):
+        raise NotFound(f"there is no pin {pin_id!r}", param="pin_id", code="pin_not_found")
+    return {"success": True}
+
+
+Page = Annotated[int, PathParameter(ge=0, lt=1 << 31, description="the node's first page, as the tree shows it")]
+Start = Annotated[
+    int, Query(ge=0, lt=1 << 31, description="tokens before the node; with another number it is not found")
+]
+
+
+@router.post("/nodes/{page}/pin", responses=examples.PIN)
+async def pin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
+    """Pin the prefix that ends with a node. 404 if the node is gone, 409 over the budget."""
+    found = await context.engine.on_node("prefix", page, start)
+    if not found:
+        raise _gone(page)
+    tokens = array("i")
+    tokens.frombytes(found["tokens"])
+    return await context.engine.pin(tokens.tolist(), found["namespace"], None, None)
+
+
+@router.delete("/nodes/{page}/pin", responses=examples.UNPINNED)
+async def unpin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
+    """Let every pin go that keeps a node."""
+    done = await context.engine.on_node("unpin", page, start)
+    if not done["found"]:
+        raise _gone(page)
+    return {"unpinned": done["pins"]}
+
+
+@router.delete("/nodes/{page}", responses=examples.EVICTED)
+async def drop_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
+    """Evict a node and all below it, but for what live requests or pins keep."""
+    done = await context.engine.on_node("drop", page, start)
+    if not done["found"]:
+        raise _gone(page)
+    return {"evicted_tokens": done["tokens"]}
+
+
+def _gone(page: int) -> NotFound:
+    return NotFound(f"there is no such node at page {page} any more", param="page", code="node_not_found")
+
+
+@router.get("/stats", responses=examples.STATS)
+async def stats(context: Ctx) -> dict[str, Any]:
+    """The engine's counters, histograms and gauges."""
+    return await context.engine.state()
+
+
+@router.get("/tree", responses=examples.TREE)
+async def tree(
+    context: Ctx,
+    asker: Asker,
+    tenant: Annotated[str | None, Query(description="admin keys: name of the API key whose nodes to show")] = None,
+    depth: Annotated[int | None, Query(ge=1, le=10_000, description="deepest level; default: all")] = None,
+    cursor: Annotated[int, Query(ge=0, le=10_000_000, description="`next_cursor` of the page before")] = 0,
+    limit: Annotated[int, Query(ge=1, le=4096, description="most nodes in the answer")] = 256,
+    preview: Annotated[int, Query(ge=0, le=256, description="admin keys: tokens of each run to show as text")] = 0,
+) -> dict[str, Any]:
+    """The radix tree's nodes, level by level, parents first; other keys than admins' see their own nodes only."""
+    if not asker.admin and (preview or tenant not in (None, asker.name)):
+        raise Forbidden("this key may only look at its own nodes, without their text")
+    whose = _named(tenant, context) if tenant is not None else asker
+    everybody = asker.admin and tenant is None
+    nodes = await context.engine.tree(
+        tenant=None if everybody else whose.account,
+        max_depth=depth,
+        skip=cursor,
+        limit=limit,
+        preview_tokens=preview,
+    )
+    shown = [_show(node, context) for node in nodes]
+    return {"nodes": shown, "next_cursor": cursor + limit if len(nodes) == limit else None}
+
+
+def _show(node: dict[str, Any], context: Context) -> dict[str, Any]:
+    """A node with its tenant's name instead of the namespace, which holds a digest and a salt."""
+    tenant = context.tenant_name(node.pop("namespace"))
+    tokens = array("i")
+    tokens.frombytes(node.pop("preview"))
+    shown = {**node, "tenant": tenant}
+    return (
+        {**shown, "preview": context.engine.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)}
+        if tokens
+        else shown
+    )

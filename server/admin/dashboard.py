@@ -1,0 +1,159 @@
+"""The page to look at, and the stream of events that it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import re
+import time
+from array import array
+from collections.abc import AsyncGenerator
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import HTMLResponse, Response
+
+from runtime.errors import Overloaded, RametError
+from server.context import Context
+from server.http.sse import EventStream
+
+router = APIRouter(tags=["dashboard"], include_in_schema=False)
+
+_EVERY_S = 1.0
+_MOST_BLOCKS = 500
+_PREVIEW_TOKENS = 32
+_MOST_REQUESTS = 100
+_MOST_VIEWERS = 32
+# A large tree is walked no more often than so many times what the walk took.
+_REST = 10
+_COUNTED = ("running", "waiting", "pages_total", "pages_free", "pages_tree", "pages_private", "pages_locked",
+            "pages_pinned", "pins", "tree_nodes", "queried_tokens", "cached_tokens", "prompt_tokens",
+            "generation_tokens", "requests", "evicted_tokens", "retracted_requests")  # fmt: skip
+
+
+@router.get("/")
+@router.get("/dashboard")
+async def page() -> Response:
+    """The page, the same for everyone: what it shows comes over the other routes, and wants their keys."""
+    html, policy = _page()
+    return HTMLResponse(html, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff",
+                                       "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"})  # fmt: skip
+
+
+@lru_cache
+def _page() -> tuple[str, str]:
+    """The page and its policy: this very script runs, and nothing is loaded from or sent to anywhere else."""
+    html = (files("server") / "static" / "dashboard.html").read_text("utf-8")
+    script = re.search(r"<script>(.*?)</script>", html, re.DOTALL)
+    assert script is not None
+    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    return html, (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+@router.get("/dashboard/events", response_model=None)
+async def events(request: Request) -> EventStream:
+    """Figures every second, the tree whenever it has been walked anew (for admin keys)."""
+    feed: Feed = request.app.state.feed
+    return EventStream(feed.follow(), feed.enter())
+
+
+class Feed:
+    """What all viewers see. It is made once for all of them, and only while somebody looks."""
+
+    def __init__(self, context: Context):
+        self._context = context
+        self._viewers = 0
+        self._closing = asyncio.Event()
+        self._lock = asyncio.Lock()
+        self._figures: dict[str, Any] = {}
+        self._figures_s = float("-inf")
+        self._tree: dict[str, Any] = {}
+        self._version = 0
+        self._walk: asyncio.Task[None] | None = None
+        self._walk_after_s = float("-inf")
+
+    def enter(self) -> Any:
+        """Count a viewer; returns what is to be called when it goes. Raises Overloaded when there are too many."""
+        if self._viewers >= _MOST_VIEWERS:
+            raise Overloaded(f"{_MOST_VIEWERS} dashboards are open already")
+        self._viewers += 1
+        return self._leave
+
+    def _leave(self) -> None:
+        self._viewers -= 1
+        if not self._viewers:
+            # Whoever comes next shall not see what was there when the last one left.
+            self._tree, self._version, self._walk_after_s = {}, 0, float("-inf")
+            if self._walk is not None:
+                self._walk.cancel()
+
+    def close(self) -> None:
+        """End all streams: the server stops."""
+        self._closing.set()
+
+    async def follow(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Events for one viewer, until it goes, the server stops or the engine dies."""
+        yield {"model": self._model()}
+        seen = 0
+        while True:
+            yield {"figures": await self._fresh_figures()}
+            self._keep_walking()
+            if self._version != seen:
+                seen = self._version
+                yield {"tree": self._tree}
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), _EVERY_S)
+                return
+
+    def _model(self) -> dict[str, Any]:
+        info = self._context.engine.info
+        return {"name": info.name, "dtype": info.dtype, "device": info.device, "page_size": info.page_size,
+                "pool_tokens": info.pool_tokens, "context_length": info.context_length}  # fmt: skip
+
+    async def _fresh_figures(self) -> dict[str, Any]:
+        async with self._lock:
+            if time.monotonic() - self._figures_s >= 0.9 * _EVERY_S:
+                engine = self._context.engine
+                state, requests = await asyncio.gather(engine.state(), engine.requests(_MOST_REQUESTS))
+                for request in requests:
+                    request["rid"] = request["rid"].rpartition("/")[0]  # after it, the engine's own number
+                    request["tenant"] = self._context.tenant_name(request["tenant"])
+                counted = {name: state[name] for name in _COUNTED}
+                self._figures = {"at_s": time.time(), **counted, **self._context.metrics.now(), "requests": requests}
+                self._figures_s = time.monotonic()
+            return self._figures
+
+    def _keep_walking(self) -> None:
+        if (self._walk is None or self._walk.done()) and time.monotonic() >= self._walk_after_s:
+            self._walk = asyncio.create_task(self._walk_tree())
+
+    async def _walk_tree(self) -> None:
+        begin = time.monotonic()
+        try:
+            blocks = await self._context.engine.outline(_MOST_BLOCKS, _PREVIEW_TOKENS)
+            tree = {"blocks": [self._show(block) for block in blocks], **await self._context.engine.pins()}
+        except RametError:
+            return  # the engine has died; the figures tell so
+        end = time.monotonic()
+        self._walk_after_s = end + max(_REST * (end - begin), 2 * _EVERY_S)
+        if tree != self._tree:
+            self._tree, self._version = tree, self._version + 1
+
+    def _show(self, block: dict[str, Any]) -> dict[str, Any]:
+        tokens = array("i")
+        tokens.frombytes(block.pop("preview"))
+        text = self._decode(tuple(tokens)) if tokens else ""
+        # Whole seconds are what a colour shows; finer ones would make every tree a new one.
+        idle = round(block["idle_s"])
+        return block | {"namespace": self._context.tenant_name(block["namespace"]), "idle_s": idle, "preview": text}
+
+    @lru_cache(4 * _MOST_BLOCKS)  # noqa: B019 (one feed lives as long as its server)
+    def _decode(self, tokens: tuple[int, ...]) -> str:
+        return self._context.engine.tokenizer.decode(list(tokens), skip_special_tokens=False)

@@ -1,0 +1,188 @@
+"""Prometheus metrics, under the names that SGLang's and vLLM's dashboards read, where they have one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from runtime.frontend.output import Output
+from server.http.rate import Rate, Recent
+
+_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+
+# engine state -> (help, names); counters carry their `_total` suffix by themselves.
+_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "prompt_tokens": ("Prompt tokens of accepted requests", ("sglang:prompt_tokens", "vllm:prompt_tokens")),
+    "generation_tokens": ("Generated tokens", ("sglang:generation_tokens", "vllm:generation_tokens")),
+    "cached_tokens": (
+        "Prompt tokens read from the cache",
+        ("sglang:cached_tokens", "vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_hits"),
+    ),
+    "queries": ("Requests looked up in the cache", ("ramet:prefix_cache_requests",)),
+    "hits": ("Requests that found something in the cache", ("ramet:prefix_cache_request_hits",)),
+    "queried_tokens": (
+        "Prompt tokens looked up in the cache",
+        ("vllm:prefix_cache_queries", "vllm:gpu_prefix_cache_queries"),
+    ),
+    "evicted_tokens": ("Tokens evicted from the cache", ("sglang:evicted_tokens",)),
+    "requests": ("Accepted requests", ("sglang:num_requests",)),
+    "aborted_requests": ("Requests ended by an abort", ("sglang:num_aborted_requests",)),
+    "failed_requests": ("Requests that ended with an error", ("ramet:failed_requests",)),
+    "failed_steps": ("Steps that failed and were run again in parts", ("ramet:failed_steps",)),
+    "bad_logits": ("Requests whose logits were no numbers", ("ramet:bad_logits",)),
+    "retracted_requests": ("Requests that gave up their pages", ("vllm:num_preemptions",)),
+    "pins_refused": ("Pins refused over the budget", ("ramet:pins_refused",)),
+    "pins_broken": ("Pins that yielded to a live request", ("ramet:pins_broken",)),
+    "holds_broken": ("Holds that yielded to a live request", ("ramet:holds_broken",)),
+    "steps": ("Engine steps", ("ramet:steps",)),
+    "denoise_steps": ("Denoising steps of all requests", ("ramet:denoise_steps",)),
+    "refreshes": ("Denoising steps that refreshed a shared prefix", ("ramet:prefix_refreshes",)),
+    "encoded_prefixes": ("Shared prefixes encoded for a diffusion model", ("ramet:encoded_prefixes",)),
+    "partial_matches": ("Requests that reused the beginning of a longer encoding", ("ramet:partial_matches",)),
+    "prefill_tokens": ("Token rows computed by prefill", ("ramet:prefill_tokens",)),
+}
+_GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "paused": ("Whether the engine is paused", ("ramet:paused",)),
+    "running": ("Requests that run", ("sglang:num_running_reqs", "vllm:num_requests_running")),
+    "waiting": ("Requests that wait", ("sglang:num_queue_reqs", "vllm:num_requests_waiting")),
+    "retracted_requests": ("Requests that gave up their pages, since start", ("sglang:num_retracted_reqs",)),
+    "throughput": ("Generated tokens per second over the last seconds", ("sglang:gen_throughput",)),
+    "usage": ("Share of the pool that live requests hold", ("sglang:token_usage", "vllm:kv_cache_usage_perc")),
+    "hit_rate": ("Cached share of all prompt tokens since start", ("sglang:cache_hit_rate",)),
+    "pages_total": ("Pages in the pool", ("ramet:pages_total",)),
+    "pages_free": ("Free pages", ("ramet:pages_free",)),
+    "pages_tree": ("Pages held by the tree", ("ramet:pages_tree",)),
+    "pages_private": ("Pages private to live requests", ("ramet:pages_private",)),
+    "pages_locked": ("Pages of the tree that live requests use", ("ramet:pages_locked",)),
+    "pages_pinned": ("Pages of the tree that are pinned", ("ramet:pages_pinned",)),
+    "pins": ("Pins", ("ramet:pins",)),
+    "tree_nodes": ("Nodes of the tree", ("ramet:tree_nodes",)),
+}
+
+
+# Seconds, a count for every page.
+_HISTOGRAMS: dict[str, tuple[str, str]] = {
+    "idle_before_evict_s": (
+        "Seconds from a page's last use to its eviction",
+        "vllm:kv_block_idle_before_evict_seconds",
+    ),
+    "lifetime_s": ("Seconds from a page's coming to its eviction", "vllm:kv_block_lifetime_seconds"),
+    "reuse_gap_s": ("Seconds between two uses of a prefix", "vllm:kv_block_reuse_gap_seconds"),
+}
+
+
+class Metrics:
+    """The registry of one server."""
+
+    def __init__(self, model: str):
+        self._labels = {"model_name": model}
+        self._registry = CollectorRegistry()
+        self._state: dict[str, Any] = {}
+        self._generated = Rate()
+        self._ttfts = Recent()
+        self._registry.register(self)
+        self._ttft = self._histograms("Seconds to the first token", *_both("time_to_first_token_seconds"))
+        self._itl = self._histograms("Seconds between output tokens", *_both("inter_token_latency_seconds"))
+        self._e2e = self._histograms("Seconds from submission to the end", *_both("e2e_request_latency_seconds"))
+        self._queue = self._histograms(
+            "Seconds waiting", "sglang:queue_time_seconds", "vllm:request_queue_time_seconds"
+        )
+        self._prefill = self._histograms("Seconds from admission to token 1", "vllm:request_prefill_time_seconds")
+        self._decode = self._histograms("Seconds from the first token to the end", "vllm:request_decode_time_seconds")
+        self._tpot = self._histograms("Seconds per further token", "vllm:request_time_per_output_token_seconds")
+        self._success = Counter(
+            "vllm:request_success", "Finished requests", [*self._labels, "finished_reason"], registry=self._registry
+        )
+
+    def _histograms(self, text: str, *names: str) -> list[Histogram]:
+        return [
+            Histogram(name, text, list(self._labels), registry=self._registry, buckets=_SECONDS).labels(**self._labels)
+            for name in names
+        ]
+
+    def observe(self, output: Output, previous_s: float | None) -> None:
+        """Book an Output; `previous_s` is the `e2e_s` of the completion's last tokens, None before them."""
+        new = len(output.new_token_ids)
+        self._generated.add(new)
+        if new and previous_s is None:
+            _observe(self._ttft, output.e2e_s)
+            self._ttfts.add(output.e2e_s)
+            _observe(self._queue, output.queue_s)
+            _observe(self._prefill, output.prefill_s)
+        elif new and previous_s is not None:
+            _observe(self._itl, (output.e2e_s - previous_s) / new, times=new)
+        if output.finish is not None:
+            self._observe_end(output)
+
+    def _observe_end(self, output: Output) -> None:
+        assert output.finish is not None
+        decode_s = max(output.e2e_s - output.queue_s - output.prefill_s, 0.0)
+        _observe(self._e2e, output.e2e_s)
+        _observe(self._decode, decode_s)
+        if output.completion_tokens > 1:
+            _observe(self._tpot, decode_s / (output.completion_tokens - 1))
+        self._success.labels(**self._labels, finished_reason=output.finish.type).inc()
+
+    def now(self) -> dict[str, float | None]:
+        """What happened lately: generated tokens per second, and the time to first token in seconds."""
+        return {
+            "tokens_per_s": self._generated.per_second(),
+            "ttft_p50_s": self._ttfts.percentile(50),
+            "ttft_p95_s": self._ttfts.percentile(95),
+        }
+
+    def render(self, state: dict[str, Any]) -> bytes:
+        """The exposition text, with the engine's counters and gauges as they are now."""
+        total = state["pages_total"]
+        queried = state["queried_tokens"]
+        used = state["pages_private"] + state["pages_locked"]
+        self._state = {
+            **state,
+            "usage": used / total,
+            "throughput": self._generated.per_second(),
+            "hit_rate": state["cached_tokens"] / queried if queried else 0.0,
+        }
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the registry: the engine's state under its names."""
+        for table, family in ((_COUNTERS, CounterMetricFamily), (_GAUGES, GaugeMetricFamily)):
+            for key, (text, names) in table.items():
+                for name in names:
+                    metric = family(name, text, labels=list(self._labels))
+                    metric.add_metric(list(self._labels.values()), self._state.get(key, 0))
+                    yield metric
+        if self._state:
+            yield self._evictions()
+            yield from self._engine_histograms()
+
+    def _evictions(self) -> Metric:
+        family = CounterMetricFamily(
+            "ramet:evicted_tokens", "Tokens evicted from the cache, by cause", labels=[*self._labels, "cause"]
+        )
+        for cause, tokens in self._state["evicted_tokens_by_cause"].items():
+            family.add_metric([*self._labels.values(), cause], tokens)
+        return family
+
+    def _engine_histograms(self) -> Iterator[Metric]:
+        for key, (text, name) in _HISTOGRAMS.items():
+            plain = self._state[key]
+            bounds = [*(str(bound) for bound in plain["bounds"]), "+Inf"]
+            family = HistogramMetricFamily(name, text, labels=list(self._labels))
+            buckets = list(zip(bounds, accumulate(plain["counts"]), strict=True))
+            family.add_metric(list(self._labels.values()), buckets, plain["total"])
+            yield family
+
+
+def _both(name: str) -> tuple[str, str]:
+    return f"sglang:{name}", f"vllm:{name}"
+
+
+def _observe(histograms: list[Histogram], value: float, times: int = 1) -> None:
+    for histogram in histograms:
+        for _ in range(times):
+            histogram.observe(value)

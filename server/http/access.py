@@ -1,0 +1,76 @@
+"""Every HTTP request gets an id, a line in the log without any of its text, and an answer whatever fails."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from runtime.errors import RametError
+from runtime.frontend.output import new_rid
+from runtime.logs import one_line, request_id
+from server.http.errors import error_response
+
+log = logging.getLogger("ramet.access")
+
+ID_HEADER = b"x-request-id"
+# No client fills the log with one request.
+_MOST_PATH = 256
+# What a client or a proxy may call its request; anything else could forge log lines.
+_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+class AccessLog:
+    """ASGI middleware, the outermost one."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application; what it raises is logged once, and answered with 500 if nothing was sent yet."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        rid, started_s, status = _rid_of(scope), time.monotonic(), 0
+        request_id.set(rid)
+
+        async def tell(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], (ID_HEADER, rid.encode())]}
+            await send(message)
+
+        try:
+            await self.app(scope, receive, tell)
+        except Exception:
+            log.exception("%s %s failed", scope["method"], _path(scope))
+            if not status:
+                await error_response(RametError("an internal error occurred"))(scope, receive, tell)
+        finally:
+            _write(scope, status, time.monotonic() - started_s)
+
+
+def _rid_of(scope: Scope) -> str:
+    given = dict(scope["headers"]).get(ID_HEADER, b"")
+    return given.decode() if _ID.fullmatch(given) else new_rid()
+
+
+def _path(scope: Scope) -> str:
+    return one_line(scope["path"][:_MOST_PATH])
+
+
+def _write(scope: Scope, status: int, seconds: float) -> None:
+    # 499 is what nobody was told, as the client had left.
+    status = status or 499
+    client = (scope.get("client") or ("-",))[0]
+    tenant = getattr(scope.get("state", {}).get("tenant"), "name", "")
+    path = _path(scope)
+    fields = {"method": scope["method"], "path": path, "status": status, "client": client, "key": tenant}
+    log.info(
+        "%s %s %d %.0f ms %s %s",
+        *(scope["method"], path, status, 1000 * seconds, client, tenant or "-"),
+        extra={"fields": {**fields, "duration_s": round(seconds, 6)}},
+    )

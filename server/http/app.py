@@ -1,0 +1,56 @@
+"""The application: routes, errors, limits."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+from runtime.config import Config
+from runtime.frontend.async_engine import AsyncEngine
+from server.admin import cache, dashboard
+from server.admin.metrics import Metrics
+from server.auth.keys import Guard, Tenant
+from server.context import Context
+from server.http import errors, generate, routes
+from server.http.access import AccessLog
+from server.http.errors import ErrorBody
+from server.http.gate import Gate
+from server.http.limits import BodyLimit
+from server.http.openapi import describe_keys
+from server.http.origins import Origins
+from server.http.refusal import Refusal
+from server.http.traces import add_traces
+from server.openai import chat, completions
+
+
+def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate: Gate | None = None) -> FastAPI:
+    """The application over a started engine, for those who have a key (for everyone without tenants)."""
+    app = FastAPI(
+        title="Ramet",
+        version=version("ramet"),
+        summary="A serving runtime for language models whose heart is a radix tree over token sequences.",
+        responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+        redirect_slashes=False,  # where to is what the client's Host header says
+    )
+    options = config.server
+    app.state.context = Context(engine, config, Metrics(engine.info.name), tenants, gate or Gate())
+    app.state.feed = dashboard.Feed(app.state.context)
+    for module in (generate, completions, chat, cache, dashboard, routes):
+        app.include_router(module.router)
+    errors.install(app)
+    if tenants:
+        describe_keys(app)
+    # What is added last comes first: nothing is read for a stranger.
+    refuse = Refusal(options.max_body_bytes, options.client_timeout)
+    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, patience_s=options.client_timeout, refuse=refuse)
+    app.add_middleware(Guard, tenants=tenants, refuse=refuse)
+    origins = options.cors_origins.split(",") if options.cors_origins else []
+    app.add_middleware(Origins, allowed=origins, refuse=refuse)
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    if options.otlp_endpoint:
+        add_traces(app, options.otlp_endpoint)
+    app.add_middleware(AccessLog)
+    return app

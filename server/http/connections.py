@@ -1,0 +1,125 @@
+"""Connections that do not wait for their client for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from runtime.errors import InvalidRequest
+from runtime.frontend.output import new_rid
+from runtime.logs import request_id
+from server.http.access import ID_HEADER
+from server.http.errors import error_response
+
+# What the kernel may hold for a client that does not read. Without a bound it takes megabytes for each.
+SEND_BUFFER_BYTES = 128 << 10
+
+
+class Connection(H11Protocol):
+    """uvicorn's HTTP/1.1, with a time for sending a request's head and for taking what was sent.
+
+    Attributes:
+        patience_s: how long either may take; then the connection is cut, which aborts its request.
+    """
+
+    patience_s: float = 30.0
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._lingers = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio.Protocol."""
+        super().connection_made(transport)
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        for timer in (self._head_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        if self._lingers:
+            return
+        # What is logged before an application has the request, or as there is none, has an id as well.
+        token = request_id.set(new_rid())
+        try:
+            super().data_received(data)
+        finally:
+            request_id.reset(token)
+        if not self._lingers:
+            self._watch_head()
+
+    def on_response_complete(self) -> None:
+        """An answer was sent; a part of the next head may have come already."""
+        super().on_response_complete()
+        self._watch_head()
+
+    def _watch_head(self) -> None:
+        """Run the timer while the client owes (the rest of) a head, or of a body whose answer it has already."""
+        answered = self.cycle is None or self.cycle.response_complete
+        owes_head = self.conn.their_state is h11.IDLE and (self.cycle is None or self.conn.trailing_data[0] != b"")
+        owes = owes_head or (self.conn.their_state is h11.SEND_BODY and answered)
+        if owes and self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.patience_s, self.transport.abort)
+        elif not owes and self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def pause_writing(self) -> None:
+        """The client does not take what it is sent; called when too much is left."""
+        super().pause_writing()
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self.patience_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has taken enough."""
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Say nothing: that there are no web sockets is meant, and no client fills the log with it."""
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP in the one error schema."""
+        answer = error_response(InvalidRequest("this is not a valid HTTP request"))
+        headers = [*answer.raw_headers, (b"connection", b"close"), (ID_HEADER, request_id.get().encode())]
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            events = (
+                h11.Response(status_code=answer.status_code, headers=headers, reason=b"Bad Request"),
+                h11.Data(data=bytes(answer.body)),
+                h11.EndOfMessage(),
+            )
+            self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+        self._linger()
+
+    def _linger(self) -> None:
+        """Send no more, and close once the client has ended or its time is over.
+
+        With bytes unread a close would be a reset, which may overtake the answer.
+        """
+        self._lingers = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        self._head_timer = self.loop.call_later(self.patience_s, self.transport.abort)
+
+
+def patient(seconds: float) -> type[Connection]:
+    """The class of connections that wait so long."""
+    return type("PatientConnection", (Connection,), {"patience_s": seconds})

@@ -1,0 +1,232 @@
+"""SGLang's `/generate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import ConfigDict, Field
+
+from runtime.errors import InvalidRequest
+from runtime.frontend.async_engine import OutputStream
+from runtime.frontend.output import Output, Submission, new_rid, prompts_of
+from runtime.models.tokenizer import Tokenizer
+from runtime.params import SamplingParams
+from runtime.protocol import TokenLogprob
+from server.auth.keys import Asker, CacheScope, Tenant
+from server.context import Context, Ctx
+from server.http import examples
+from server.http.follow import collect, follow, open_outputs
+from server.http.sse import Events, EventStream, unless_gone
+from server.http.wire import MAX_BATCH, Body, CacheSalt, Diffusion, Priority, Rid, Sampling, Text, Timeout, TokenIds
+
+router = APIRouter(tags=["generate"])
+
+MAX_TOP_LOGPROBS = 128
+# Every event of a stream repeats all log-probabilities so far; more of them would hold up everybody's streams.
+MAX_REPEATED = 1 << 16
+
+
+class GenerateRequest(Body):
+    """One prompt or several; exactly one of `text` and `input_ids`."""
+
+    # What SGLang's own clients and router send along.
+    IGNORED = frozenset({"log_metrics", "background"})
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "text": "The capital of France is",
+                "sampling_params": {"max_new_tokens": 16, "temperature": 0},
+            }
+        },
+    )
+
+    text: Text | list[Text] | None = None
+    input_ids: TokenIds | list[TokenIds] | None = None
+    sampling_params: Sampling | list[Sampling] = Field(default_factory=Sampling)
+    stream: bool = False
+    return_logprob: bool = False
+    logprob_start_len: int = Field(-1, ge=-1, description="position from which prompt tokens are reported; -1: none")
+    top_logprobs_num: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    return_text_in_logprobs: bool = False
+    rid: Rid | list[Rid] | None = None
+    priority: Priority = 0
+    cache_salt: CacheSalt | None = None
+    cache_scope: CacheScope = "private"
+    timeout_s: Timeout | None = None
+    diffusion: Diffusion | None = None
+
+    def names(self) -> dict[str, str]:
+        """The request's fields by the engine's names for them."""
+        sampling = {name: f"sampling_params.{name}" for name in SamplingParams.model_fields}
+        names = {"prompt": "input_ids" if self.text is None else "text", "prompt_logprobs_from": "logprob_start_len"}
+        return {**sampling, **names}
+
+    @property
+    def prompt_logprobs_from(self) -> int | None:
+        """The prompt position from which log-probabilities are wanted."""
+        return self.logprob_start_len if self.return_logprob and self.logprob_start_len >= 0 else None
+
+
+def submissions_of(body: GenerateRequest, tenant: Tenant) -> tuple[list[Submission], bool]:
+    """The submissions of a request, and whether it was a list. Raises InvalidRequest."""
+    if (body.text is None) == (body.input_ids is None):
+        raise InvalidRequest("exactly one of text and input_ids must be given", param="text")
+    prompts, is_list = prompts_of(body.text if body.text is not None else body.input_ids or [])
+    if not 0 < len(prompts) <= MAX_BATCH:
+        raise InvalidRequest(f"a batch has 1 to {MAX_BATCH} prompts, not {len(prompts)}", param="text")
+    sampling = _for_each(body.sampling_params, len(prompts), "sampling_params")
+    if isinstance(body.rid, str) and is_list:
+        raise InvalidRequest("a batch needs a list of request ids", param="rid")
+    rids = _for_each(body.rid, len(prompts), "rid")
+    submissions = [
+        Submission(
+            prompt=prompt,
+            sampling=params.plain(),
+            rid=rid or new_rid(),
+            account=tenant.account,
+            namespace=tenant.namespace(body.cache_salt, body.cache_scope),
+            logprobs=body.top_logprobs_num if body.return_logprob else None,
+            prompt_logprobs_from=body.prompt_logprobs_from,
+            priority=tenant.priority(body.priority),
+            diffusion=body.diffusion,
+        )
+        for prompt, params, rid in zip(prompts, sampling, rids, strict=True)
+    ]
+    return submissions, is_list or any(s.sampling.n > 1 for s in submissions)
+
+
+def _for_each(value: Any, count: int, param: str) -> list[Any]:
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequest(f"{count} prompts, but {len(value)} {param}", param=param)
+    return value
+
+
+@router.post("/generate", response_model=None, responses=examples.GENERATE)
+async def generate(body: GenerateRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
+    """Complete one prompt or several; with `stream`, as server-sent events that end with `[DONE]`."""
+    submissions, is_list = submissions_of(body, tenant)
+    if body.stream and not context.config.server.incremental_output:
+        for submission in submissions:
+            _check_repeated(body, submission.sampling.max_new_tokens or 0)
+    outputs = await open_outputs(context, submissions, body.names(), body.timeout_s)
+    if body.stream:
+        return EventStream(_events(body, submissions, is_list, outputs, context), outputs.close)
+    return await unless_gone(request, _answer(body, is_list, outputs, context))
+
+
+async def _answer(
+    body: GenerateRequest, is_list: bool, outputs: OutputStream, context: Context
+) -> dict[str, Any] | list[dict[str, Any]]:
+    done = await collect(outputs, context.metrics)
+    tokenizer = context.engine.tokenizer
+    answers = []
+    for output in done:
+        logprobs = _Logprobs(body, tokenizer)
+        logprobs.add(output)
+        answers.append(_result(output, output.text, output.token_ids, logprobs))
+    return answers if is_list else answers[0]
+
+
+def _check_repeated(body: GenerateRequest, tokens: int) -> None:
+    """Raise InvalidRequest if one event tells too much of so many tokens."""
+    if body.return_logprob and tokens * (1 + body.top_logprobs_num) > MAX_REPEATED:
+        raise InvalidRequest(
+            f"{tokens} tokens with {body.top_logprobs_num} alternatives each are too much for the events of a stream, "
+            f"of which each repeats what came before; {MAX_REPEATED} log-probabilities may be in one",
+            param="top_logprobs_num",
+        )
+
+
+async def _events(
+    body: GenerateRequest, submissions: list[Submission], is_list: bool, outputs: OutputStream, context: Context
+) -> Events:
+    first = [sum(s.sampling.n for s in submissions[:i]) for i in range(len(submissions))]
+    logprobs: dict[int, _Logprobs] = {}
+    incremental = context.config.server.incremental_output
+    async for output in follow(outputs, context.metrics):
+        index = first[output.index] + output.choice
+        own = logprobs.setdefault(index, _Logprobs(body, context.engine.tokenizer))
+        if incremental:
+            own = _Logprobs(body, context.engine.tokenizer)
+        own.add(output)
+        _check_repeated(body, own.num_tokens)
+        if incremental:
+            event = _result(output, output.delta, output.new_token_ids, own)
+        else:
+            event = _result(output, output.text, output.token_ids[: output.completion_tokens], own)
+        event["delta"] = output.delta
+        if output.canvas is not None:
+            event["canvas"] = output.canvas
+            event["canvas_text"] = context.engine.tokenizer.decode(output.canvas, skip_special_tokens=False)
+        if is_list:
+            event["index"] = index
+        yield event
+
+
+def _result(output: Output, text: str, token_ids: list[int], logprobs: _Logprobs) -> dict[str, Any]:
+    finish = output.finish
+    reason: dict[str, Any] | None = None
+    if finish is not None:
+        reason = {"type": str(finish.type)}
+        if finish.type == "length":
+            reason["length"] = output.completion_tokens
+        if finish.matched is not None:
+            reason["matched"] = finish.matched
+        if finish.message is not None:
+            reason["message"] = finish.message
+    meta = {
+        "id": output.rid,
+        "finish_reason": reason,
+        "prompt_tokens": output.prompt_tokens,
+        "completion_tokens": output.completion_tokens,
+        "cached_tokens": output.cached_tokens,
+        "queue_time": output.queue_s,
+        "prefill_time": output.prefill_s,
+        "e2e_latency": output.e2e_s,
+    }
+    meta |= output.reuse or {}
+    return {"text": text, "output_ids": list(token_ids), "meta_info": meta | logprobs.fields()}
+
+
+class _Logprobs:
+    """SGLang's log-probability fields: `[logprob, token id, text or null]` for each token."""
+
+    def __init__(self, body: GenerateRequest, tokenizer: Tokenizer):
+        self._body = body
+        self._tokenizer = tokenizer
+        self._output: list[TokenLogprob] = []
+        self._input: list[TokenLogprob] = []
+
+    def add(self, output: Output) -> None:
+        self._output.extend(output.logprobs or [])
+        self._input.extend(output.prompt_logprobs or [])
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it has something of."""
+        return len(self._output) + len(self._input)
+
+    def fields(self) -> dict[str, Any]:
+        if not self._body.return_logprob:
+            return {}
+        fields: dict[str, Any] = {"output_token_logprobs": self._tokens(self._output)}
+        if self._body.top_logprobs_num:
+            fields["output_top_logprobs"] = self._top(self._output)
+        if self._body.logprob_start_len >= 0:
+            fields["input_token_logprobs"] = self._tokens(self._input)
+            if self._body.top_logprobs_num:
+                fields["input_top_logprobs"] = self._top(self._input)
+        return fields
+
+    def _text(self, token: int) -> str | None:
+        return self._tokenizer.decode([token], False) if self._body.return_text_in_logprobs else None
+
+    def _tokens(self, items: list[TokenLogprob]) -> list[list[Any]]:
+        return [[item.logprob, item.token, self._text(item.token)] for item in items]
+
+    def _top(self, items: list[TokenLogprob]) -> list[list[list[Any]] | None]:
+        return [[[value, token, self._text(token)] for token, value in item.top] or None for item in items]

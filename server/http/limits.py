@@ -1,0 +1,98 @@
+"""What a request's body may be, checked while it is read and before anything parses it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from runtime.errors import DeadlineExceeded, InvalidRequest
+from runtime.sampling.json_text import MAX_DEPTH, is_deep
+from server.http.errors import BodyTooLarge, UnsupportedMediaType, error_response
+from server.http.refusal import Refusal
+
+_JSON = b"application/json"
+
+
+class BodyLimit:
+    """ASGI middleware: refuses bodies over the limit (413), that come too slowly (408), or are not JSON (415)."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, patience_s: float, refuse: Refusal):
+        self.app = app
+        self.max_bytes = max_bytes
+        self.patience_s = patience_s
+        self.refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application with a `receive` that has read the body already."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        if b"transfer-encoding" in headers and b"content-length" in headers:
+            # A proxy that believes the other one sees the next request begin elsewhere.
+            await self.refuse(InvalidRequest("a body has either a length or chunks"), scope, receive, send)
+            return
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and (len(length) > 18 or int(length) > self.max_bytes):
+            await self.refuse(self._too_large(), scope, receive, send)
+            return
+        try:
+            async with asyncio.timeout(self.patience_s):
+                body = await self._read(receive)
+        except TimeoutError:
+            await self.refuse(DeadlineExceeded("the body did not come in time"), scope, receive, send)
+            return
+        except BodyTooLarge as error:
+            await self.refuse(error, scope, receive, send)
+            return
+        if body is None:
+            return
+        if body and (wrong := _unreadable(headers)):
+            await error_response(UnsupportedMediaType(wrong))(scope, receive, send)
+            return
+        if is_deep(body):
+            deep = InvalidRequest(f"the body is nested more than {MAX_DEPTH} levels deep")
+            await error_response(deep)(scope, receive, send)
+            return
+        if b"content-type" not in headers:
+            scope = {**scope, "headers": [*scope["headers"], (b"content-type", _JSON)]}
+        await self.app(scope, _replay(body, receive), send)
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(f"the body is larger than {self.max_bytes} bytes")
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        """The body; None if the client has left. Raises BodyTooLarge."""
+        chunks, size = [], 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            if size > self.max_bytes:
+                raise self._too_large()
+            if not message.get("more_body"):
+                return b"".join(chunks)
+
+
+def _unreadable(headers: dict[bytes, bytes]) -> str:
+    """Why a body of these headers is not read; empty if it is."""
+    kind = headers.get(b"content-type", _JSON).split(b";")[0].strip().lower()
+    if kind != _JSON and not kind.endswith(b"+json"):
+        return "the body must be JSON: send the header Content-Type: application/json"
+    if headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+        return "the body must not be compressed"
+    return ""
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    pending = [body]
+
+    async def replay() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        return await receive()
+
+    return replay

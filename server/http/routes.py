@@ -1,0 +1,193 @@
+"""Routes about the server, the model and the cache."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import PlainTextResponse
+from pydantic import ConfigDict
+
+from runtime.errors import EngineDead, InvalidRequest, Overloaded
+from runtime.frontend.output import Submission
+from runtime.params import SamplingParams
+from server.auth.keys import Asker
+from server.context import Ctx
+from server.http import examples
+from server.http.follow import collect
+from server.http.sse import unless_gone
+from server.http.wire import Body, Rid, Text, TokenIds
+
+router = APIRouter(tags=["server"])
+
+# How long a probe of the engine may take.
+_PROBE_S = 60.0
+_PROBE_PRIORITY = 1 << 30
+
+
+class AbortRequest(Body):
+    """Which request to end."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"rid": "my-request"}})
+
+    rid: Rid | None = None
+    abort_all: bool = False
+
+
+class TokenizeRequest(Body):
+    """Text to tokenize."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The capital of France is"}})
+
+    model: str | None = None
+    prompt: Text | list[Text]
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(Body):
+    """Token ids to make text of."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"tokens": [504, 3575, 282, 4649, 314]}})
+
+    model: str | None = None
+    tokens: TokenIds | list[TokenIds]
+    skip_special_tokens: bool = True
+
+
+@router.head("/health", include_in_schema=False)
+@router.get("/health", response_class=PlainTextResponse, responses=examples.OK)
+async def health(context: Ctx) -> Response:
+    """200 while the engine process runs, else 503."""
+    if not context.engine.alive:
+        raise EngineDead("the engine is not running")
+    return PlainTextResponse("ok")
+
+
+@router.head("/ready", include_in_schema=False)
+@router.get("/ready", response_class=PlainTextResponse, responses=examples.OK)
+async def ready(context: Ctx) -> Response:
+    """200 while new requests are served; 503 without an engine, while it is paused, and once the server is stopping."""
+    if not context.engine.alive:
+        raise EngineDead("the engine is not running")
+    context.gate.check()
+    if context.engine.paused:
+        raise Overloaded("the engine is paused")
+    return PlainTextResponse("ok")
+
+
+@router.post("/pause", responses=examples.PAUSED)
+async def pause(context: Ctx) -> dict[str, Any]:
+    """Compute nothing until `/resume`; running requests stand still, new ones wait."""
+    return {"paused": await context.engine.pause(True)}
+
+
+@router.post("/resume", responses=examples.RESUMED)
+async def resume(context: Ctx) -> dict[str, Any]:
+    """Go on after `/pause`."""
+    return {"paused": await context.engine.pause(False)}
+
+
+@router.post("/shutdown", status_code=202, responses=examples.STOPPING)
+async def shutdown(context: Ctx) -> dict[str, Any]:
+    """Stop like on SIGTERM: nothing new is taken, what runs may end within `--drain-time`."""
+    context.gate.close()
+    return {"success": True}
+
+
+@router.get("/health_generate", response_model=None, responses=examples.PROBED)
+async def health_generate(request: Request, context: Ctx, asker: Asker) -> Response:
+    """200 once a token has been generated, ahead of all that wait as far as the key may overtake others."""
+    sampling = SamplingParams(max_new_tokens=1, temperature=0)
+    priority = _PROBE_PRIORITY if asker.admin else asker.max_priority
+    probe = Submission(
+        [0], sampling, account=asker.account, namespace=asker.namespace(None, "private"), priority=priority
+    )
+
+    async def work() -> dict[str, Any]:
+        await collect(await context.engine.open([probe], _PROBE_S), context.metrics)
+        return {"status": "ok"}
+
+    return await unless_gone(request, work())
+
+
+@router.get("/model_info", responses=examples.MODEL_INFO)
+@router.get("/get_model_info", include_in_schema=False)
+async def model_info(context: Ctx, asker: Asker) -> dict[str, Any]:
+    """The loaded model; where it lies is for admins."""
+    info = context.engine.info
+    return {
+        "model_path": info.path if asker.admin else info.name,
+        "served_model_name": info.name,
+        "architecture": info.architecture,
+        "is_generation": True,
+        "context_length": info.context_length,
+        "vocab_size": info.vocab_size,
+        "eos_token_ids": info.eos_token_ids,
+        "dtype": info.dtype,
+        "diffusion": msgspec.to_builtins(info.diffusion),
+    }
+
+
+@router.get("/server_info", responses=examples.SERVER_INFO)
+@router.get("/get_server_info", include_in_schema=False)
+async def server_info(context: Ctx) -> dict[str, Any]:
+    """Version, configuration, model, and the engine's counters and gauges."""
+    return {
+        "version": version("ramet"),
+        "model": msgspec.to_builtins(context.engine.info),
+        "config": context.config.model_dump(mode="json"),
+        "state": await context.engine.state(),
+    }
+
+
+@router.get("/flush_cache", include_in_schema=False)
+@router.post("/flush_cache", responses=examples.FLUSHED)
+async def flush_cache(context: Ctx, pins: bool = False) -> dict[str, Any]:
+    """Drop every cached page that no live request uses; pinned ones only with `?pins=true`."""
+    return {"success": True, **await context.engine.flush_cache(pins)}
+
+
+@router.post("/abort_request", responses=examples.SUCCESS)
+async def abort_request(context: Ctx, body: AbortRequest) -> dict[str, Any]:
+    """End a request by its id, or all; each ends with finish reason `abort`. Unknown ids are no error."""
+    if (body.rid is None) == (not body.abort_all):
+        raise InvalidRequest("either rid or abort_all must be given", param="rid")
+    context.engine.abort(body.rid)
+    return {"success": True}
+
+
+@router.post("/tokenize", responses=examples.TOKENS)
+async def tokenize(context: Ctx, body: TokenizeRequest) -> dict[str, Any]:
+    """Token ids of a text, or of several."""
+    single = isinstance(body.prompt, str)
+    texts: list[str] = [body.prompt] if single else body.prompt  # type: ignore[list-item, assignment]
+    tokens = await context.engine.tokenize(texts, body.add_special_tokens)
+    counts = [len(ids) for ids in tokens]
+    return {
+        "tokens": tokens[0] if single else tokens,
+        "count": counts[0] if single else counts,
+        "max_model_len": context.engine.info.context_length,
+    }
+
+
+@router.post("/detokenize", responses=examples.TEXT)
+async def detokenize(context: Ctx, body: DetokenizeRequest) -> dict[str, Any]:
+    """Text of token ids, or of several lists of them."""
+    single = not body.tokens or isinstance(body.tokens[0], int)
+    several: list[list[int]] = [body.tokens] if single else body.tokens  # type: ignore[list-item, assignment]
+    vocab = context.engine.info.vocab_size
+    if bad := next((token for ids in several for token in ids if token >= vocab), None):
+        raise InvalidRequest(f"token id {bad} is out of range: the model has {vocab} tokens", param="tokens")
+    decode = context.engine.tokenizer.decode
+    texts = await asyncio.to_thread(lambda: [decode(ids, body.skip_special_tokens) for ids in several])
+    return {"text": texts[0] if single else texts}
+
+
+@router.get("/metrics", response_class=PlainTextResponse, responses=examples.METRICS)
+async def metrics(context: Ctx) -> Response:
+    """Prometheus exposition text."""
+    text = context.metrics.render(await context.engine.state())
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,0 +1,167 @@
+"""`/v1/chat/completions` and `/v1/models`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from runtime.errors import InvalidRequest
+from runtime.frontend.async_engine import OutputStream
+from runtime.frontend.output import Output, Submission, new_rid
+from runtime.models.tokenizer import Tokenizer
+from runtime.protocol import TokenLogprob
+from server.auth.keys import Asker
+from server.context import Context, Ctx
+from server.http import examples
+from server.http.follow import collect, follow, open_outputs
+from server.http.sse import Events, EventStream, unless_gone
+from server.openai.common import check_model, envelope, finish_reason, usage
+from server.openai.tools import CallReader, render_chat, writes_tags
+from server.openai.types import ChatRequest
+
+router = APIRouter(prefix="/v1", tags=["openai"])
+
+_STARTED_S = int(time.time())
+
+
+@router.get("/models", responses=examples.MODELS)
+async def models(context: Ctx) -> dict[str, Any]:
+    """The one model that is served."""
+    return {"object": "list", "data": [_model(context)]}
+
+
+@router.get("/models/{name:path}", responses=examples.MODEL)
+async def model(name: str, context: Ctx) -> dict[str, Any]:
+    """The model by its name."""
+    check_model(name, context)
+    return _model(context)
+
+
+def _model(context: Context) -> dict[str, Any]:
+    info = context.engine.info
+    return {
+        "id": info.name,
+        "object": "model",
+        "created": _STARTED_S,
+        "owned_by": "ramet",
+        "max_model_len": info.context_length,
+    }
+
+
+@router.post("/chat/completions", response_model=None, responses=examples.CHAT)
+async def chat_completions(body: ChatRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
+    """Answer a conversation."""
+    check_model(body.model, context)
+    body.refuse_unsupported()
+    messages = [message.plain() for message in body.messages]
+    schema = body.schema_text()
+    tokenizer = context.engine.tokenizer
+    prompt = await asyncio.to_thread(render_chat, tokenizer, messages, body.offered, body.add_generation_prompt)
+    submission = Submission(
+        prompt=prompt,
+        sampling=body.sampling(body.max_completion_tokens or body.max_tokens, schema),
+        account=tenant.account,
+        namespace=tenant.namespace(body.cache_salt, body.cache_scope),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        priority=tenant.priority(body.priority),
+        add_special_tokens=False,
+        diffusion=body.diffusion,
+        shared_text=await asyncio.to_thread(_system_text, messages, context),
+    )
+    outputs = await open_outputs(context, [submission], body.NAMES, body.timeout_s)
+    rid = f"chatcmpl-{new_rid()}"
+    if body.stream:
+        return EventStream(_events(body, rid, outputs, context), outputs.close)
+    return await unless_gone(request, _answer(body, rid, outputs, context))
+
+
+def _system_text(messages: list[dict[str, Any]], context: Context) -> str | None:
+    """The prompt's part that ends with the system message, which other conversations have, too; None without one.
+
+    Only diffusion models need to be told: what a causal model computes does not depend on where a prefix ends.
+    """
+    if context.engine.info.diffusion is None or messages[0]["role"] != "system":
+        return None
+    try:
+        return context.engine.tokenizer.apply_chat_template(messages[:1], add_generation_prompt=False)
+    except InvalidRequest:  # a template may want a question
+        return None
+
+
+async def _answer(body: ChatRequest, rid: str, outputs: OutputStream, context: Context) -> dict[str, Any]:
+    done = await collect(outputs, context.metrics)
+    choices = []
+    for output in done:
+        text, calls = _reader(body, context).push(output.text, last=True)
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+        choices.append(
+            {
+                "index": output.choice,
+                "message": message,
+                "logprobs": _logprobs(body, output, context.engine.tokenizer),
+                "finish_reason": _finish_reason(output, bool(calls)),
+            }
+        )
+    return {**envelope("chat.completion", rid, context), "choices": choices, "usage": usage(done)}
+
+
+async def _events(body: ChatRequest, rid: str, outputs: OutputStream, context: Context) -> Events:
+    last: dict[int, Output] = {}
+    readers: dict[int, CallReader] = {}
+    extra: dict[str, Any] = {"usage": None} if body.with_usage else {}
+
+    def chunk(choice: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
+        entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return {**envelope("chat.completion.chunk", rid, context), "choices": [entry], **extra}
+
+    async for output in follow(outputs, context.metrics):
+        if output.choice not in last:
+            yield chunk(output.choice, {"role": "assistant", "content": ""})
+            readers[output.choice] = _reader(body, context)
+        last[output.choice], reader = output, readers[output.choice]
+        text, calls = reader.push(output.delta, last=output.finish is not None)
+        delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
+        finish = _finish_reason(output, bool(reader.num_calls))
+        yield chunk(output.choice, delta, _logprobs(body, output, context.engine.tokenizer), finish)
+    if body.with_usage:
+        yield {**envelope("chat.completion.chunk", rid, context), "choices": [], "usage": usage(last.values())}
+
+
+def _reader(body: ChatRequest, context: Context) -> CallReader:
+    return CallReader(
+        frozenset(tool.function.name for tool in body.offered),
+        forced=body.must_call,
+        single=not body.parallel_tool_calls,
+        tagged=writes_tags(context.engine.tokenizer),
+    )
+
+
+def _finish_reason(output: Output, called: bool) -> str | None:
+    reason = finish_reason(output)
+    return "tool_calls" if called and reason == "stop" else reason
+
+
+def _logprobs(body: ChatRequest, output: Output, tokenizer: Tokenizer) -> dict[str, Any] | None:
+    if not body.logprobs:
+        return None
+    return {"content": [_entry(item, tokenizer) for item in output.logprobs or []], "refusal": None}
+
+
+def _entry(item: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
+    top = [_token(token, value, tokenizer) for token, value in item.top]
+    return {**_token(item.token, item.logprob, tokenizer), "top_logprobs": top}
+
+
+def _token(token: int, logprob: float | None, tokenizer: Tokenizer) -> dict[str, Any]:
+    text = tokenizer.decode([token], False)
+    # A token may be part of a character; its bytes are not known then.
+    return {
+        "token": text,
+        "logprob": logprob,
+        "bytes": None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode()),
+    }

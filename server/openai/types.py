@@ -1,0 +1,225 @@
+"""Bodies of the OpenAI routes."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from runtime.errors import InvalidRequest
+from runtime.params import SamplingParams
+from server.auth.keys import CacheScope
+from server.http.wire import Body, CacheSalt, Diffusion, JsonObject, LogitBias, Priority, Text, Timeout, TokenIds
+from server.openai.tools import MAX_TOOLS, NamedTool, Tool, ToolCall, ToolChoice, schema_of_call
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+NewTokens = Annotated[int, Field(ge=1, le=1 << 20)]
+
+
+class StreamOptions(Body):
+    """What a stream tells besides text."""
+
+    IGNORED = frozenset({"include_obfuscation"})
+
+    include_usage: bool = False
+
+
+class CommonRequest(Body):
+    """What completions and chat completions share; beyond OpenAI's fields, vLLM's and SGLang's extensions."""
+
+    # Fields of the OpenAI API that have no meaning for a server of one local model.
+    IGNORED = frozenset(
+        {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+        | {"verbosity", "reasoning_effort", "prediction"}
+    )
+    # What the engine's parameters are called here, where the names differ.
+    NAMES: ClassVar[dict[str, str]] = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
+
+    model: str
+    n: int = Field(1, ge=1, le=64)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    stop: str | list[str] | None = None
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: LogitBias = Field(default_factory=dict)
+    top_k: int = Field(-1, ge=-1, le=1 << 20)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=2)
+    min_tokens: int = Field(0, ge=0, le=1 << 20)
+    ignore_eos: bool = False
+    stop_token_ids: TokenIds = Field(default_factory=list)
+    skip_special_tokens: bool = True
+    priority: Priority = 0
+    cache_salt: CacheSalt | None = None
+    cache_scope: CacheScope = "private"
+    timeout_s: Timeout | None = None
+    diffusion: Diffusion | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_stream(self) -> CommonRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed with stream: true")
+        return self
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, max_new_tokens: int | None, json_schema: str | None = None) -> SamplingParams:
+        """The sampling parameters. Raises InvalidRequest."""
+        same = SamplingParams.model_fields.keys() & CommonRequest.model_fields.keys()
+        fields: dict[str, Any] = {name: getattr(self, name) for name in same}
+        if self.seed is not None:
+            fields["seed"] = self.seed % (1 << 63)
+        try:
+            fields |= {"max_new_tokens": max_new_tokens, "min_new_tokens": self.min_tokens}
+            return SamplingParams(**fields, json_schema=json_schema)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            name = str(problem["loc"][0])
+            param = self.NAMES.get(name, name)
+            raise InvalidRequest(f"{param}: {problem['msg']}", param=param) from None
+
+
+class CompletionRequest(CommonRequest):
+    """`POST /v1/completions`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"model": "smollm2-135m-instruct", "prompt": "The capital of France is", "max_tokens": 16}
+        }
+    )
+
+    prompt: Text | list[Text] | TokenIds | list[TokenIds]
+    max_tokens: int = Field(16, ge=0, le=1 << 20, description="0 with echo: only the prompt, e.g. its logprobs")
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class TextPart(BaseModel):
+    """A piece of text in a message."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(BaseModel):
+    """A turn of a conversation. Further fields are ignored: clients send back what servers have sent them."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)
+    tool_call_id: Text | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"a message of role {self.role} needs content")
+        return self
+
+    def plain(self) -> dict[str, Any]:
+        """What a chat template takes: the role, one string, and calls of tools or whose answer it is."""
+        content = self.content or ""
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if self.tool_calls:
+            turn["tool_calls"] = [call.plain() for call in self.tool_calls]
+        return turn | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
+
+
+class ResponseFormat(Body):
+    """What an answer must look like; `json_schema` holds a name and the schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonObject | None = None
+
+    def schema_text(self) -> str | None:
+        """The JSON schema that the answer follows, None for any text. Raises InvalidRequest."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return '{"type": "object"}'
+        schema = (self.json_schema or {}).get("schema")
+        if not isinstance(schema, dict):
+            raise InvalidRequest("json_schema needs a schema", param="response_format.json_schema.schema")
+        return json.dumps(schema)
+
+
+class ChatRequest(CommonRequest):
+    """`POST /v1/chat/completions`."""
+
+    # What SGLang's router sends along; no model here marks its reasoning.
+    IGNORED = CommonRequest.IGNORED | {"separate_reasoning", "stream_reasoning"}
+    NAMES: ClassVar[dict[str, str]] = {**CommonRequest.NAMES, "prompt": "messages", "json_schema": "response_format"}
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "model": "smollm2-135m-instruct",
+                "messages": [{"role": "user", "content": "What is a radix tree?"}],
+                "max_tokens": 64,
+            }
+        }
+    )
+
+    messages: list[Message] = Field(min_length=1, max_length=4096)
+    max_tokens: NewTokens | None = None
+    max_completion_tokens: NewTokens | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    add_generation_prompt: bool = True
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    def schema_text(self) -> str | None:
+        """What the answer must follow, if anything. Raises InvalidRequest."""
+        if isinstance(self.tool_choice, NamedTool):
+            wanted = self.tool_choice.function.name
+            tools = [tool for tool in self.offered if tool.function.name == wanted]
+            if not tools:
+                raise InvalidRequest(f"tool_choice names {wanted!r}, which is none of the tools", param="tool_choice")
+            return schema_of_call(tools)
+        if self.must_call:
+            return schema_of_call(self.offered)
+        return self.response_format.schema_text() if self.response_format else None
+
+    def refuse_unsupported(self) -> None:
+        """Raise InvalidRequest for what this server cannot do, instead of leaving it out silently."""
+        if self.functions or self.function_call not in (None, "none", "auto"):
+            raise InvalidRequest("functions are not supported; use tools", param="functions")
+        if self.must_call and not self.tools:
+            raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+        if self.offered and self.response_format and self.response_format.type != "text":
+            raise InvalidRequest("an answer cannot both follow response_format and call tools", param="response_format")
+        if self.modalities not in (None, ["text"]):
+            raise InvalidRequest("the only modality is text", param="modalities")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")

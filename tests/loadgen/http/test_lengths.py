@@ -1,0 +1,49 @@
+"""Distributions as they are written, and the numbers they give."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import numpy as np
+import pytest
+
+from loadgen.http.lengths import Distribution
+
+
+def drawn(text, count=20000):
+    rng = random.Random(4)
+    distribution = Distribution.parse(text)
+    return np.array([distribution.draw(rng) for _ in range(count)])
+
+
+def test_mean_and_deviation_are_those_of_the_numbers():
+    assert set(drawn("64", 10)) == {64.0}
+    assert drawn("uniform:10:30").mean() == pytest.approx(20, rel=0.02)
+    for kind in ("normal", "lognormal"):
+        values = drawn(f"{kind}:200:40")
+        assert values.mean() == pytest.approx(200, rel=0.02)
+        assert values.std() == pytest.approx(40, rel=0.05)
+    assert np.log(drawn("lognormal:200:150")).std() == pytest.approx(np.sqrt(np.log1p((150 / 200) ** 2)), rel=0.05)
+
+
+def test_bounds_hold_and_a_count_is_at_least_one():
+    values = drawn("normal:50:100:20:80")
+    assert values.min() == 20
+    assert values.max() == 80
+    assert drawn("normal:1:5").min() == 0
+    assert Distribution.parse("0").count(random.Random(1)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "-1", "nan", "inf", "uniform:5", "uniform:9:3", "normal:1:2:3", "lognormal:0:1", "zipf:1:2", "1:2"],
+)
+def test_what_is_no_distribution_is_refused(text):
+    with pytest.raises(ValueError, match=re.escape(repr(text))):
+        Distribution.parse(text)
+
+
+@pytest.mark.parametrize("text", ["64", "uniform:10:30", "lognormal:64:32:8:512"])
+def test_it_is_written_as_it_was_read(text):
+    assert str(Distribution.parse(text)) == text

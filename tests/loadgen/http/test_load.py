@@ -1,0 +1,113 @@
+"""When requests are sent, how many, and from when their time counts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from itertools import pairwise
+
+import pytest
+
+from loadgen.http.arrivals import Closed, Constant
+from loadgen.http.load import Bounds
+from loadgen.http.workloads.base import length
+from loadgen.http.workloads.dialogues import Chat
+from tests.loadgen.helpers import run
+from tests.loadgen.http.test_client import DONE, HEAD, LAST, PIECE
+
+
+def slow(seconds):
+    """A server that answers after some time, and counts how many requests it has at once."""
+
+    async def script(reader, writer, head):
+        script.running += 1
+        script.most = max(script.most, script.running)
+        try:
+            await asyncio.sleep(seconds)
+            writer.write(HEAD + PIECE + LAST + DONE)
+            await writer.drain()
+        finally:
+            script.running -= 1
+        writer.close()
+
+    script.running = script.most = 0
+    return script
+
+
+def test_a_closed_loop_holds_its_concurrency(bad_server):
+    script = slow(0.05)
+    result = run(bad_server(script).url, arrivals=Closed(3), bounds=Bounds(requests=10))
+    assert script.most == 3
+    assert len(result.records) == result.summary["completed"] == 10
+    assert result.facts["ended_by"] == "the number of requests"
+
+
+def test_time_counts_from_the_scheduled_instant(bad_server):
+    """40 requests a second for a server that takes 5: what is held up by the bound must show in the latencies."""
+    script = slow(0.2)
+    result = run(bad_server(script).url, arrivals=Constant(40.0), bounds=Bounds(requests=16, outstanding=1))
+    assert script.most == 1
+    assert [round(r.scheduled_s * 40) for r in result.records] == list(range(16))
+    last = result.records[-1]
+    assert last.end_s - last.sent_s < 1.0 < 2.0 < last.e2e_s
+    assert result.summary["sent_late"]["max"] > 2.0
+
+
+def test_the_duration_ends_the_sending_and_the_grace_what_is_under_way(bad_server):
+    result = run(bad_server(slow(30)).url, bounds=Bounds(duration_s=0.3, grace_s=0.2))
+    assert result.summary["errors"] == {"interrupted": 2}
+    result = run(bad_server(slow(0.05)).url, bounds=Bounds(duration_s=0.4))
+    assert result.summary["errors"] == {}
+    assert max(record.sent_s for record in result.records) <= 0.4
+    assert result.facts["ended_by"] == "the duration"
+
+
+def test_turns_follow_each_other_with_time_to_think(bad_server):
+    chat = Chat(turns=length("3"), prefix_tokens=length("8"), prompt_tokens=length("8"), think=length("0.1"))
+    result = run(bad_server(slow(0.02)).url, workload=chat, arrivals=Constant(100.0), bounds=Bounds(requests=6))
+    talks = {}
+    for record in result.records:
+        talks.setdefault(record.session, []).append(record)
+    for turns in talks.values():
+        assert [record.turn for record in turns] == list(range(len(turns)))
+        for before, after in pairwise(turns):
+            assert after.scheduled_s == pytest.approx(before.end_s + 0.1)
+            assert after.sent_s >= after.scheduled_s
+            assert after.prompt_chars > before.prompt_chars
+
+
+def test_what_comes_in_the_first_seconds_can_be_left_out(bad_server):
+    result = run(bad_server(slow(0)).url, arrivals=Constant(20.0), bounds=Bounds(requests=10), cut_s=0.24)
+    assert len(result.records) == 10
+    assert result.summary["requests"] == 5
+
+
+def test_warm_up_and_priming_are_not_counted(bad_server):
+    script = slow(0.02)
+    server = bad_server(script)
+    result = run(server.url, warmup=3, prime=2, bounds=Bounds(requests=4))
+    assert (server.requests, script.most) == (9, 2)
+    assert result.summary["requests"] == 4
+
+
+def test_ctrl_c_leaves_what_there_is(bad_server):
+    script = slow(0.1)
+
+    def interrupt():
+        while script.most < 2:
+            time.sleep(0.02)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    server = bad_server(script)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    result = run(server.url, bounds=Bounds(requests=1000))
+    thread.join()
+    assert result.interrupted
+    assert result.facts["ended_by"] == "the user"
+    assert 2 <= result.summary["completed"] < 100
+    assert result.summary["errors"].get("interrupted", 0) <= 2

@@ -1,0 +1,92 @@
+"""Drives an EngineCore step by step, so that arrivals, aborts and flushes fall where a test wants them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.config import make_config
+from runtime.engine.core import EngineCore
+from runtime.params import SamplingParams
+from runtime.protocol import Abort, AddRequest, Finish, FlushCache, TokenEvent
+
+
+def make_core(path: Path, **options: Any) -> EngineCore:
+    """A core in float32 that checks its invariants after every step."""
+    options = {"dtype": "float32", "device": "cpu", "pool_tokens": 4096, "debug_invariants": True, **options}
+    return EngineCore(make_config(model=str(path), **options), path)
+
+
+class Driver:
+    """Runs requests on a core and keeps what they gave."""
+
+    def __init__(self, core: EngineCore):
+        self.core = core
+        self.tokens: dict[str, list[int]] = {}
+        self.finish: dict[str, Finish] = {}
+        self.events: dict[str, list[TokenEvent]] = {}
+        self.steps = 0
+
+    def add(self, rid: str, prompt: Sequence[int], **options: Any) -> None:
+        fields = {"namespace", "logprobs", "prompt_logprobs_from", "priority"}
+        message = {name: options.pop(name) for name in fields & options.keys()}
+        sampling = SamplingParams(**{"temperature": 0, "ignore_eos": True, **options}).model_dump()
+        self.tokens[rid], self.events[rid] = [], []
+        self.core.handle(AddRequest(rid, array("i", prompt).tobytes(), sampling, **message))
+
+    def take(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            assert event.rid not in self.finish, "an event after the terminal one"
+            self.tokens[event.rid].extend(event.tokens)
+            self.events[event.rid].append(event)
+            if event.finish is not None:
+                self.finish[event.rid] = event.finish
+
+    def abort(self, rid: str) -> None:
+        self.take(self.core.handle(Abort(rid)).events)
+
+    def flush(self) -> dict[str, Any]:
+        return self.core.handle(FlushCache(1)).result
+
+    def step(self) -> None:
+        self.take(self.core.step())
+        self.steps += 1
+
+    def run(self, between: Callable[[int], None] | None = None) -> None:
+        """Step until nothing is left; `between` is called with the step's number before each."""
+        limit = self.steps + 20_000
+        while self.core.busy:
+            if between is not None:
+                between(self.steps)
+            self.step()
+            assert self.steps < limit, "the engine does not come to an end"
+        self.check_idle()
+
+    def check_idle(self) -> None:
+        self.core.cache.check([])
+        assert not self.core.scheduler.running
+        assert not self.core.scheduler.waiting
+        assert self.core.cache.tree.num_locked_pages == self.core.cache.tree.num_pinned_pages
+
+    def together(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
+        """Run prompts as one batch; their tokens."""
+        start = len(self.tokens)
+        rids = [f"r{start + i}" for i in range(len(prompts))]
+        for rid, prompt in zip(rids, prompts, strict=True):
+            self.add(rid, prompt, **options)
+        self.run()
+        return [self.tokens[rid] for rid in rids]
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """What transformers generates greedily."""
+    ids = torch.tensor([list(prompt)])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False
+    )
+    return out[0, len(prompt) :].tolist()

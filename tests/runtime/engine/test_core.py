@@ -1,0 +1,245 @@
+"""The engine core under random life: aborts, retraction, priorities, shared prompts, failing steps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from runtime.protocol import Pause
+from tests.runtime.engine.driver import Driver, make_core
+
+
+@pytest.fixture(scope="module")
+def draw_prompt():
+    draw = random.Random(3)
+    roots = [[draw.randrange(49152) for _ in range(60)] for _ in range(3)]
+
+    def prompt(random_source: random.Random) -> list[int]:
+        root = random_source.choice(roots)
+        return root[: random_source.randrange(0, 61)] + [
+            random_source.randrange(49152) for _ in range(random_source.randrange(1, 20))
+        ]
+
+    return prompt
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_two_hundred_random_aborts(tiny_dir, draw_prompt, page_size):
+    """Aborts while waiting, prefilling, decoding, in a small pool: no page is lost, the others' output is right."""
+    core = make_core(tiny_dir, page_size=page_size, pool_tokens=240, chunk_tokens=16)
+    plain = Driver(make_core(tiny_dir, prefix_cache=False))
+    driver, draw = Driver(core), random.Random(page_size)
+    prompts: dict[str, list[int]] = {}
+    aborted = 0
+    while aborted < 200:
+        if draw.random() < 0.6:
+            rid = str(len(prompts))
+            prompts[rid] = draw_prompt(draw)
+            driver.add(rid, prompts[rid], max_new_tokens=draw.randrange(1, 20))
+        if core.requests and draw.random() < 0.6:
+            driver.abort(draw.choice(list(core.requests)))
+            aborted += 1
+        if draw.random() < 0.02:
+            driver.flush()
+        driver.step()
+    driver.run()
+    assert set(driver.finish) == set(prompts), "every request ends with exactly one terminal event"
+    finished = [rid for rid, finish in driver.finish.items() if finish.type == "length"]
+    assert len(finished) > 10
+    for rid in finished[:20]:
+        (expected,) = plain.together([prompts[rid]], max_new_tokens=len(driver.tokens[rid]))
+        assert driver.tokens[rid] == expected
+
+
+def test_the_same_prefix_is_computed_once_within_a_batch(tiny_dir):
+    draw = random.Random(1)
+    root = [draw.randrange(49152) for _ in range(160)]
+    driver = Driver(make_core(tiny_dir, chunk_tokens=64))
+    driver.together([[*root, i] for i in range(10)], max_new_tokens=2)
+    assert driver.core.state()["prefill_tokens"] <= 161 + 9 * 2
+    cached = [driver.events[f"r{i}"][0].cached_tokens for i in range(10)]
+    assert cached == [0] + [160] * 9
+
+
+def test_namespaces_share_nothing(tiny_dir):
+    prompt = list(range(100, 213))
+    driver = Driver(make_core(tiny_dir))
+    for rid, namespace in (("a", "x"), ("b", "y"), ("c", "x"), ("d", "")):
+        driver.add(rid, prompt, namespace=namespace, max_new_tokens=2)
+        driver.run()
+    assert [driver.events[rid][0].cached_tokens for rid in "abcd"] == [0, 0, 112, 0]
+
+
+def test_priority_goes_first_among_waiting(tiny_dir):
+    driver = Driver(make_core(tiny_dir, max_running=1))
+    order: list[str] = []
+    for rid, priority in (("low", 0), ("high", 5), ("middle", 2)):
+        driver.add(rid, [len(rid), 7, 8], priority=priority, max_new_tokens=2)
+    driver.run(lambda _: order.extend(set(driver.finish) - set(order)))
+    order.extend(set(driver.finish) - set(order))
+    assert order == ["high", "middle", "low"]
+
+
+def test_a_retracted_request_loses_only_what_was_evicted(tiny_dir):
+    """Two requests that cannot both grow: the later one gives way, comes back, and its prompt is still cached."""
+    driver = Driver(make_core(tiny_dir, page_size=1, pool_tokens=64))
+    plain = Driver(make_core(tiny_dir, prefix_cache=False))
+    prompts = [[i, *range(200, 219)] for i in (1, 2)]
+    for i, prompt in enumerate(prompts):
+        driver.add(str(i), prompt, max_new_tokens=30)
+    driver.run()
+    assert driver.core.state()["retracted_requests"] > 0
+    assert [driver.tokens[str(i)] for i in range(2)] == plain.together(prompts, max_new_tokens=30)
+
+
+def test_a_failing_step_ends_its_requests_and_no_other(tiny_dir, monkeypatch):
+    core = make_core(tiny_dir)
+    driver = Driver(core)
+    driver.add("bad", [1, 2, 3], max_new_tokens=4)
+    run = core.executor.run
+
+    def fail(batch):
+        raise RuntimeError("out of something")
+
+    monkeypatch.setattr(core.executor, "run", fail)
+    driver.step()
+    monkeypatch.setattr(core.executor, "run", run)
+    assert driver.finish["bad"].type == "error"
+    assert "out of something" not in (driver.finish["bad"].message or "")
+    driver.together([[1, 2, 3]], max_new_tokens=2)
+    assert core.state()["failed_requests"] == 1
+
+
+@pytest.mark.parametrize("out_of_memory", [False, True])
+def test_one_poisoned_request_fails_alone(tiny_dir, monkeypatch, out_of_memory):
+    core = make_core(tiny_dir, prefix_cache=False)
+    driver = Driver(core)
+    prompts = [[i, 20, 30, 40] for i in range(1, 8)]
+    plain = Driver(make_core(tiny_dir, prefix_cache=False)).together(prompts, max_new_tokens=6)
+    run = core.executor.run
+
+    def poisoned(batch):
+        if 7 in batch.tokens[batch.positions == 0].tolist():
+            raise torch.OutOfMemoryError("no memory") if out_of_memory else RuntimeError("a secret")
+        return run(batch)
+
+    monkeypatch.setattr(core.executor, "run", poisoned)
+    for i, prompt in enumerate(prompts):
+        driver.add(str(i), prompt, max_new_tokens=6)
+    driver.run()
+    assert driver.finish["6"].type == "error"
+    assert "secret" not in (driver.finish["6"].message or "")
+    assert [driver.tokens[str(i)] for i in range(6)] == plain[:6]
+    assert core.state()["failed_requests"] == 1
+    assert core.state()["failed_steps"] >= 3
+
+
+def test_a_step_that_is_too_large_for_the_memory_is_run_in_parts(tiny_dir, monkeypatch):
+    prompts = [[i, *range(50, 90)] for i in range(3)]
+    plain = Driver(make_core(tiny_dir)).together(prompts, max_new_tokens=5)
+    core = make_core(tiny_dir)
+    driver = Driver(core)
+    run = core.executor.run
+
+    def small(batch):
+        if len(batch.tokens) > 16:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+        return run(batch)
+
+    monkeypatch.setattr(core.executor, "run", small)
+    assert driver.together(prompts, max_new_tokens=5) == plain
+    assert core.state()["failed_requests"] == 0
+
+
+def test_logits_that_are_no_numbers_end_their_request_alone(tiny_dir, monkeypatch):
+    core = make_core(tiny_dir)
+    driver = Driver(core)
+    (plain,) = Driver(make_core(tiny_dir)).together([[4, 5, 6]], max_new_tokens=4)
+    run = core.executor.run
+
+    def bad(batch):
+        logits = run(batch).clone()
+        rows = batch.tokens[batch.logits_rows] == 9
+        logits[rows] = torch.nan
+        return logits
+
+    monkeypatch.setattr(core.executor, "run", bad)
+    driver.add("greedy", [1, 9], max_new_tokens=4)
+    driver.add("drawn", [2, 9], max_new_tokens=4, temperature=1.0)
+    driver.add("sound", [4, 5, 6], max_new_tokens=4)
+    driver.run()
+    assert driver.finish["greedy"].type == driver.finish["drawn"].type == "error"
+    assert driver.tokens["sound"] == plain
+    state = core.state()
+    assert (state["bad_logits"], state["failed_requests"], state["pages_private"]) == (2, 2, 0)
+
+
+def test_a_prompt_can_be_read_without_an_answer(tiny_dir):
+    driver = Driver(make_core(tiny_dir, chunk_tokens=8))
+    driver.add("read", list(range(40, 60)), max_new_tokens=0, prompt_logprobs_from=0, logprobs=0)
+    driver.run()
+    assert driver.tokens["read"] == []
+    assert driver.finish["read"].type == "length"
+    assert sum(len(event.prompt_logprobs or []) for event in driver.events["read"]) == 20
+
+
+def test_a_paused_engine_accepts_but_computes_nothing(tiny_dir):
+    driver = Driver(make_core(tiny_dir))
+    (plain,) = driver.together([[4, 5, 6]], max_new_tokens=6)
+    driver.add("held", [4, 5, 6], max_new_tokens=6)
+    driver.step()
+    assert driver.core.handle(Pause(1, True)).result == {"paused": True}
+    driver.add("left", [7, 8], max_new_tokens=6)
+    steps = driver.core.counters["steps"]
+    for _ in range(3):
+        driver.step()
+    assert not driver.core.busy
+    assert driver.core.counters["steps"] == steps
+    driver.abort("left")
+    driver.core.handle(Pause(2, False))
+    driver.run()
+    assert driver.tokens["held"] == plain
+    assert driver.finish["left"].type == "abort"
+
+
+def test_stop_token_minimum_and_ignore_eos(tiny_dir):
+    driver = Driver(make_core(tiny_dir))
+    (free,) = driver.together([[5, 6, 7]], max_new_tokens=12)
+    stop = free[3]
+    first = free.index(stop)
+    driver.add("stop", [5, 6, 7], max_new_tokens=12, stop_token_ids=[stop])
+    driver.add("minimum", [5, 6, 7], max_new_tokens=12, stop_token_ids=[stop], min_new_tokens=first + 3)
+    driver.run()
+    assert driver.tokens["stop"] == free[: first + 1]
+    assert (driver.finish["stop"].type, driver.finish["stop"].matched) == ("stop", stop)
+    assert len(driver.tokens["minimum"]) >= first + 3
+    assert stop not in driver.tokens["minimum"][: first + 2]
+
+
+def test_prompt_and_output_logprobs_equal_transformers(tiny_dir):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32).eval()
+    prompt = list(range(300, 340))
+    driver = Driver(make_core(tiny_dir, chunk_tokens=7))
+    driver.together([prompt], max_new_tokens=1)
+    driver.add("p", prompt, max_new_tokens=3, logprobs=2, prompt_logprobs_from=25)
+    driver.add("all", prompt, max_new_tokens=1, logprobs=0, prompt_logprobs_from=0)
+    driver.run()
+    full = prompt + driver.tokens["p"]
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([full])).logits[0].log_softmax(-1)
+    reported = [entry for event in driver.events["p"] for entry in event.prompt_logprobs or []]
+    assert [entry.token for entry in reported] == prompt[25:]
+    for position, entry in enumerate(reported, start=25):
+        assert entry.logprob == pytest.approx(float(logprobs[position - 1, entry.token]), abs=1e-4)
+        assert [token for token, _ in entry.top] == logprobs[position - 1].topk(2).indices.tolist()
+    output = [entry for event in driver.events["p"] for entry in event.logprobs or []]
+    assert [entry.token for entry in output] == driver.tokens["p"]
+    for position, entry in enumerate(output, start=len(prompt)):
+        assert entry.logprob == pytest.approx(float(logprobs[position - 1, entry.token]), abs=1e-4)
+    everything = [entry for event in driver.events["all"] for entry in event.prompt_logprobs or []]
+    assert [entry.token for entry in everything] == prompt
+    assert everything[0].logprob is None

@@ -1,0 +1,171 @@
+"""Greedy output in float32 is token-identical to transformers, whatever the cache, the chunks and the batch do."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from runtime.models.tokenizer import Tokenizer
+from tests.runtime.engine.driver import Driver, greedy, make_core
+from tests.runtime.engine.prompts import all_prompts
+
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def prompts(default_model_dir):
+    return all_prompts(Tokenizer.load(default_model_dir))
+
+
+@pytest.fixture(scope="module")
+def expected(reference, prompts):
+    return [greedy(reference, prompt, NEW) for prompt in prompts]
+
+
+def test_there_are_enough_real_prompts(prompts):
+    assert len(prompts) >= 20
+    assert max(map(len, prompts)) > 500
+
+
+def test_cache_off(default_model_dir, prompts, expected):
+    driver = Driver(make_core(default_model_dir, prefix_cache=False))
+    assert driver.together(prompts, max_new_tokens=NEW) == expected
+    assert driver.core.state()["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("page_size", "chunk"),
+    [(16, 1 << 20), (16, 7), (8, 64), (1, 64)],
+)
+def test_cold_warm_and_flushed(default_model_dir, prompts, expected, page_size, chunk):
+    core = make_core(default_model_dir, page_size=page_size, chunk_tokens=chunk, step_tokens=1 << 20)
+    driver = Driver(core)
+    assert driver.together(prompts, max_new_tokens=NEW) == expected
+    assert core.state()["cached_tokens"] > 0, "prompts with a common beginning share it within one batch"
+    assert driver.together(prompts, max_new_tokens=NEW) == expected
+    for i, prompt in enumerate(prompts):
+        kept = (len(prompt) + NEW - 1) // page_size * page_size
+        if kept >= len(prompt) - 1:
+            cached = driver.events[f"r{len(prompts) + i}"][0].cached_tokens
+            assert cached == len(prompt) - 1, "a warm prompt is reused to the token"
+    driver.flush()
+    assert core.state()["pages_free"] == core.state()["pages_total"]
+    assert driver.together(prompts[:3], max_new_tokens=NEW) == expected[:3]
+
+
+def test_chunks_of_one_token(default_model_dir, prompts, expected):
+    short = [i for i, prompt in enumerate(prompts) if len(prompt) < 40]
+    driver = Driver(make_core(default_model_dir, chunk_tokens=1))
+    assert driver.together([prompts[i] for i in short], max_new_tokens=NEW) == [expected[i] for i in short]
+
+
+def test_evicting_retracting_and_flushed_midway(default_model_dir, prompts, expected):
+    """A pool that holds the longest prompt and little else, staggered arrivals, a flush in between.
+
+    Pages of two tokens, so that decoding outgrows what admission keeps free for it.
+    """
+    core = make_core(default_model_dir, pool_tokens=max(map(len, prompts)) + NEW + 8, page_size=2)
+    driver = Driver(core)
+    order = random.Random(1).sample(range(len(prompts)), len(prompts))
+
+    def between(step: int) -> None:
+        if step % 2 == 0 and order:
+            i = order.pop()
+            driver.add(str(i), prompts[i], max_new_tokens=NEW)
+        if step == 12:
+            driver.flush()
+
+    between(0)
+    while order or core.busy:
+        driver.run(between)
+        between(0)
+    for i, tokens in enumerate(expected):
+        assert driver.tokens[str(i)] == tokens
+    state = core.state()
+    assert state["evicted_tokens"] > 0
+    assert state["retracted_requests"] > 0
+
+
+def test_bfloat16_logits_are_close(default_model_dir, reference, prompts):
+    """Against float32: each prompt's logits within 10 % of their spread, all in all no worse than transformers' own."""
+    core = make_core(default_model_dir, dtype="bfloat16")
+    half = copy.deepcopy(reference).to(torch.bfloat16)
+    ours, theirs = [], []
+    for prompt in prompts:
+        seen = {}
+        run = core.executor.run
+        core.executor.run = lambda batch, run=run, seen=seen: seen.update(logits=run(batch)) or seen["logits"]
+        Driver(core).together([prompt], max_new_tokens=1)
+        core.executor.run = run
+        with torch.inference_mode():
+            wanted, other = (m(torch.tensor([prompt])).logits[0, -1].float() for m in (reference, half))
+        ours.append(_distance(seen["logits"][-1], wanted))
+        theirs.append(_distance(other, wanted))
+    assert max(ours) < 0.10
+    assert sum(ours) < 1.1 * sum(theirs)
+
+
+def _distance(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Error over spread; a constant on all logits changes nothing."""
+    got, wanted = got - got.mean(), wanted - wanted.mean()
+    return float((got - wanted).norm() / wanted.norm())
+
+
+@pytest.fixture(scope="module")
+def tiny_prompts():
+    draw = random.Random(7)
+    root = [draw.randrange(49152) for _ in range(40)]
+    return [
+        root[: draw.randrange(1, 41)] + [draw.randrange(49152) for _ in range(draw.randrange(1, 30))] for _ in range(8)
+    ]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("page_size", [1, 8, 16])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
+def test_every_architecture(any_tiny_dir, tiny_prompts, tiny_expected, chunk, page_size, prefix_cache):
+    core = make_core(any_tiny_dir, page_size=page_size, chunk_tokens=chunk, prefix_cache=prefix_cache, pool_tokens=1024)
+    driver = Driver(core)
+    for i, prompt in enumerate(tiny_prompts):
+        driver.add(str(i), prompt, max_new_tokens=8)
+        for _ in range(i % 3):
+            driver.step()
+    driver.run()
+    assert [driver.tokens[str(i)] for i in range(len(tiny_prompts))] == tiny_expected
+    assert driver.together(tiny_prompts, max_new_tokens=8) == tiny_expected
+
+
+@pytest.fixture(scope="module")
+def tiny_expected(any_tiny_dir, tiny_prompts):
+    model = AutoModelForCausalLM.from_pretrained(any_tiny_dir, dtype=torch.float32).eval()
+    expected = [greedy(model, prompt, 8) for prompt in tiny_prompts]
+    assert len({tuple(tokens) for tokens in expected}) > len(expected) // 2, "the model says the same to everything"
+    return expected
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 16])
+@pytest.mark.parametrize("seed", range(3))
+def test_tiny_pool_evicts_and_retracts(any_tiny_dir, tiny_prompts, tiny_expected, page_size, seed):
+    pool = max(len(p) for p in tiny_prompts) + 8 + 2 * page_size
+    core = make_core(any_tiny_dir, page_size=page_size, pool_tokens=pool, chunk_tokens=16)
+    driver, draw = Driver(core), random.Random(seed)
+    rids = {}
+
+    def between(step: int) -> None:
+        if draw.random() < 0.5 and len(rids) < 16:
+            i = draw.randrange(len(tiny_prompts))
+            rids[f"{len(rids)}"] = i
+            driver.add(f"{len(rids) - 1}", tiny_prompts[i], max_new_tokens=8)
+        if draw.random() < 0.05:
+            driver.flush()
+
+    while len(rids) < 16:
+        between(0)
+        driver.run(between)
+    for rid, i in rids.items():
+        assert driver.tokens[rid] == tiny_expected[i]
+    assert core.state()["evicted_tokens"] > 0

@@ -1,0 +1,133 @@
+"""Ramet as a library, on the real model."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from runtime import Engine, SamplingParams, Submission
+from runtime.errors import EngineDead, InvalidRequest, ModelError
+from runtime.frontend.output import merge_outputs
+
+
+@pytest.fixture(scope="module")
+def engine(default_model_dir):
+    with Engine(str(default_model_dir), dtype="float32", pool_tokens=4096) as engine:
+        yield engine
+
+
+GREEDY = {"temperature": 0, "max_new_tokens": 6}
+
+
+def test_one_and_several_prompts(engine):
+    (one,) = engine.generate("The capital of France is", GREEDY)
+    assert one.text.startswith(" Paris")
+    assert one.finish.type == "length"
+    ids = engine.tokenizer.encode("The capital of France is")
+    several = engine.generate(["The capital of France is", "Once upon"], [GREEDY, SamplingParams(**GREEDY)])
+    assert [output.index for output in several] == [0, 1]
+    assert several[0].text == one.text
+    assert engine.generate([ids], GREEDY)[0].token_ids == one.token_ids
+
+
+def test_streamed_deltas_are_the_text(engine):
+    outputs = list(engine.stream("Once upon a time", GREEDY))
+    assert "".join(output.delta for output in outputs) == outputs[-1].text
+    assert [output.finish is not None for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert outputs[-1].completion_tokens == 6
+
+
+def test_n_completions_share_the_prompt(engine):
+    outputs = engine.generate("A list of colours:", {"n": 3, "seed": 5, "max_new_tokens": 5})
+    assert [output.choice for output in outputs] == [0, 1, 2]
+    assert len({output.text for output in outputs}) > 1
+    again = engine.generate("A list of colours:", {"n": 3, "seed": 5, "max_new_tokens": 5})
+    assert [output.text for output in again] == [output.text for output in outputs]
+
+
+def test_stop_string_ends_the_request_in_the_engine(engine):
+    (free,) = engine.generate("1, 2, 3, 4, 5,", {"temperature": 0, "max_new_tokens": 24})
+    (stopped,) = engine.generate("1, 2, 3, 4, 5,", {"temperature": 0, "max_new_tokens": 24, "stop": ["8", "9"]})
+    assert (stopped.finish.type, stopped.finish.matched) == ("stop", "8")
+    assert stopped.text == free.text.split("8")[0]
+    assert engine.state()["running"] == 0
+
+
+def test_a_closed_stream_is_aborted(engine):
+    stream = engine.stream("Tell me a long story", {"max_new_tokens": 2000, "temperature": 0})
+    next(stream)
+    stream.close()
+    assert engine.state()["running"] == 0
+
+
+def test_async(engine):
+    async def work():
+        first, second = await asyncio.gather(engine.agenerate("Once", GREEDY), engine.agenerate("Twice", GREEDY))
+        deltas = [output.delta async for output in engine.astream("Once", GREEDY)]
+        return first[0].text, second[0].text, "".join(deltas)
+
+    once, twice, streamed = asyncio.run(work())
+    assert once == streamed
+    assert once != twice
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "word"),
+    [
+        ("", {}, "empty"),
+        ([], {}, "empty"),
+        ([1, 1 << 20], {}, "out of range"),
+        ([-1], {}, "out of range"),
+        ([5] * 5000, {}, "pool"),
+        ([5] * 9000, {}, "context"),
+        ("x", {"max_new_tokens": 8192}, "context"),
+        ("x", {"stop_token_ids": [60000]}, "out of range"),
+    ],
+)
+def test_what_can_never_be_served_is_refused(engine, prompt, sampling, word):
+    with pytest.raises(InvalidRequest, match=word):
+        list(engine.stream_all([Submission(prompt, SamplingParams(**sampling))]))
+    assert engine.generate("Still there?", GREEDY)[0].completion_tokens > 0
+
+
+def test_a_request_id_in_use_is_refused(engine):
+    stream = engine.stream_all([Submission("x", SamplingParams(max_new_tokens=50), rid="mine")])
+    next(stream)
+    with pytest.raises(InvalidRequest, match="in use"):
+        next(engine.stream_all([Submission("y", rid="mine")]))
+    stream.close()
+    assert len(list(engine.stream_all([Submission("y", SamplingParams(max_new_tokens=1), rid="mine")]))) == 1
+
+
+def test_outputs_that_are_joined_lose_no_logprobs(engine):
+    """A slow reader gets several as one; the last of an aborted completion has no tokens, and no log-probabilities."""
+    outputs = list(engine.stream_all([Submission("Once", SamplingParams(**GREEDY), logprobs=0)]))
+    end = replace(outputs[-1], delta="", new_token_ids=[], logprobs=None, prompt_logprobs=None)
+    joined = merge_outputs(merge_outputs(outputs[0], outputs[1]), end)
+    assert joined.delta == outputs[0].delta + outputs[1].delta
+    assert [entry.token for entry in joined.logprobs] == joined.new_token_ids == outputs[-1].token_ids[:2]
+
+
+def test_as_many_tokens_as_fit(tiny_dir):
+    with Engine(str(tiny_dir), dtype="float32", pool_tokens=64) as engine:
+        (output,) = engine.generate([[1, 2, 3]], {"max_new_tokens": None, "ignore_eos": True})
+        assert output.completion_tokens == 61
+        assert output.finish.type == "length"
+
+
+def test_a_closed_engine_says_so(tiny_dir):
+    engine = Engine(str(tiny_dir), dtype="float32", pool_tokens=64)
+    engine.close()
+    with pytest.raises(EngineDead):
+        engine.generate("x", {"max_new_tokens": 1})
+
+
+def test_unknown_options_and_a_pool_that_holds_nothing(tiny_dir):
+    with pytest.raises(ValueError, match="no such option"):
+        Engine(str(tiny_dir), colour="green")
+    with pytest.raises(ModelError, match="two pages"):
+        Engine(str(tiny_dir), pool_tokens=8)
+    with pytest.raises(ModelError, match="supports at most 512"):
+        Engine(str(tiny_dir), context_length=4096)

@@ -1,0 +1,390 @@
+"""Steady decode one step ahead gives what it gives in step, whatever ends, fails or comes while a step is in flight."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import wait
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from transformers import AutoModelForCausalLM
+
+from runtime.config import make_config
+from runtime.errors import EngineDead, ModelError
+from runtime.execution.device import choose_overlap
+from runtime.models.tokenizer import Tokenizer
+from runtime.protocol import Pause
+from runtime.sampling.sampled import Sampled
+from runtime.sampling.sampler import Sampler
+from tests.runtime.engine.driver import Driver, greedy, make_core
+from tests.runtime.engine.prompts import all_prompts
+from tests.runtime.sampling.test_sampling import request
+
+CPU = torch.device("cpu")
+NEW = 12
+
+
+class Overlapping(Driver):
+    """Counts what is launched ahead.
+
+    Attributes:
+        ahead: rows of each step that was launched before the one ahead of it was read.
+        log: `run` and `read` in their order.
+        is_ahead: whether the step that is launched now is ahead.
+    """
+
+    def __init__(self, path, **options: Any):
+        super().__init__(make_core(path, **{"overlap": "on", "native_kernels": False, **options}))
+        self.ahead: list[int] = []
+        self.log: list[str] = []
+        self.is_ahead = False
+        launch = self.core._launch
+
+        def watched(work, before=None):
+            self.is_ahead = before is not None
+            flight = launch(work, before)
+            self.ahead += [len(work)] * (before is not None)
+            self.log.append("run")
+            if flight.sampled is not None:
+                read = flight.sampled.read
+                flight.sampled.read = lambda: self.log.append("read") or read()
+            return flight
+
+        self.core._launch = watched
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    draw = random.Random(5)
+    root = [draw.randrange(49152) for _ in range(40)]
+    return [
+        root[: draw.randrange(0, 41)] + [draw.randrange(49152) for _ in range(draw.randrange(1, 20))] for _ in range(10)
+    ]
+
+
+@pytest.fixture(scope="module")
+def free(tiny_dir, prompts):
+    """What follows each prompt, by transformers."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32).eval()
+    return [greedy(model, prompt, NEW) for prompt in prompts]
+
+
+@pytest.mark.parametrize("native_kernels", [False, True])
+def test_mixed_batches_give_transformers_tokens(tiny_dir, prompts, free, native_kernels):
+    driver = Overlapping(tiny_dir, native_kernels=native_kernels, step_tokens=24, page_size=4)
+    for i, prompt in enumerate(prompts):
+        driver.add(str(i), prompt, max_new_tokens=NEW)
+        for _ in range(i % 4):
+            driver.step()
+    driver.run()
+    assert [driver.tokens[str(i)] for i in range(len(prompts))] == free
+    assert len(driver.ahead) >= NEW - 2
+
+
+def test_real_prompts_give_transformers_tokens(default_model_dir, reference):
+    prompts = all_prompts(Tokenizer.load(default_model_dir))[5:9]
+    driver = Overlapping(default_model_dir, native_kernels=True)
+    assert driver.together(prompts, max_new_tokens=NEW) == [greedy(reference, prompt, NEW) for prompt in prompts]
+    assert len(driver.ahead) >= NEW - 2
+
+
+def test_a_step_is_launched_before_the_one_ahead_of_it_is_read(tiny_dir):
+    driver = Overlapping(tiny_dir)
+    driver.together([[1, 2, 3], [4, 5]], max_new_tokens=5)
+    assert driver.log == ["run", "read", "run", "run", "read", "run", "read", "run", "read", "read"]
+    assert driver.ahead == [2, 2, 2]
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+    {"temperature": 1.5, "min_p": 0.02, "frequency_penalty": 0.7},
+    {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+    {"repetition_penalty": 1.7, "temperature": 0.9},
+    {"logit_bias": {5: 30.0, 9: 29.0}, "presence_penalty": 2.0},
+    {"logprobs": 3},
+    {"temperature": 1.0, "logprobs": 0},
+    {"min_new_tokens": 6},
+    {"regex": "[0-9]{6,9}"},
+]
+
+
+def specify(draw: random.Random, prompts, free) -> dict[str, Any]:
+    """A request at random; with stop tokens that end it without notice."""
+    i = draw.randrange(len(prompts))
+    wanted = {**draw.choice(VARIANTS), "prompt": prompts[i], "max_new_tokens": draw.randrange(1, NEW)}
+    wanted["seed"] = draw.randrange(4)
+    if draw.random() < 0.5:
+        wanted["stop_token_ids"] = [draw.choice(free[i])]
+    wanted["min_new_tokens"] = min(wanted.get("min_new_tokens", 0), wanted["max_new_tokens"])
+    return wanted
+
+
+@pytest.mark.parametrize(("seed", "page_size", "pool"), [(0, 4, 4096), (2, 1, 80), (3, 2, 96)])
+def test_random_lives_are_those_in_step(tiny_dir, prompts, free, seed, page_size, pool):
+    """Arrivals, aborts, flushes and pauses at random, in large and tiny pools, with every kind of sampling."""
+    driver = Overlapping(tiny_dir, page_size=page_size, pool_tokens=pool, chunk_tokens=16, max_running=6)
+    plain, draw = (
+        Driver(make_core(tiny_dir, prefix_cache=False, overlap="off", native_kernels=False)),
+        random.Random(seed),
+    )
+    specs: dict[str, dict[str, Any]] = {}
+    aborted, in_flight = set(), 0
+    for _ in range(150):
+        if draw.random() < 0.3 and len(driver.core.requests) < 9:
+            rid = str(len(specs))
+            specs[rid] = specify(draw, prompts, free)
+            driver.add(rid, **specs[rid])
+            wait(future for future, _ in driver.core.grammars._open.values())  # the same lives on any machine
+        if draw.random() < 0.08 and driver.core.requests:
+            rid = draw.choice(list(driver.core.requests))
+            in_flight += driver.core._flight is not None
+            aborted.add(rid)
+            driver.abort(rid)
+        if draw.random() < 0.03:
+            driver.flush()
+        if draw.random() < 0.03:
+            driver.core.handle(Pause(1, True))
+            driver.step()
+            driver.step()
+            assert not driver.core.busy
+            driver.core.handle(Pause(2, False))
+        driver.step()
+    driver.run()
+    assert set(driver.finish) == set(specs)
+    assert len(driver.ahead) > 20
+    for rid, spec in specs.items():
+        plain.add(rid, **spec)
+        plain.run()
+        if rid in aborted:
+            assert driver.tokens[rid] == plain.tokens[rid][: len(driver.tokens[rid])]
+            continue
+        assert driver.tokens[rid] == plain.tokens[rid]
+        assert driver.finish[rid] == plain.finish[rid]
+        for got, want in zip(logprobs(driver, rid), logprobs(plain, rid), strict=True):
+            assert got == pytest.approx(want, abs=1e-3)
+    assert aborted
+    assert in_flight or pool < 160
+    if pool < 160:
+        assert driver.core.state()["retracted_requests"] > 0
+    assert any(finish.type == "stop" for finish in driver.finish.values())
+
+
+def logprobs(driver: Driver, rid: str) -> list[float]:
+    found = [one for event in driver.events[rid] for one in event.logprobs or []]
+    return [value for one in found for value in (one.logprob, *(pair[1] for pair in one.top))]
+
+
+def test_rows_of_a_request_that_ends_unforeseen_are_thrown_away(tiny_dir, prompts, free):
+    """What is in the tree afterwards is what was read, not what was computed behind its end."""
+    end = next(n for n in range(3, NEW) if free[0][n - 1] not in free[0][: n - 1])
+    driver = Overlapping(tiny_dir, page_size=1)
+    driver.add("stops", prompts[0], max_new_tokens=NEW, stop_token_ids=[free[0][end - 1]])
+    driver.add("goes on", [7, 8, 9], max_new_tokens=NEW)
+    driver.run()
+    assert driver.tokens["stops"] == free[0][:end]
+    assert driver.tokens["goes on"] == Driver(make_core(tiny_dir)).together([[7, 8, 9]], max_new_tokens=NEW)[0]
+    assert driver.ahead[end - 3 : end] == [2, 2, 1], "one row was in flight when it ended"
+    driver.add("again", [*prompts[0], *free[0], 7], max_new_tokens=1)
+    driver.run()
+    assert driver.events["again"][0].cached_tokens == len(prompts[0]) + end - 1
+
+
+def test_whoever_reaches_its_limit_is_not_in_the_next_step(tiny_dir):
+    driver = Overlapping(tiny_dir)
+    for i in range(4):
+        driver.add(str(i), [i, 7], max_new_tokens=3 + i)
+    driver.run()
+    assert driver.ahead == [4, 3, 2, 1]
+    assert driver.core.counters["generation_tokens"] == 3 + 4 + 5 + 6
+
+
+def test_those_who_wait_do_not_wait_longer_for_foreseen_ends(tiny_dir):
+    steps = []
+    for overlap in ("off", "on"):
+        driver = Overlapping(tiny_dir, max_running=2, overlap=overlap)
+        for i in range(7):
+            driver.add(str(i), [i, 7, 8], max_new_tokens=3 + 2 * i % 5)
+        driver.run()
+        steps.append(driver.core.counters["steps"])
+    assert driver.ahead
+    assert steps[0] == steps[1]
+
+
+def test_who_waits_for_memory_does_not_hold_up_those_who_run(tiny_dir):
+    driver = Overlapping(tiny_dir, page_size=4, pool_tokens=64)
+    driver.add("runs", list(range(100, 130)), max_new_tokens=20)
+    driver.step()
+    driver.add("waits", list(range(200, 240)), max_new_tokens=4)
+    seen = []
+    driver.run(lambda _: seen.append((len(driver.core.scheduler.waiting), len(driver.ahead))))
+    assert [ahead for waiting, ahead in seen if waiting][-1] > 10
+    assert len(driver.tokens["waits"]) == 4
+
+
+def test_a_step_that_cannot_be_launched_ahead_is_run_in_step(tiny_dir, prompts):
+    specs = [{**variant, "seed": 3} for variant in VARIANTS[:7]]
+    driver, plain = Overlapping(tiny_dir), Driver(make_core(tiny_dir, native_kernels=False))
+    run, draw = driver.core.executor.run, random.Random(1)
+
+    def fail(batch):
+        logits = run(batch)
+        if driver.is_ahead and draw.random() < 0.5:
+            raise torch.OutOfMemoryError("no memory")  # with the pool written
+        return logits
+
+    driver.core.executor.run = fail
+    for one in (driver, plain):
+        for i, spec in enumerate(specs):
+            one.add(str(i), prompts[i], max_new_tokens=NEW, **spec)
+        one.run()
+    assert driver.tokens == plain.tokens
+    state = driver.core.state()
+    assert (state["failed_steps"] > 2, state["failed_requests"]) == (True, 0)
+    assert driver.ahead
+
+
+@pytest.mark.parametrize("bad", [1, 4, 9])
+def test_a_step_that_fails_in_flight_is_run_again_with_all_behind_it(tiny_dir, prompts, monkeypatch, bad):
+    """Drawn tokens and penalties, too, are those of a step that did not fail. `bad`: which of those with one behind."""
+    specs = [{**variant, "seed": 3} for variant in VARIANTS[:9]]
+    driver, plain = Overlapping(tiny_dir), Driver(make_core(tiny_dir, native_kernels=False))
+    read, reads = Sampled.read, []
+
+    def fail(sampled):
+        reads.append(driver.core._flight is not None)
+        if reads[-1] and sum(reads) == bad:
+            raise RuntimeError("the device says no")
+        return read(sampled)
+
+    for one in (plain, driver):
+        if one is driver:
+            monkeypatch.setattr(Sampled, "read", fail)
+        for i, spec in enumerate(specs):
+            one.add(str(i), prompts[i], max_new_tokens=NEW, **spec)
+        one.run()
+    assert driver.tokens == plain.tokens
+    state = driver.core.state()
+    assert (state["failed_steps"], state["failed_requests"]) == (1, 0)
+
+
+def test_whoever_makes_every_step_fail_ends_alone(tiny_dir, prompts, free):
+    driver = Overlapping(tiny_dir)
+    run = driver.core.executor.run
+
+    def poisoned(batch):
+        if (batch.positions == 104).any():
+            raise RuntimeError("a secret")
+        return run(batch)
+
+    driver.core.executor.run = poisoned
+    driver.add("bad", list(range(100, 200)), max_new_tokens=NEW)
+    for i in range(3):
+        driver.add(str(i), prompts[i], max_new_tokens=NEW)
+    driver.run()
+    assert driver.finish["bad"].type == "error"
+    assert len(driver.tokens["bad"]) == 5
+    assert [driver.tokens[str(i)] for i in range(3)] == free[:3]
+
+
+def test_logits_that_are_no_numbers_end_their_request_alone(tiny_dir, prompts, free):
+    driver = Overlapping(tiny_dir)
+    run = driver.core.executor.run
+
+    def bad(batch):
+        logits = run(batch).clone()
+        logits[batch.positions[batch.logits_rows] == 104] = torch.nan
+        return logits
+
+    driver.core.executor.run = bad
+    variants = [{}, {"temperature": 1.0}, {"temperature": 1.0, "frequency_penalty": 1.0}]
+    for i, variant in enumerate(variants):
+        driver.add(f"bad{i}", list(range(100, 200)), max_new_tokens=NEW, **variant)
+        driver.add(str(i), prompts[i], max_new_tokens=NEW)
+    driver.run()
+    for i in range(3):
+        assert driver.finish[f"bad{i}"].type == "error"
+        assert len(driver.tokens[f"bad{i}"]) == 5
+        assert driver.tokens[str(i)] == free[i]
+    assert driver.core.state()["bad_logits"] == 3
+    assert max(driver.ahead) == 6
+
+
+def test_aborted_with_a_step_in_flight_and_back_under_the_same_name(tiny_dir, prompts, free):
+    driver = Overlapping(tiny_dir, page_size=2)
+    driver.add("a", prompts[0], max_new_tokens=NEW)
+    while driver.core._flight is None:
+        driver.step()
+    driver.abort("a")
+    assert driver.core.busy, "what is in flight has to be dropped"
+    driver.flush()
+    driver.core.cache.check([])
+    assert driver.core.state()["pages_private"] == 0
+    del driver.finish["a"]
+    driver.add("a", prompts[1], max_new_tokens=NEW)
+    driver.run()
+    assert driver.tokens["a"] == free[1]
+
+
+def test_a_paused_engine_ends_what_is_in_flight_and_launches_nothing(tiny_dir, prompts, free):
+    driver = Overlapping(tiny_dir)
+    driver.add("a", prompts[0], max_new_tokens=NEW)
+    while driver.core._flight is None:
+        driver.step()
+    driver.core.handle(Pause(1, True))
+    launched = driver.log.count("run")
+    while driver.core.busy:
+        driver.step()
+    assert driver.log.count("run") == launched == driver.log.count("read")
+    driver.core.handle(Pause(2, False))
+    driver.run()
+    assert driver.tokens["a"] == free[0]
+
+
+def test_choosing_waits_for_nothing():
+    """Fake tensors have no values: whatever asks for one fails."""
+    sampler = Sampler(40, CPU)
+    sampler.generator = lambda *_: None  # of which fake tensors know nothing
+    asking = [request((3, 4, 5), 2, seed=1, **{k: v for k, v in variant.items() if k != "logprobs"})
+              for variant in VARIANTS if "regex" not in variant]  # fmt: skip
+    asking[0].logprobs = asking[1].logprobs = 2
+    sampler.sample(torch.randn(len(asking), 40), asking).read()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        for one in asking:
+            one.counts = None if one.counts is None else mode.from_tensor(one.counts)
+            one.prompt_ids = None if one.prompt_ids is None else mode.from_tensor(one.prompt_ids)
+        sampled = sampler.sample(torch.randn(len(asking), 40), asking, ahead=1)
+        assert sampled.tokens.shape == (len(asking),)
+        with pytest.raises(DataDependentOutputException):
+            sampled.read()
+
+
+def test_it_is_for_gpus_and_one_process_unless_asked_for():
+    cuda = torch.device("cuda")
+
+    def chosen(device, **options):
+        return choose_overlap(make_config(**options), device)
+
+    assert (chosen(CPU), chosen(cuda), chosen(cuda, tensor_parallel=2)) == (False, True, False)
+    assert (chosen(CPU, overlap="on"), chosen(cuda, overlap="off")) == (True, False)
+    with pytest.raises(ModelError, match="--tensor-parallel"):
+        chosen(cuda, overlap="on", tensor_parallel=2)
+
+
+def test_a_device_that_is_lost_ends_the_engine(tiny_dir, monkeypatch):
+    """Otherwise every later request would fail, one by one."""
+    driver = Overlapping(tiny_dir)
+    driver.add("a", [1, 2, 3], max_new_tokens=NEW)
+    while driver.core._flight is None:
+        driver.step()
+
+    def fail():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    driver.core._flight.sampled.read = fail
+    monkeypatch.setattr("runtime.engine.core.is_lost", lambda device: device == CPU)
+    with pytest.raises(EngineDead, match="cpu cannot be used"):
+        driver.step()

@@ -1,0 +1,217 @@
+"""The path through FlashInfer: with a stand-in that does in torch what it documents, and with it on a GPU."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.batch import AttentionPlan, Span
+from runtime.execution.attention.cpu import CPUAttention
+from runtime.execution.attention.flashinfer import FlashInferAttention
+from runtime.execution.ops import FlashInferOps, Ops
+from runtime.kv.pool import KVPool
+from runtime.models.rope import RotaryEmbedding
+from runtime.models.spec import RopeSpec
+from tests.runtime.execution.attention.stand_in import Wrapper, stand_in
+from tests.runtime.execution.attention.whole_engines import check_whole_engines
+
+HEADS, KV_HEADS, DIM = 8, 2, 64
+ROPE = RopeSpec(theta=10000.0)
+HAS_GPU = torch.cuda.is_available()
+
+DEVICES = [
+    "stand-in",
+    pytest.param("cuda", marks=pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU and FlashInfer")),
+]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, monkeypatch):
+    if request.param == "cuda":
+        return torch.device("cuda")
+    monkeypatch.setitem(sys.modules, "flashinfer", stand_in())
+    return torch.device("cpu")
+
+
+@pytest.fixture
+def replaced(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flashinfer", stand_in())
+
+
+class World:
+    """A pool of random rows, our backend and the reference."""
+
+    def __init__(self, device: torch.device, page_size: int, dtype: torch.dtype = torch.bfloat16):
+        self.device, self.page_size = device, page_size
+        self.pool = KVPool(1, 8192 // page_size, page_size, KV_HEADS, DIM, dtype, device)
+        self.pool.k.copy_(torch.randn(self.pool.k.shape))
+        self.pool.v.copy_(torch.randn(self.pool.v.shape))
+        rope = RotaryEmbedding(ROPE, DIM, device)
+        self.ours = FlashInferAttention(self.pool, rope, HEADS)
+        self.reference = CPUAttention(self.pool, rope)
+        self.free = torch.randperm(self.pool.num_pages).tolist()
+
+    def span(self, length: int, **options) -> Span:
+        pages = [self.free.pop() for _ in range(-(-length // self.page_size))]
+        return Span(np.array(pages, dtype=np.int32), length, **options)
+
+    def check(self, *plans: AttentionPlan) -> list:
+        prepared = self.ours.prepare_step(plans)
+        for plan, ready in zip(plans, prepared, strict=True):
+            q = torch.randn(plan.num_rows, HEADS, DIM).to(self.device, torch.bfloat16)
+            got = self.ours.run(ready, q, 0).float()
+            wanted = self.reference.run(self.reference.prepare(plan), q, 0).float()
+            assert (got - wanted).norm() / wanted.norm() < 1e-2
+        return prepared
+
+
+def decode(world: World) -> AttentionPlan:
+    plan = AttentionPlan(7)
+    for row in range(7):
+        plan.add(slice(row, row + 1), world.span(17 + 40 * row), "causal")
+    return plan
+
+
+def prefill(world: World) -> AttentionPlan:
+    plan = AttentionPlan(7)
+    plan.add(slice(0, 5), world.span(105), "causal")
+    plan.add(slice(5, 7), world.span(2), "causal")
+    return plan
+
+
+def cascade(world: World) -> AttentionPlan:
+    """Three levels: all share a root, some of them more; two of the rows are one request's."""
+    plan = AttentionPlan(7)
+    plan.add(slice(0, 7), world.span(320), "full")
+    plan.add(slice(0, 3), world.span(96), "full")
+    plan.add(slice(5, 7), world.span(48), "full")
+    for rows, length in ((slice(0, 1), 7), (slice(1, 3), 33), (slice(3, 4), 1), (slice(4, 5), 90), (slice(5, 7), 2)):
+        plan.add(rows, world.span(length), "causal")
+    return plan
+
+
+def shifted(world: World) -> AttentionPlan:
+    plan = AttentionPlan(7)
+    plan.add(slice(0, 7), world.span(301, shift=11), "full")
+    plan.add(torch.tensor([6, 0, 1]), world.span(33), "causal")
+    plan.add(torch.tensor([3, 2, 4, 5]), world.span(4), "causal")
+    return plan
+
+
+def masked(world: World) -> AttentionPlan:
+    plan = AttentionPlan(7)
+    plan.add(slice(0, 7), world.span(50, keep=torch.rand(50) < 0.5), "full")
+    plan.add(slice(0, 7), world.span(20), "masked", torch.rand(7, 20) < 0.5)
+    return plan
+
+
+def bidirectional(world: World) -> AttentionPlan:
+    plan = AttentionPlan(7)
+    plan.add(slice(0, 4), world.span(131), "full")
+    plan.add(slice(4, 7), world.span(3), "full")
+    return plan
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("kind", [decode, prefill, cascade, shifted, masked, bidirectional])
+def test_results_are_the_references(device, page_size, kind):
+    world = World(device, page_size)
+    world.check(kind(world))
+
+
+def test_groups_of_a_step_do_not_share_wrappers(device):
+    """All plans of a step are made before any of them is run."""
+    world = World(device, 16)
+    world.check(decode(world), cascade(world), bidirectional(world), decode(world))
+
+
+def test_fp8_pages(device):
+    world = World(device, 16, torch.float8_e4m3fn)
+    world.check(cascade(world))
+
+
+def test_a_row_that_sees_nothing_gives_zeros(device):
+    world = World(device, 16)
+    plan = AttentionPlan(2)
+    plan.add(slice(0, 2), world.span(5), "masked", torch.tensor([[True] * 5, [False] * 5]))
+    plan.add(slice(0, 1), world.span(9), "full")
+    (ready,) = world.ours.prepare_step([plan])
+    out = world.ours.run(ready, torch.randn(2, HEADS, DIM).to(world.device, torch.bfloat16), 0)
+    assert out.isfinite().all()
+    assert out[1].abs().max() == 0
+
+
+def test_one_level_takes_one_call_and_no_merge(replaced):
+    world = World(torch.device("cpu"), 16)
+    for kind in (decode, prefill, bidirectional):
+        (ready,) = world.check(kind(world))
+        assert ready.table is None
+        assert len(ready.calls) == 1
+
+
+def test_levels_take_two_calls_however_many_there_are(replaced):
+    world = World(torch.device("cpu"), 16)
+    (ready,) = world.check(cascade(world))
+    assert [call.wrapper.plans[-1]["causal"] for call in ready.calls] == [False, True]
+    assert ready.table.shape == (7, 3)
+    assert isinstance(ready.calls[1].rows, slice), "neighbours are not gathered"
+
+
+def test_wrappers_are_made_once_and_share_the_workspace(replaced):
+    world = World(torch.device("cpu"), 16)
+    for _ in range(3):
+        world.check(cascade(world), decode(world))
+    assert len(Wrapper.made) == 3
+    assert len({wrapper.workspace.data_ptr() for wrapper in Wrapper.made}) == 1
+    assert not world.ours._workspace.any(), "the split kernels count in it from zero"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_small_operations_are_torchs(device, dtype):
+    ours, torchs = FlashInferOps(512), Ops()
+    x, y, gate_up = (torch.randn(n).to(device, dtype) for n in ((5, 64), (5, 32), (5, 256)))
+    weight, bias, norm = (torch.randn(n).to(device, dtype) for n in ((64, 32), (64,), (64,)))
+    heads = torch.randn(5, 3, 64).to(device, dtype)
+    close = {"atol": 3e-2, "rtol": 3e-2}
+    for given in (x, heads):
+        torch.testing.assert_close(ours.rms_norm(given, norm, 1e-5), torchs.rms_norm(given, norm, 1e-5), **close)
+    torch.testing.assert_close(ours.silu_and_mul(gate_up), torchs.silu_and_mul(gate_up), **close)
+    wanted = torchs.add_linear_norm(x.clone(), y, weight, bias, norm, 1e-5)
+    for got, want in zip(ours.add_linear_norm(x.clone(), y, weight, bias, norm, 1e-5), wanted, strict=True):
+        torch.testing.assert_close(got, want, atol=6e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize(
+    "spec", [ROPE, RopeSpec(5e5, "llama3", 8.0, 64, 1.0, 4.0), RopeSpec(1e4, "yarn", 4.0, 128, amplitude=1.14)]
+)
+def test_rotation_by_position_is_torchs(device, spec):
+    rope = RotaryEmbedding(spec, 64, device)
+    positions = torch.tensor([500, 3, 77, 0, 511], device=device)
+    # Strided, as queries and keys lie beside the values.
+    qkv = torch.randn(5, 8, 64).to(device, torch.bfloat16)
+    ours, torchs = FlashInferOps(512), Ops()
+    wanted = torchs.rotate_qk(qkv[:, :6].clone(), 4, torchs.angles(rope, positions))
+    for got, want in zip(ours.rotate_qk(qkv[:, :6], 4, ours.angles(rope, positions)), wanted, strict=True):
+        torch.testing.assert_close(got, want, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+def test_a_whole_engine_gives_torchs_tokens(tiny_dir, replaced, monkeypatch, overlap):
+    check_whole_engines(tiny_dir, monkeypatch, step_tokens=24, cuda_graph_batches="0", overlap=overlap)
+    plans = [plan for wrapper in Wrapper.made for plan in wrapper.plans]
+    assert any(not plan.get("causal", True) for plan in plans), "nothing was shared"
+
+
+def test_there_is_room_for_the_partial_results_of_large_graphs(replaced):
+    """FlashInfer's plan refuses a workspace with less than its tiles times heads times head_dim floats."""
+    pool = KVPool(1, 64, 16, 8, 128, torch.bfloat16, torch.device("cpu"))
+    ours = FlashInferAttention(pool, RotaryEmbedding(ROPE, 128, torch.device("cpu")), 32)
+    usual = len(ours._workspace)
+    assert usual == 128 << 20
+    ours.reserve(128, 128)
+    assert len(ours._workspace) == usual, "rows that end their own pages have small tiles"
+    ours.reserve(64, 3 * 64)
+    tiles = 3 * 64 * 4 // 128 + 63
+    assert len(ours._workspace) >= 32 * tiles * 128 * 128 * 4 > usual
+    assert not ours._workspace.any()

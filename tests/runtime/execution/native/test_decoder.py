@@ -1,0 +1,133 @@
+"""A whole native step against `LlamaModel.forward`, in every architecture."""
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span
+from runtime.execution.attention.cpu import CPUAttention
+from runtime.execution.llama import LlamaModel
+from runtime.execution.native.decoder import NativeDecoder
+from runtime.kv.pool import KVPool
+from runtime.models.spec import ModelSpec
+from runtime.models.weights import load_weights
+
+CPU = torch.device("cpu")
+PAGE, PAGES = 4, 64
+
+
+def make_model(path, storage, dtype=None):
+    """A model whose weights are rounded to `storage` and computed with in `dtype`."""
+    spec = ModelSpec.load(path)
+    weights = load_weights(path, spec, storage)
+    return LlamaModel(spec, {name: w.to(dtype or storage) for name, w in weights.items()}, CPU)
+
+
+def make_pool(spec, dtype):
+    pool = KVPool(spec.num_layers, PAGES, PAGE, spec.num_kv_heads, spec.head_dim, dtype, CPU)
+    torch.manual_seed(0)
+    for tensor in (pool.k, pool.v):
+        # Values that bfloat16 holds exactly, so that both pools begin alike.
+        tensor.copy_(torch.randn(tensor.shape).bfloat16())
+    return pool
+
+
+def span(first, count, length, **options):
+    return Span(np.arange(first, first + count, dtype=np.int32)[::-1].copy(), length, **options)
+
+
+def slots_of(s, start):
+    return [int(s.pages[i // PAGE]) * PAGE + i % PAGE for i in range(start, s.length)]
+
+
+def mixed_batch(layers):
+    """A prefill of 70 rows, one of 9 on top of 20, two decode rows that share a moved span with a hole."""
+    torch.manual_seed(1)
+    counts, lengths = [70, 9, 1, 1], [70, 29, 6, 13]
+    tokens = torch.randint(0, 49152, (sum(counts),))
+    positions = torch.cat(
+        [torch.arange(length - n, length) + 40 * (n == 1) for n, length in zip(counts, lengths, strict=True)]
+    )
+    plan, slots, row, page = AttentionPlan(len(tokens)), [], 0, 0
+    for count, length in zip(counts, lengths, strict=True):
+        s = span(page, -(-length // PAGE), length)
+        plan.add(slice(row, row + count), s, "causal")
+        slots += slots_of(s, length - count)
+        row, page = row + count, page + len(s.pages)
+    keep = torch.ones(17, dtype=torch.bool)
+    keep[3:6] = False
+    plan.add(torch.tensor([79, 80]), span(page, 5, 17, shift=5, keep=keep), "full")
+    slots[75] = -1
+    group = LayerGroup(range(layers), None, torch.tensor(slots), plan)
+    return ForwardBatch(tokens, positions, [group], torch.tensor([69, 80, 3, 79]))
+
+
+def fewer_rows_later(layers):
+    """Twelve rows in the first layer, some of them in the rest."""
+    torch.manual_seed(2)
+    s = span(0, 3, 12)
+    first = AttentionPlan(12)
+    first.add(slice(0, 12), s, "causal")
+    alive = torch.tensor([1, 5, 6, 11])
+    rest = AttentionPlan(4)
+    rest.add(slice(0, 4), s, "masked", torch.arange(12)[None] <= alive[:, None])
+    slots = torch.tensor(slots_of(s, 0))
+    groups = [
+        LayerGroup(range(1), None, slots, first),
+        LayerGroup(range(1, layers), alive, slots[alive], rest),
+    ]
+    return ForwardBatch(torch.randint(0, 49152, (12,)), torch.arange(12), groups, torch.tensor([11, 0, 5]))
+
+
+@pytest.mark.parametrize("make_batch", [mixed_batch, fewer_rows_later])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16])
+def test_every_architecture(library, any_tiny_dir, storage, threads, make_batch):
+    """With bfloat16 weights and pool, too, the arithmetic is float32: close to torch with the weights widened."""
+    reference = make_model(any_tiny_dir, storage, torch.float32)
+    spec = reference.spec
+    batch = make_batch(spec.num_layers)
+    pool, native_pool = make_pool(spec, torch.float32), make_pool(spec, storage)
+    native = NativeDecoder(library, make_model(any_tiny_dir, storage), native_pool, threads)
+    wanted = reference.forward(batch, pool, CPUAttention(pool, reference.rope))
+    got = native.forward(batch)
+    # New keys and values are rounded to the pool's dtype; the avx512bf16 variant rounds activations, too.
+    tolerance = 1e-5 if storage == torch.float32 else 3e-2
+    assert _distance(got, wanted) < tolerance
+    assert _distance(native_pool.k.float(), pool.k) < tolerance
+    assert _distance(native_pool.v.float(), pool.v) < tolerance
+    untouched = torch.ones(PAGE * PAGES, dtype=torch.bool)
+    for group in batch.groups:
+        untouched[group.kv_write[group.kv_write >= 0]] = False
+    assert torch.equal(native_pool.k[:, untouched].float(), pool.k[:, untouched])
+
+
+def test_steps_reuse_their_buffers(library, tiny_dir):
+    """A long step, a short one, then the long one again: nothing of one is seen in another."""
+    model = make_model(tiny_dir, torch.float32)
+    spec = model.spec
+    native_pool = make_pool(spec, torch.float32)
+    native = NativeDecoder(library, model, native_pool, 2)
+    long, short = mixed_batch(spec.num_layers), fewer_rows_later(spec.num_layers)
+    first = native.forward(long).clone()
+    native.forward(short)
+    assert torch.equal(native.forward(long)[0], first[0])
+
+
+def test_no_logits_wanted(library, tiny_dir):
+    model = make_model(tiny_dir, torch.float32)
+    native = NativeDecoder(library, model, make_pool(model.spec, torch.float32), 2)
+    batch = fewer_rows_later(model.spec.num_layers)
+    batch.logits_rows = torch.empty(0, dtype=torch.int64)
+    assert native.forward(batch).shape == (0, model.spec.vocab_size)
+
+
+def test_the_torch_weights_are_let_go(library, tiny_dir):
+    model = make_model(tiny_dir, torch.float32)
+    NativeDecoder(library, model, make_pool(model.spec, torch.float32), 1)
+    assert not hasattr(model, "layers")
+    assert not hasattr(model, "head")
+
+
+def _distance(got, wanted):
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())

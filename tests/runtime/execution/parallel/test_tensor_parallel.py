@@ -1,0 +1,181 @@
+"""Two processes compute what one does, and end together."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from runtime.batch import AttentionPlan, ForwardBatch, HiddenRows, LayerGroup, Span
+from runtime.config import make_config
+from runtime.engine.offline import Engine
+from runtime.errors import EngineDead, ModelError
+from runtime.execution.parallel.orders import CopyRows, decode_order, encode_order
+from runtime.frontend.async_engine import AsyncEngine
+from runtime.models.shards import Shard, split_spec
+from runtime.models.spec import ModelSpec
+from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
+from tests.runtime.reuse.bicache.models import save_tiny as save_tiny_diffusion
+from tests.tiny import save_tiny
+
+OPTIONS = {"dtype": "float32", "native_kernels": False, "pool_tokens": 1024, "device": "cpu", "threads": 1}
+KILLED = "rank 1 of the model ended with code -9"
+PROMPTS = ["Once upon a time", "Once upon a time there was", "The capital of France is", "1, 2, 3,"]
+
+
+@pytest.fixture(scope="module", params=["llama_biases", "qwen3", "llama_tied"])
+def model_dir(request, tmp_path_factory, default_model_dir):
+    return save_tiny(request.param, tmp_path_factory.mktemp(request.param), default_model_dir)
+
+
+def greedy(engine: Engine) -> list[list[int]]:
+    """Alone, together, and once more with everything cached, so that partial pages are copied."""
+    sampling = {"temperature": 0, "max_new_tokens": 12}
+    first = [engine.generate(prompt, sampling)[0].token_ids for prompt in PROMPTS]
+    return first + [output.token_ids for _ in range(2) for output in engine.generate(PROMPTS, sampling)]
+
+
+def test_two_processes_give_the_tokens_of_one(model_dir):
+    with Engine(str(model_dir), **OPTIONS) as engine:
+        wanted = greedy(engine)
+    with Engine(str(model_dir), tensor_parallel=2, **OPTIONS) as engine:
+        workers = engine.core.executor.workers
+        assert greedy(engine) == wanted
+        assert engine.state()["cached_tokens"] > 0
+    assert [process.returncode for process in workers.processes] == [0]
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_killed_rank_ends_the_engine(tiny_dir, busy):
+    with Engine(str(tiny_dir), tensor_parallel=2, **OPTIONS) as engine:
+        (process,) = engine.core.executor.workers.processes
+        stream = engine.stream("Once upon a time", {"temperature": 0, "max_new_tokens": 200, "ignore_eos": True})
+        next(stream)
+        if not busy:
+            stream.close()
+        os.kill(process.pid, signal.SIGKILL)
+        if busy:
+            with pytest.raises(EngineDead, match=KILLED):
+                list(stream)
+        engine._thread.join(30)
+        with pytest.raises(EngineDead, match=KILLED):
+            engine.generate("Hello")
+
+
+async def _serve_until_a_rank_dies(path) -> None:
+    engine = AsyncEngine(make_config(model=str(path), tensor_parallel=2, **OPTIONS))
+    await engine.start()
+    try:
+        pid = engine._process.pid
+        (worker,) = (int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        os.kill(worker, signal.SIGKILL)
+        await asyncio.wait_for(engine.wait_dead(), 30)
+        assert not engine.alive
+    finally:
+        await engine.stop()
+
+
+def test_a_killed_rank_ends_the_engine_process(tiny_dir):
+    asyncio.run(_serve_until_a_rank_dies(tiny_dir))
+
+
+def test_a_killed_driver_ends_the_other_ranks(tiny_dir):
+    code = "import sys, runtime; e = runtime.Engine(sys.argv[1], tensor_parallel=2, dtype='float32', pool_tokens=1024);"
+    code += "print(e.core.executor.workers.processes[0].pid, flush=True); input()"
+    driver = subprocess.Popen(
+        [sys.executable, "-c", code, str(tiny_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    worker = int(driver.stdout.readline())
+    driver.kill()
+    driver.communicate()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{worker}").exists() and Path(f"/proc/{worker}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_diffusion_with_reused_prefixes_gives_the_tokens_of_one_process(tmp_path):
+    """States with which prefixes enter a refresh are kept by the driver and brought to all ranks."""
+    path = save_tiny_diffusion("llada", tmp_path / "llada", layers=6)
+    prompt = list(range(40))
+    wanted = {"prefix_tokens": 32, "gen_length": 16, "steps": 16, "depth": 3, "refresh_interval": 4}
+    found = []
+    for size in (1, 2):
+        driver = DenoiseDriver(make_core(path, tensor_parallel=size, native_kernels=False, threads=1))
+        try:
+            driver.denoise("a", prompt, **wanted)
+            driver.run()
+            driver.denoise("b", [*prompt[:32], 7, 8], **wanted)
+            driver.run()
+            assert driver.report("b")["cached_tokens"] == 32
+            found.append(driver.tokens)
+        finally:
+            driver.core.close()
+    assert found[0] == found[1]
+
+
+def test_heads_that_do_not_divide_are_an_error(tiny_dir):
+    with pytest.raises(ModelError, match="is 4, which does not divide the model's 6 query heads and 2 key-value heads"):
+        Engine(str(tiny_dir), tensor_parallel=4, **OPTIONS)
+
+
+def test_a_rank_that_cannot_load_is_an_error(tiny_dir, tmp_path):
+    """The driver's own error ends the ranks that it has started."""
+    for file in tiny_dir.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).symlink_to(file)
+    with pytest.raises(ModelError, match="no safetensors file"):
+        Engine(str(tmp_path), tensor_parallel=2, **OPTIONS)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_shards_add_up(tiny_dir, size):
+    """Products of the cut matrices, summed or laid side by side, are those of the whole ones."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(4, 12), torch.randn(18, 12)
+    shards = [Shard(rank, size) for rank in range(size)]
+    rows = [s.cut("model.layers.0.mlp.up_proj.weight", weight) for s in shards]
+    torch.testing.assert_close(torch.cat([x @ w.t() for w in rows], dim=-1), x @ weight.t())
+    columns = [s.cut("model.layers.0.self_attn.o_proj.weight", weight) for s in shards]
+    parts = [p @ w.t() for p, w in zip(x.chunk(size, dim=-1), columns, strict=True)]
+    torch.testing.assert_close(sum(parts), x @ weight.t())
+    bias = torch.randn(18)
+    assert torch.equal(sum(s.cut("model.layers.0.mlp.down_proj.bias", bias) for s in shards), bias)
+    head = torch.randn(17, 12)
+    parts = [x @ s.cut("lm_head.weight", head).t() for s in shards]
+    assert len({part.shape for part in parts}) == 1
+    torch.testing.assert_close(torch.cat(parts, dim=-1)[:, :17], x @ head.t())
+    if size == 2:
+        assert split_spec(ModelSpec.load(tiny_dir), size).num_heads == 3
+
+
+def test_orders_survive_the_way():
+    plan = AttentionPlan(3)
+    pages = torch.arange(4, dtype=torch.int32).numpy()
+    plan.add(slice(0, 3), Span(pages, 13, shift=-2, keep=torch.arange(13) % 2 == 0), "full")
+    plan.add(torch.tensor([2, 0]), Span(pages[:1], 2), "masked", torch.tensor([[True, False], [True, True]]))
+    rows = torch.tensor([0, 2])
+    load, save = HiddenRows(rows, torch.randn(2, 5)), HiddenRows(rows, torch.empty(2, 5))
+    group = LayerGroup(range(1, 3), rows, torch.tensor([7, -1]), plan, [load], [save])
+    batch = ForwardBatch(torch.tensor([5, 6, 7]), torch.arange(3), [group], torch.tensor([2]))
+    got = decode_order(encode_order(batch))
+    assert isinstance(got, ForwardBatch)
+    assert got.tokens.tolist() == [5, 6, 7]
+    assert got.logits_rows.dtype == torch.int64
+    (back,) = got.groups
+    assert (back.layers, back.rows.tolist(), back.kv_write.tolist(), back.save) == (range(1, 3), [0, 2], [7, -1], [])
+    assert torch.equal(back.load[0].states, load.states)
+    for ours, theirs in zip(plan.spans, back.attention.spans, strict=True):
+        assert (ours.pages == theirs.pages).all()
+        assert (ours.length, ours.shift) == (theirs.length, theirs.shift)
+        assert (ours.keep is None) == (theirs.keep is None)
+        assert ours.keep is None or torch.equal(ours.keep, theirs.keep)
+    assert back.attention.edges[0].rows == slice(0, 3)
+    assert back.attention.edges[1].rows.tolist() == [2, 0]
+    assert torch.equal(back.attention.edges[1].mask, plan.edges[1].mask)
+    assert decode_order(encode_order(CopyRows(3, 4, 5))) == CopyRows(3, 4, 5)

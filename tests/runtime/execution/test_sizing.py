@@ -1,0 +1,75 @@
+"""What fits on a device, and pools of half the size."""
+
+import pytest
+import torch
+
+from runtime.config import CacheConfig, ModelConfig, make_config
+from runtime.engine.core import EngineCore
+from runtime.engine.offline import Engine
+from runtime.errors import ModelError
+from runtime.execution.device import choose_attention
+from runtime.execution.sizing import check_weights, pool_pages
+from runtime.models.spec import ModelSpec
+from runtime.models.weights import random_weights
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    def free(free_gib: float, total_gib: float) -> None:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free_gib * 2**30), int(total_gib * 2**30)))
+
+    return free
+
+
+def test_weights_that_do_not_fit_are_refused(tiny_dir, memory):
+    spec = ModelSpec.load(tiny_dir)
+    count = sum(torch.Size(shape).numel() for shape in spec.expected_tensors().values())
+    gib = 2 * count / 2**30
+    memory(1.01 * gib + 0.1, 1.0)
+    check_weights(spec, torch.bfloat16, CUDA, 0.9)
+    with pytest.raises(ModelError, match=r"weights take 0\.0 GiB of cuda, .* raise --memory-fraction \(now 0.8\)"):
+        check_weights(spec, torch.bfloat16, CUDA, 0.8)
+    memory(0.8 * gib + 0.1, 1.0)
+    with pytest.raises(ModelError):
+        check_weights(spec, torch.bfloat16, CUDA, 0.9)
+    check_weights(spec, torch.bfloat16, CUDA, 0.9, num_ranks=2)
+
+
+def test_the_pool_takes_its_fraction_of_what_the_weights_leave(memory):
+    memory(6.0, 8.0)
+    assert pool_pages(CacheConfig(memory_fraction=0.75, page_size=16), 1 << 20, CUDA) == 4 * 1024 // 16
+    memory(1.0, 8.0)
+    with pytest.raises(ModelError, match="the KV pool would hold 0 tokens"):
+        pool_pages(CacheConfig(memory_fraction=0.75), 1 << 20, CUDA)
+
+
+def test_fp8_halves_the_pool_and_serves(tiny_dir):
+    options = {"model": str(tiny_dir), "device": "cpu", "dtype": "bfloat16", "pool_memory": 0.01}
+    tokens = {}
+    for kv_dtype in ("auto", "fp8"):
+        with Engine(config=make_config(**options, kv_dtype=kv_dtype, native_kernels=False)) as engine:
+            assert engine.core.executor.pool.k.dtype.itemsize == (2 if kv_dtype == "auto" else 1)
+            tokens[kv_dtype] = engine.info.pool_tokens
+            cold, warm = (
+                engine.generate("Once upon a time", {"max_new_tokens": 4, "temperature": 0}) for _ in range(2)
+            )
+            assert cold[0].token_ids == warm[0].token_ids
+    assert tokens["fp8"] >= 2 * tokens["auto"]
+
+
+def test_random_weights_need_no_checkpoint(tiny_dir, tmp_path):
+    (tmp_path / "config.json").write_text((tiny_dir / "config.json").read_text())
+    options = {"random_weights": True, "native_kernels": False, "pool_tokens": 64, "device": "cpu", "dtype": "float32"}
+    core = EngineCore(make_config(model=str(tmp_path), **options), tmp_path)
+    spec = core.executor.spec
+    first, again = (random_weights(spec, torch.float32, torch.device("cpu")) for _ in range(2))
+    assert first.keys() == spec.expected_tensors().keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_flashinfer_is_not_taken_for_float32():
+    assert choose_attention(ModelConfig(), CUDA, torch.float32) == "cpu"
+    with pytest.raises(ModelError, match=r"no float32|not installed"):
+        choose_attention(ModelConfig(attention_backend="flashinfer"), CUDA, torch.float32)

@@ -1,0 +1,97 @@
+"""Text of tokens as they come: whole characters, no part of a stop string, nothing lost."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.frontend.detokenizer import TextStream
+from runtime.models.tokenizer import Detokenizer, Tokenizer
+from runtime.params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def tokenizer(default_model_dir):
+    return Tokenizer.load(default_model_dir)
+
+
+TEXTS = [
+    "Grüße, 世界! 🌱🌳 done",
+    "👩‍👩‍👧‍👦 family",
+    "e\u0301 combining",
+    "plain",
+    "日本語のテキスト",
+    "a\n\n\tb",
+    "🏴󠁧󠁢󠁥󠁮󠁧󠁿",
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_deltas_are_whole_characters_and_add_up(tokenizer, text):
+    ids = tokenizer.encode(text)
+    detokenizer = Detokenizer(tokenizer)
+    deltas = [detokenizer.push([token]) for token in ids]
+    deltas.append(detokenizer.flush())
+    assert "".join(deltas) == text
+    assert all("\N{REPLACEMENT CHARACTER}" not in delta for delta in deltas)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_tokens_add_up_to_their_whole_text(tokenizer, data):
+    ids = data.draw(st.lists(st.integers(0, 49151), max_size=30))
+    skip = data.draw(st.booleans())
+    detokenizer, text, rest = Detokenizer(tokenizer, skip), "", ids
+    while rest:
+        count = data.draw(st.integers(1, 4))
+        text += detokenizer.push(rest[:count])
+        rest = rest[count:]
+    assert text + detokenizer.flush() == tokenizer.decode(ids, skip)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text(alphabet="abcX🌱", max_size=40),
+    st.lists(st.text(alphabet="abcX🌱", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_stop_strings_never_leak(tokenizer, text, stops, keep):
+    ids = tokenizer.encode(text)
+    text = tokenizer.decode(ids)
+    stream = TextStream(tokenizer, SamplingParams(stop=stops, no_stop_trim=keep))
+    shown = ""
+    for i, token in enumerate(ids):
+        shown += stream.push([token], last=i == len(ids) - 1)
+        assert shown == stream.text
+        if not keep:
+            assert not any(stop in shown for stop in stops)
+        if stream.stopped is not None:
+            break
+    ends = [text.find(stop) for stop in stops if stop in text]
+    if not ends:
+        assert (shown, stream.stopped) == (text, None)
+        return
+    assert stream.stopped in stops
+    if not keep:
+        assert text.startswith(shown + stream.stopped)
+    else:
+        assert shown.endswith(stream.stopped)
+
+
+def test_a_stop_string_over_several_tokens(tokenizer):
+    ids = tokenizer.encode("one two END three")
+    stream = TextStream(tokenizer, SamplingParams(stop=["two END"]))
+    deltas = [stream.push([token]) for token in ids]
+    assert "".join(deltas) == stream.text == "one "
+    assert stream.stopped == "two END"
+    assert stream.push(tokenizer.encode("more")) == ""
+
+
+def test_what_only_looked_like_a_stop_string_comes_out_at_the_end(tokenizer):
+    ids = tokenizer.encode("value: EN")
+    stream = TextStream(tokenizer, SamplingParams(stop=["END"]))
+    for token in ids[:-1]:
+        stream.push([token])
+    stream.push(ids[-1:], last=True)
+    assert stream.text == "value: EN"

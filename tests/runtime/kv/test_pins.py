@@ -1,0 +1,180 @@
+"""Pins and holds in the engine: at their limits under load, live requests still finish."""
+
+from __future__ import annotations
+
+import random
+import time
+from array import array
+
+import pytest
+
+from runtime.protocol import AddPin, GetPins, RemovePin
+from tests.runtime.engine.driver import Driver, make_core
+
+
+def pin(core, tokens, **options):
+    return core.handle(AddPin(1, array("i", tokens).tobytes(), **options)).result
+
+
+def pinned(core):
+    return core.handle(GetPins(1)).result
+
+
+@pytest.fixture
+def driver(tiny_dir):
+    return Driver(make_core(tiny_dir, pool_tokens=640, pin_budget=0.5))
+
+
+PREFIX = list(range(1000, 1100))
+
+
+def test_a_pin_survives_flushes_and_floods_until_it_is_let_go(driver):
+    assert pin(driver.core, PREFIX) == {"missing_tokens": 96}
+    driver.together([PREFIX], max_new_tokens=1)
+    made = pin(driver.core, PREFIX, name="system")["pin"]
+    assert (made["name"], made["tokens"], made["expires_in_s"]) == ("system", 96, None)
+    driver.flush()
+    driver.together([[i] * 60 for i in range(40)], max_new_tokens=2)
+    driver.add("again", PREFIX, max_new_tokens=1)
+    driver.run()
+    assert driver.events["again"][0].cached_tokens == 96
+    assert pinned(driver.core)["pinned_tokens"] == 96
+    assert driver.core.handle(RemovePin(1, made["id"])).result == {"found": True}
+    assert driver.core.handle(RemovePin(1, made["id"])).result == {"found": False}
+    assert driver.flush()["live_tokens"] == 0
+
+
+def test_a_pin_over_the_budget_is_refused_with_the_figures(driver):
+    refused = pin(driver.core, list(range(400)))["refused"]
+    assert "25 pages" in refused
+    assert "20 pages" in refused
+    assert "shorter than a page" in pin(driver.core, [1, 2, 3])["refused"]
+    assert driver.core.state()["pins_refused"] == 2
+
+
+def test_pins_share_what_their_prefixes_share(driver):
+    prompts = [[*PREFIX[:64], i, *range(i, i + 63)] for i in range(3)]
+    driver.together(prompts, max_new_tokens=1)
+    for prompt in prompts:
+        assert "pin" in pin(driver.core, prompt)
+    assert pinned(driver.core)["pinned_tokens"] == 64 + 3 * 64
+
+
+def test_a_pin_ends_with_its_time(driver, monkeypatch):
+    driver.together([PREFIX], max_new_tokens=1)
+    now = [100.0]
+    monkeypatch.setattr(driver.core.cache.pins, "_clock", lambda: now[0])
+    pin(driver.core, PREFIX, ttl_s=5.0)
+    now[0] = 104.0
+    assert len(pinned(driver.core)["pins"]) == 1
+    now[0] = 105.0
+    assert pinned(driver.core)["pins"] == []
+    assert driver.flush()["live_tokens"] == 0
+
+
+def test_flush_takes_pins_only_when_asked(driver):
+    driver.together([PREFIX], max_new_tokens=1)
+    pin(driver.core, PREFIX)
+    assert driver.core.flush()["live_tokens"] == 96
+    assert driver.core.flush(pins=True)["live_tokens"] == 0
+
+
+def test_a_request_that_needs_the_whole_pool_wins_over_a_pin(driver):
+    driver.together([PREFIX], max_new_tokens=1)
+    pin(driver.core, PREFIX)
+    driver.add("big", [7] * 620, max_new_tokens=20)
+    driver.run()
+    assert driver.finish["big"].type == "length"
+    assert driver.core.state()["pins_broken"] == 1
+
+
+def test_the_prefixes_that_are_hit_most_are_pinned_by_themselves(tiny_dir):
+    driver = Driver(make_core(tiny_dir, pool_tokens=960, pin_budget=0.3, auto_pins=2))
+    roots = [[1000 * i + j for j in range(32)] for i in range(1, 5)]
+    draw = random.Random(3)
+    for i in range(140):
+        root = roots[0 if i % 3 == 0 else 1 if i % 3 == 1 else draw.randrange(4)]
+        driver.together([[*root, *(draw.randrange(49152) for _ in range(20))]], max_new_tokens=1)
+    pins = pinned(driver.core)["pins"]
+    assert [(pin["auto"], pin["tokens"]) for pin in pins] == [(True, 32), (True, 32)]
+    driver.flush()
+    for root, expected in zip(roots, (32, 32, 0, 0), strict=True):
+        rid = f"probe {root[0]}"
+        driver.add(rid, [*root, 7, 8], max_new_tokens=1)
+        driver.run()
+        assert driver.events[rid][0].cached_tokens == expected
+    big = list(range(20000, 20288))  # the whole budget of 18 pages
+    driver.together([big], max_new_tokens=1)
+    assert "pin" in pin(driver.core, big), "an operator's pin goes before automatic ones"
+    assert [p["auto"] for p in pinned(driver.core)["pins"]] == [False]
+
+
+def test_other_prefixes_take_the_place_of_those_that_cool_down(tiny_dir, monkeypatch):
+    core = make_core(tiny_dir, pool_tokens=960, auto_pins=1)
+    now = [0.0]
+    for part in (core.cache.auto_pins, core.cache.pins):
+        monkeypatch.setattr(part, "_clock", lambda: now[0])
+    driver = Driver(core)
+    for root in ([11] * 32, [22] * 48):
+        for i in range(40):
+            driver.together([[*root, i, 5]], max_new_tokens=1)
+        assert [p["tokens"] for p in pinned(core)["pins"]] == [len(root)]
+        now[0] += 6000.0
+
+
+def test_ttl_empties_an_idle_cache(tiny_dir):
+    core = make_core(tiny_dir, eviction_policy="ttl", ttl=30.0)
+    now = [0.0]
+    core.cache.tree._clock = lambda: now[0]
+    driver = Driver(core)
+    driver.together([PREFIX], max_new_tokens=1)
+    now[0] = 29.0
+    assert core.state()["pages_tree"] == 6
+    now[0] = 31.0
+    state = core.state()
+    assert (state["pages_tree"], state["evicted_tokens_by_cause"]["expired"]) == (0, 96)
+    driver.check_idle()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "s3fifo", "gdsf", "ttl"])
+def test_full_load_with_pins_and_holds_at_their_limits(tiny_dir, policy):
+    core = make_core(
+        tiny_dir, pool_tokens=320, page_size=4, pin_budget=0.6, hold_time=1000.0, eviction_policy=policy, max_running=8,
+        hold_by_cost=True, tenant_quota=60, auto_pins=2,
+    )  # fmt: skip
+    driver, draw = Driver(core), random.Random(5)
+    plain = Driver(make_core(tiny_dir, prefix_cache=False))
+    roots = [[draw.randrange(49152) for _ in range(30)] for _ in range(4)]
+    prompts = {str(i): draw.choice(roots) + [draw.randrange(49152) for _ in range(20)] for i in range(40)}
+
+    def between(step: int) -> None:
+        if step % 3 == 0:
+            pin(core, draw.choice(roots))
+
+    for rid, prompt in prompts.items():
+        driver.add(rid, prompt, max_new_tokens=draw.choice([4, 60]), namespace=draw.choice(["", "t/1", "t/2"]))
+    driver.run(between)
+    state = core.state()
+    assert state["evicted_tokens_by_cause"]["quota"] > 0
+    assert core.cache.tree.quotas.pages("t/1") <= 60
+    assert state["pages_pinned"] > 0
+    assert state["holds_broken"] > 0
+    for rid in list(prompts)[:8]:
+        assert driver.tokens[rid] == plain.together([prompts[rid]], max_new_tokens=len(driver.tokens[rid]))[0]
+
+
+@pytest.mark.parametrize("jump_s", [1e9, -1e9])
+def test_a_clock_that_jumps_ends_no_pin_no_hold_and_no_time_to_live(tiny_dir, monkeypatch, jump_s):
+    driver = Driver(make_core(tiny_dir, pool_tokens=640, eviction_policy="ttl", ttl=1000.0, hold_time=1000.0))
+    other = [7] * 100
+    driver.together([PREFIX, other], max_new_tokens=1)
+    pin(driver.core, PREFIX, ttl_s=1000.0)
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + jump_s)
+    for rid, prompt in (("pinned", PREFIX), ("held", other)):
+        driver.add(rid, prompt, max_new_tokens=1)
+        driver.run()
+        assert driver.events[rid][0].cached_tokens == 96
+        assert 0 <= driver.events[rid][-1].queue_s < 1000
+    (kept,) = pinned(driver.core)["pins"]
+    assert 0 < kept["expires_in_s"] <= 1000

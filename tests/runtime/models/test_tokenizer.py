@@ -1,0 +1,194 @@
+"""The tokenizer against transformers' own over the same directory, and chat templates."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from transformers import AutoTokenizer
+
+from runtime.errors import InvalidRequest, ModelError, RametError
+from runtime.models import sandbox
+from runtime.models.tokenizer import Tokenizer
+
+TEXTS = [
+    "Hello, world!",
+    "def f(x):\n\treturn x ** 2  # 12345",
+    "  leading and   many   spaces ",
+    "Grüße aus Zürich, 日本語, русский, العربية",
+    "🌱🌳👩‍👩‍👧‍👦 e\u0301",
+    "<|im_start|>user\nhi<|im_end|>\n",
+    "1234567890 3.14159 0x1F",
+    "",
+    "\n\n\n",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(default_model_dir):
+    return Tokenizer.load(default_model_dir)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_equals_transformers(tokenizer, default_model_dir, text):
+    theirs = AutoTokenizer.from_pretrained(default_model_dir)
+    ids = tokenizer.encode(text)
+    assert ids == theirs(text)["input_ids"]
+    for skip in (True, False):
+        assert tokenizer.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+def test_known_ids_of_the_published_tokenizer(tokenizer):
+    assert tokenizer.encode("<|im_start|>user\n") == [1, 4093, 198]
+    assert tokenizer.encode("12") == [33, 34], "digits stand alone"
+    assert (tokenizer.token_to_id("<|endoftext|>"), tokenizer.token_to_id("<|im_end|>")) == (0, 2)
+    assert {0, 1, 2} <= tokenizer.special_ids
+    assert tokenizer.vocab_size == 49152
+
+
+def test_chat_template_equals_transformers(tokenizer, default_model_dir):
+    theirs = AutoTokenizer.from_pretrained(default_model_dir)
+    for messages in (
+        [{"role": "user", "content": "Hi"}],
+        [{"role": "system", "content": "S"}, {"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}],
+    ):
+        for prompt in (True, False):
+            assert tokenizer.apply_chat_template(messages, prompt) == theirs.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=prompt
+            )
+
+
+@pytest.fixture
+def with_template(default_model_dir, tmp_path):
+    def make(template):
+        path = tmp_path / "t.jinja"
+        path.write_text(template)
+        return Tokenizer.load(default_model_dir, path)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[9].content }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ 1 / 0 }}",
+        "{% for m in messages %}",
+    ],
+)
+def test_a_template_that_fails_is_a_client_error(with_template, template):
+    with pytest.raises(InvalidRequest, match="template"):
+        with_template(template).apply_chat_template([{"role": "user", "content": "x"}])
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}"
+FOREVER = LOOP.replace("{", "{{").replace("}", "}}") + "{}{{% endfor %}}{{% endfor %}}"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (FOREVER.format("{% set c = a + b %}"), "too long"),
+        (FOREVER.format("{{ messages[0].role }}"), "too long"),
+        ("{{ 'x' * 10 ** 12 }}", "multiplied"),
+        ("{{ 10 ** 99999999 }}", "exponent"),
+        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "refuses"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "refuses"),
+        ("{% set _ = messages.append(1) %}", "refuses"),
+    ],
+)
+def test_a_template_reaches_nothing_and_ends(with_template, monkeypatch, template, words):
+    monkeypatch.setattr(sandbox, "TEMPLATE_S", 0.2)
+    with pytest.raises(InvalidRequest, match=words):
+        with_template(template).apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_what_published_templates_use(with_template):
+    tokenizer = with_template(
+        "{% for m in messages %}{% if m.role == 'skip' %}{% continue %}{% endif %}"
+        "{{ m | tojson }}{% endfor %}{{ eos_token }}{{ strftime_now('%Y') | length }}"
+    )
+    text = tokenizer.apply_chat_template([{"role": "skip"}, {"role": "user", "content": "<é>"}])
+    assert text == json.dumps({"role": "user", "content": "<é>"}, ensure_ascii=False) + "<|im_end|>4"
+
+
+def test_a_crash_within_the_library_is_an_error_of_the_one_request(tokenizer, monkeypatch):
+    class PanicException(BaseException):
+        """As pyo3 raises it."""
+
+    class Crashing:
+        def encode_batch_fast(self, *args, **options):
+            raise PanicException("index out of bounds at /a/path")
+
+    monkeypatch.setattr(tokenizer, "_fast", Crashing())
+    with pytest.raises(RametError) as error:
+        tokenizer.encode("x")
+    assert "path" not in error.value.message
+
+
+def test_no_template_and_no_tokenizer(default_model_dir, tmp_path):
+    (tmp_path / "tokenizer.json").write_text((default_model_dir / "tokenizer.json").read_text())
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        Tokenizer.load(tmp_path).apply_chat_template([])
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="no tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+def test_bos_is_added_where_the_config_asks_for_it(default_model_dir, tmp_path):
+    fast = json.loads((default_model_dir / "tokenizer.json").read_text())
+    fast["post_processor"] = None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fast))
+    config = {"bos_token": "<|im_start|>", "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.encode("a")[0] == 1
+    assert tokenizer.encode("a", add_special_tokens=False)[0] != 1
+
+
+def test_a_server_process_does_not_load_torch():
+    modules = "server.http.app, runtime.frontend.async_engine, sys"
+    code = f"import {modules}; assert not {{'torch', 'transformers'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_batches_and_somebody_elses_limits(default_model_dir, tmp_path):
+    fast = json.loads((default_model_dir / "tokenizer.json").read_text())
+    fast["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    fast["padding"] = {
+        "strategy": {"Fixed": 9},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 2,
+        "pad_type_id": 0,
+        "pad_token": "<|im_end|>",
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(fast))
+    ours, plain = Tokenizer.load(tmp_path), Tokenizer.load(default_model_dir)
+    assert ours.encode(TEXTS[1]) == plain.encode(TEXTS[1])
+
+
+def test_more_of_what_published_templates_use(with_template):
+    messages = [{"role": "user", "content": "é"}]
+    tokenizer = with_template("{% generation %}{{ messages[0].content }}{% endgeneration %}{{ thinking }}")
+    assert tokenizer.apply_chat_template(messages, thinking=True) == "éTrue"
+    tokenizer = with_template("{{ messages | tojson(ensure_ascii=True, indent=2) }}{{ sep_token is defined }}")
+    assert tokenizer.apply_chat_template(messages) == json.dumps(messages, indent=2) + "False"
+    tokenizer = with_template("{{ documents is defined and documents is none and tools is none }}")
+    assert tokenizer.apply_chat_template(messages) == "True"
+
+
+def test_a_list_of_templates_and_a_template_file(default_model_dir, tmp_path):
+    (tmp_path / "tokenizer.json").write_text((default_model_dir / "tokenizer.json").read_text())
+    templates = [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    assert Tokenizer.load(tmp_path).apply_chat_template([]) == "D"
+    (tmp_path / "chat_template.jinja").write_text("F")
+    assert Tokenizer.load(tmp_path).apply_chat_template([]) == "F"

@@ -1,0 +1,60 @@
+"""Drives a DiffusionCore step by step."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from runtime.config import make_config
+from runtime.engine.denoise_core import DiffusionCore
+from runtime.params import DiffusionParams, SamplingParams
+from runtime.protocol import AddRequest
+from tests.runtime.engine.driver import Driver
+
+
+def make_core(path: Path, **options: Any) -> DiffusionCore:
+    """A core in float32 that checks its invariants after every step."""
+    options = {"dtype": "float32", "device": "cpu", "pool_tokens": 2048, "debug_invariants": True, **options}
+    return DiffusionCore(make_config(model=str(path), **options), path)
+
+
+class DenoiseDriver(Driver):
+    """Runs requests on a diffusion core and keeps what they gave."""
+
+    core: DiffusionCore
+
+    def denoise(
+        self,
+        rid: str,
+        prompt: Sequence[int],
+        sampling: dict[str, Any] | None = None,
+        namespace: str = "",
+        **diffusion: Any,
+    ) -> None:
+        """Add a request; `diffusion` are fields of `DiffusionParams`."""
+        params = SamplingParams(**{"temperature": 0, "ignore_eos": True, **(sampling or {})})
+        filled = DiffusionParams(**diffusion).filled(self.core.diffusion.algorithm, params)
+        filled.check(params, self.core.executor.spec.num_layers, len(prompt))
+        self.tokens[rid], self.events[rid] = [], []
+        message = AddRequest(
+            rid, array("i", prompt).tobytes(), params.model_dump(), namespace, diffusion=filled.model_dump()
+        )
+        self.core.handle(message)
+
+    def one(self, prompt: Sequence[int], **options: Any) -> list[int]:
+        """Run one request alone; its tokens."""
+        rid = f"one{len(self.tokens)}"
+        self.denoise(rid, prompt, **options)
+        self.run()
+        return self.tokens[rid]
+
+    def report(self, rid: str) -> dict[str, Any]:
+        """What the last event of a request says of its reuse, and its cached tokens."""
+        last = self.events[rid][-1]
+        return {**last.reuse, "cached_tokens": last.cached_tokens}
+
+    def last(self) -> str:
+        """The request that was added last."""
+        return list(self.tokens)[-1]

@@ -1,0 +1,302 @@
+"""BiCache's exact limits, and every setting between them against a plain reading of section 5.2."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+import torch
+
+from runtime.reuse.bicache.encodings import Encodings
+from runtime.reuse.bicache.plan import plan_denoise
+from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
+from tests.runtime.reuse.bicache.models import EOS, save_tiny
+from tests.runtime.reuse.bicache.reference import PlainBiCache, PlainModel, dream, llada, naive
+
+draw = random.Random(9)
+PREFIX = [draw.randrange(EOS) for _ in range(48)]
+PROMPTS = [PREFIX + [draw.randrange(EOS) for _ in range(n)] for n in (1, 9, 30)]
+GEN = 24
+
+
+def setting(plain):
+    return {"gen_length": GEN, "steps": 12, "block_length": 8 if plain.is_llada else GEN, "prefix_tokens": len(PREFIX)}
+
+
+def plainly(plain, model, prompt):
+    if plain.is_llada:
+        return llada(model, prompt, GEN, 12, 8)
+    algorithm = "entropy" if plain.layer(0).get("self_attn.q_proj.bias") is not None else "maskgit_plus"
+    return dream(model, prompt, GEN, 12, algorithm, 1e-3)
+
+
+def options(plain):
+    if plain.is_llada:
+        return setting(plain)
+    algorithm = "entropy" if plain.layer(0).get("self_attn.q_proj.bias") is not None else "maskgit_plus"
+    return {**setting(plain), "algorithm": algorithm}
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_depth_and_interval_are_the_papers(any_dir, any_plain, native):
+    """Cold, then warm, each depth and interval; layers reused too many or too few give other tokens."""
+    core = make_core(any_dir, native_kernels=native)
+    driver = DenoiseDriver(core)
+    seen = {}
+    for depth in range(any_plain.layers + 1):
+        for interval in (1, 5):
+            wanted = [plainly(any_plain, PlainBiCache(any_plain, 48, depth, interval), prompt) for prompt in PROMPTS]
+            got = [driver.one(p, **options(any_plain), depth=depth, refresh_interval=interval) for p in PROMPTS]
+            assert got == wanted, (depth, interval)
+            seen[depth, interval] = tuple(map(tuple, got))
+    no_cache = tuple(tuple(plainly(any_plain, any_plain, prompt)) for prompt in PROMPTS)
+    assert seen[0, 1] == no_cache, "d = 0, R = 1 is no cache"
+    assert seen[1, 1] == no_cache, "the first layer's KV depends on nothing else"
+    assert seen[any_plain.layers, 1] == tuple(tuple(plainly(any_plain, naive(any_plain, 48), p)) for p in PROMPTS)
+    assert len({seen[depth, 1] for depth in range(1, any_plain.layers + 1)}) == any_plain.layers
+    assert seen[2, 1] != seen[2, 5]
+    assert core.counters["encoded_prefixes"] == 1, "one prefix, whatever the depth"
+
+
+def test_without_a_table_reuse_is_exact(any_dir, any_plain):
+    """The default of a server: cold and warm, declared and found; a request's own depth has the paper's interval."""
+    driver = DenoiseDriver(make_core(any_dir))
+    wanted = [plainly(any_plain, any_plain, prompt) for prompt in PROMPTS]
+    assert [driver.one(prompt, **options(any_plain)) for prompt in PROMPTS] == wanted
+    report = driver.report(driver.last())
+    assert (report["cached_tokens"], report["shallow_depth"], report["refreshes"]) == (48, 1, 12)
+    found = {name: value for name, value in options(any_plain).items() if name != "prefix_tokens"}
+    assert driver.one(PROMPTS[1], **found) == wanted[1]
+    assert driver.report(driver.last())["cached_tokens"] == 48
+    driver.one(PROMPTS[1], **options(any_plain), depth=2)
+    assert driver.report(driver.last())["refreshes"] == 1
+    driver = DenoiseDriver(make_core(any_dir, refresh_interval=6))
+    for more in ({}, {"depth": 2}):
+        driver.one(PROMPTS[1], **options(any_plain), **more)
+        assert driver.report(driver.last())["refreshes"] == 2
+
+
+def test_reuse_is_off_where_it_is_not_wanted(any_dir, any_plain):
+    driver = DenoiseDriver(make_core(any_dir))
+    wanted = plainly(any_plain, any_plain, PROMPTS[1])
+    assert driver.one(PROMPTS[1], **options(any_plain), depth=4, reuse=False) == wanted
+    assert driver.report(driver.last())["prefix_ratio"] == 0
+    off = DenoiseDriver(make_core(any_dir, bicache=False))
+    assert off.one(PROMPTS[1], **options(any_plain), depth=4) == wanted
+    assert driver.core.state()["pages_tree"] == off.core.state()["pages_tree"] == 0
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("boundary_memory", [0.25, 0])
+def test_a_mixed_batch_says_what_each_says_alone(any_dir, any_plain, native, boundary_memory):
+    """Different prefixes, depths, intervals, lengths and caches share every step; they come and go."""
+    other = [draw.randrange(EOS) for _ in range(32)]
+    cases = [
+        (PROMPTS[0], {"prefix_tokens": 48, "depth": 2, "refresh_interval": 3}),
+        (PROMPTS[1], {"prefix_tokens": 48, "depth": 3, "refresh_interval": 5}),
+        (PROMPTS[2], {"prefix_tokens": 32, "depth": 2, "refresh_interval": 1, "gen_length": 8}),
+        (other + PREFIX[:20], {"prefix_tokens": 40, "depth": 4, "gen_length": 32, "steps": 8}),
+        (PROMPTS[1], {"prefix_tokens": 48, "depth": 0, "refresh_interval": 4}),
+        (PROMPTS[2], {"prefix_tokens": 48, "depth": 3, "refresh_interval": 2, "cache": "dual", "block_length": 8}),
+        ([*other, 3], {"reuse": False, "cache": "prefix", "block_length": 8, "algorithm": "low_confidence"}),
+        (PROMPTS[1], {"prefix_tokens": 48, "depth": 3, "refresh_interval": 4, "cfg_scale": 0.7}),
+        (PROMPTS[0], {"prefix_tokens": 48, "depth": 2, "sampling": {"temperature": 0.8, "seed": 4}}),
+    ]
+    cases = [(prompt, {"gen_length": 16, **case}) for prompt, case in cases]
+    memory = {"native_kernels": native, "boundary_memory": boundary_memory}
+    alone = [DenoiseDriver(make_core(any_dir, **memory)).one(prompt, **case) for prompt, case in cases]
+    for stagger in (0, 1):
+        driver = DenoiseDriver(make_core(any_dir, **memory))
+        for again in range(2):
+            for i, (prompt, case) in enumerate(cases):
+                driver.denoise(f"{again}-{i}", prompt, **case)
+                for _ in range(stagger):
+                    driver.step()
+        driver.run()
+        for again in range(2):
+            assert [driver.tokens[f"{again}-{i}"] for i in range(len(cases))] == alone
+        assert driver.core.counters["encoded_prefixes"] == 3
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_guidance_is_lladas_with_and_without_reuse(any_dir, any_plain, native):
+    driver = DenoiseDriver(make_core(any_dir, native_kernels=native))
+    same = {"gen_length": 16, "steps": 8, "block_length": 8, "algorithm": "low_confidence", "cfg_scale": 1.5}
+    wanted = llada(any_plain, PROMPTS[1], 16, 8, 8, cfg_scale=1.5)
+    assert driver.one(PROMPTS[1], **same) == wanted != llada(any_plain, PROMPTS[1], 16, 8, 8)
+    reused = llada(PlainBiCache(any_plain, 48, 3, 4), PROMPTS[1], 16, 8, 8, cfg_scale=1.5)
+    assert driver.one(PROMPTS[1], **same, prefix_tokens=48, depth=3, refresh_interval=4) == reused
+
+
+def pages_read(core, rid, layer):
+    """Pages that the attention of a layer reads in a request's next step, and those that it writes."""
+    request = core.requests[rid]
+    item = request.work(core.executor.spec.num_layers)
+    spec = core.executor.spec
+    batch = plan_denoise([item], spec.num_layers, spec.hidden_size, 16, torch.device("cpu"))
+    group = next(g for g in batch.groups if layer in g.layers)
+    read = {int(page) for edge in group.attention.edges for page in group.attention.spans[edge.span].pages}
+    rows = len(batch.tokens) if group.rows is None else len(group.rows)
+    return read, {int(slot) // 16 for slot in group.kv_write if slot >= 0}, rows, len(batch.logits_rows)
+
+
+@pytest.mark.parametrize("depth", range(1, 7))
+def test_exactly_the_first_layers_read_the_trees_pages(deep_dir, depth):
+    """At a refresh and between; the tree's pages are never written, and no logits are computed for prefix rows."""
+    core = make_core(deep_dir)
+    driver = DenoiseDriver(core)
+    driver.one(PROMPTS[1], gen_length=16, prefix_tokens=48, depth=depth)
+    driver.denoise("r", PROMPTS[1], gen_length=16, prefix_tokens=48, depth=depth, refresh_interval=3)
+    tree = {page for node in core.cache.tree.nodes() for page in node.pages}
+    assert len(tree) == 3
+    core.scheduler._admit()
+    for step in range(4):
+        for layer in range(6):
+            read, written, rows, wanted = pages_read(core, "r", layer)
+            assert (tree <= read) if layer < depth else not (tree & read), (step, layer)
+            assert not tree & written
+            refreshing = step % 3 == 0 and depth < 6
+            prefix_rows = 48 if refreshing and layer >= depth - 1 else 0
+            assert rows == 9 + 16 + prefix_rows, (step, layer)
+            own_prefix = set(core.requests["r"].pages[3:6])
+            assert bool(own_prefix & written) == (refreshing and layer >= depth)
+            assert wanted <= 16
+        driver.step()
+    driver.run()
+
+
+def test_one_layer_too_many_is_seen(tmp_path):
+    """The off-by-one that the boundary is prone to: joining after layer d reuses layer d + 1."""
+    plain = PlainModel(save_tiny("llada", tmp_path / "m", layers=6))
+    driver = DenoiseDriver(make_core(tmp_path / "m"))
+    got = {d: tuple(driver.one(PROMPTS[1], **options(plain), depth=d, refresh_interval=1)) for d in range(7)}
+    wanted = {d: tuple(llada(PlainBiCache(plain, 48, d, 1), PROMPTS[1], GEN, 12, 8)) for d in range(7)}
+    assert got == wanted
+    assert all(wanted[d] != wanted[d + 1] for d in range(1, 6))
+
+
+# -- on the tree ---------------------------------------------------------------------------------------------
+
+
+def encoded(core):
+    return sorted(node.shallow.encoded_tokens for node in core.cache.tree.nodes())
+
+
+def test_prefixes_of_two_lengths_share_no_page(deep_dir):
+    core = make_core(deep_dir)
+    driver = DenoiseDriver(core)
+    tokens = {}
+    for length in (48, 32, 48, 32):
+        driver.denoise(str(len(tokens)), PROMPTS[1], gen_length=8, prefix_tokens=length, depth=4)
+        driver.run()
+        tokens[str(len(tokens))] = length
+    reports = [driver.report(str(i)) for i in range(4)]
+    assert [r["cached_tokens"] for r in reports] == [0, 0, 48, 32]
+    assert [r["shallow_depth"] for r in reports] == [4] * 4
+    assert encoded(core) == [32, 48]
+    assert core.cache.tree.num_pages == 5
+    same_start = PREFIX[:32] + PREFIX[:16][::-1]
+    driver.one([*same_start, 1], gen_length=8, prefix_tokens=48, depth=4)
+    assert encoded(core) == [32, 48, 48], "the same length and beginning, and another end"
+
+
+def test_the_longest_encoded_prefix_is_discovered(deep_dir):
+    core = make_core(deep_dir)
+    driver = DenoiseDriver(core)
+    assert driver.one(PROMPTS[2], gen_length=8) is not None
+    assert encoded(core) == [], "nobody said what is shared"
+    for length in (16, 48):
+        driver.one(PROMPTS[0], gen_length=8, prefix_tokens=length)
+    driver.one(PROMPTS[2], gen_length=8)
+    assert driver.report(driver.last())["cached_tokens"] == 48
+    driver.one(PREFIX[:40], gen_length=8)
+    assert driver.report(driver.last())["cached_tokens"] == 16
+    driver.one(PROMPTS[2], gen_length=8, namespace="another/")
+    assert driver.report(driver.last())["cached_tokens"] == 0, "tenants share nothing"
+    driver.one(PROMPTS[2], gen_length=8, prefix_tokens=0)
+    assert driver.report(driver.last())["cached_tokens"] == 0, "nothing is declared as shared"
+    driver.flush()
+    driver.one(PROMPTS[2], gen_length=8)
+    assert driver.report(driver.last())["cached_tokens"] == 0
+
+
+def test_evicted_in_part_is_encoded_again(deep_dir):
+    core = make_core(deep_dir)
+    driver = DenoiseDriver(core)
+    first = driver.one(PROMPTS[1], gen_length=8, prefix_tokens=48, depth=4)
+    core.cache.allocator.release(core.cache.tree.evict(1))
+    assert core.cache.tree.num_pages == 2
+    assert driver.one(PROMPTS[1], gen_length=8, prefix_tokens=48, depth=4) == first
+    assert driver.report(driver.last())["cached_tokens"] == 0
+    assert core.cache.tree.num_pages == 3
+
+
+def test_a_full_pool_evicts_encodings_and_gives_the_same(deep_dir):
+    def run(pool):
+        core = make_core(deep_dir, pool_tokens=pool)
+        driver = DenoiseDriver(core)
+        order = random.Random(2)
+        for i in range(12):
+            shared = [(7 * i % 5 + j) % EOS for j in range(32)]
+            driver.denoise(str(i), [*shared, i], gen_length=8, prefix_tokens=32, depth=3)
+            for _ in range(order.randrange(4)):
+                driver.step()
+        driver.run()
+        return core, driver.tokens
+
+    small, tokens = run(160)
+    large, wanted = run(2048)
+    assert tokens == wanted
+    assert small.state()["evicted_tokens"] > 0
+    assert large.counters["encoded_prefixes"] == 5
+
+
+def test_too_large_to_share_is_served_without(deep_dir):
+    core = make_core(deep_dir, pool_tokens=96)
+    driver = DenoiseDriver(core)
+    tokens = driver.one(PROMPTS[2], gen_length=16, prefix_tokens=48, depth=6)
+    assert driver.report(driver.last())["prefix_ratio"] == 0
+    assert tokens == DenoiseDriver(make_core(deep_dir)).one(PROMPTS[2], gen_length=16)
+
+
+def test_pins_quotas_and_holds_see_encodings(deep_dir):
+    from runtime.protocol import AddPin, GetPins, RemovePin
+
+    core = make_core(deep_dir, pool_tokens=320, hold_time=60.0)
+    driver = DenoiseDriver(core)
+    key = array("i", PREFIX).tobytes()
+    assert core.handle(AddPin(1, key)).result == {"missing_tokens": 48}
+    driver.one(PROMPTS[1], gen_length=8, prefix_tokens=48, depth=4)
+    pin = core.handle(AddPin(1, key)).result["pin"]
+    assert pin["tokens"] == 48
+    for i in range(8):
+        shared = [i * 30 + j for j in range(32)]
+        driver.one([*shared, 5], gen_length=8, prefix_tokens=32, depth=4)
+    assert core.state()["evicted_tokens"] > 0
+    assert core.state()["holds_broken"] > 0
+    namespace = Encodings.namespace("", key)
+    assert len(core.cache.tree.match(key, namespace).pages) == 3, "pinned"
+    assert core.handle(GetPins(1)).result["pinned_tokens"] == 48
+    again = core.handle(AddPin(1, key, namespace)).result["pin"]
+    assert core.handle(RemovePin(1, again["id"])).result == {"found": True}, "by the name that the tree gives it"
+    assert core.handle(RemovePin(1, pin["id"])).result == {"found": True}
+    tenant = DenoiseDriver(make_core(deep_dir, tenant_quota=4))
+    for i in range(4):
+        tenant.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4, namespace="t/")
+        tenant.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4, namespace="u/")
+    assert tenant.core.state()["evicted_tokens_by_cause"]["quota"] > 0
+    assert tenant.core.cache.tree.num_pages == 8
+
+
+def test_what_was_forgotten_is_found_out(deep_dir, monkeypatch):
+    monkeypatch.setattr("runtime.reuse.bicache.encodings._SLACK", 0)
+    core = make_core(deep_dir)
+    driver = DenoiseDriver(core)
+    for i in range(6):
+        driver.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4)
+        if i < 5:
+            driver.flush()
+    assert core.encodings._num_known <= 3
+    driver.one([*range(5, 45)], gen_length=8)
+    assert driver.report(driver.last())["cached_tokens"] == 32

@@ -1,0 +1,170 @@
+"""Denoising in the engine, without reuse: the published samplers' tokens, in any batch."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
+from tests.runtime.reuse.bicache.models import EOS, MASK
+from tests.runtime.reuse.bicache.reference import dream, llada
+
+draw = random.Random(5)
+PROMPTS = [[draw.randrange(EOS) for _ in range(n)] for n in (1, 7, 16, 33, 50)]
+
+
+def settings(kind: str):
+    """Different lengths, steps and algorithms, with what the reference says to each prompt."""
+    if kind == "llada":
+        return [{"gen_length": 8 + 8 * i, "steps": 4 + 4 * i, "block_length": 8} for i in range(5)]
+    algorithms = ["entropy", "maskgit_plus", "topk_margin", "entropy", "topk_margin"]
+    return [{"gen_length": 5 + 6 * i, "steps": 5 + 4 * i, "algorithm": a, "block_length": 5 + 6 * i}
+            for i, a in enumerate(algorithms)]  # fmt: skip
+
+
+def expected(plain, setting, prompt):
+    if plain.is_llada:
+        return llada(plain, prompt, setting["gen_length"], setting["steps"], setting["block_length"])
+    return dream(plain, prompt, setting["gen_length"], setting["steps"], setting["algorithm"], 1e-3)
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_tokens_are_the_references(any_dir, any_plain, native, page_size):
+    driver = DenoiseDriver(make_core(any_dir, native_kernels=native, page_size=page_size))
+    wanted = []
+    for i, (setting, prompt) in enumerate(
+        zip(settings("llada" if any_plain.is_llada else "dream"), PROMPTS, strict=True)
+    ):
+        driver.denoise(str(i), prompt, **setting)
+        wanted.append(expected(any_plain, setting, prompt))
+        driver.step()
+    driver.run()
+    assert [driver.tokens[str(i)] for i in range(5)] == wanted
+    assert len({tuple(tokens) for tokens in wanted}) == 5
+    state = driver.core.state()
+    assert state["pages_free"] == state["pages_total"], "nothing was declared as shared"
+
+
+def test_a_small_budget_gives_everybody_turns(deep_dir):
+    def run(**options):
+        driver = DenoiseDriver(make_core(deep_dir, **options))
+        for i, prompt in enumerate(PROMPTS):
+            driver.denoise(str(i), prompt, gen_length=16)
+        driver.run()
+        return driver
+
+    small, large = run(step_tokens=60), run()
+    assert small.tokens == large.tokens
+    assert large.steps == 16
+    assert 32 < small.steps < 5 * 16
+    ends = [next(s for s, e in enumerate(small.events[str(i)]) if e.finish) for i in range(5)]
+    assert max(ends) <= 16, "each has one event a step at most"
+
+
+def test_memory_for_one_at_a_time(deep_dir):
+    driver = DenoiseDriver(make_core(deep_dir, pool_tokens=80))
+    for i, prompt in enumerate(PROMPTS):
+        driver.denoise(str(i), prompt, gen_length=8)
+    driver.run()
+    roomy = DenoiseDriver(make_core(deep_dir))
+    assert [driver.tokens[str(i)] for i in range(5)] == [roomy.one(p, gen_length=8) for p in PROMPTS]
+
+
+def test_it_ends_where_the_text_does(any_dir):
+    """Choosing the k-th output token as the stop token ends the request with it, and early."""
+    driver = DenoiseDriver(make_core(any_dir))
+    tokens = driver.one(PROMPTS[1], gen_length=24, steps=24, block_length=4)
+    steps = driver.report(driver.last())["denoise_steps"]
+    stop = tokens[5]
+    ended = driver.one(PROMPTS[1], gen_length=24, steps=24, block_length=4, sampling={"stop_token_ids": [stop]})
+    assert ended == tokens[: tokens.index(stop) + 1]
+    last = driver.last()
+    assert (driver.finish[last].type, driver.finish[last].matched) == ("stop", stop)
+    assert driver.report(last)["denoise_steps"] < steps
+
+
+def test_events_are_the_decided_beginning(deep_dir):
+    driver = DenoiseDriver(make_core(deep_dir))
+    tokens = driver.one(PROMPTS[2], gen_length=16, steps=8, block_length=16, stream_canvas=True)
+    events = driver.events[driver.last()]
+    assert len(events) == 8
+    sent = []
+    for event in events:
+        sent += event.tokens
+        gap = event.canvas.index(MASK) if MASK in event.canvas else 16
+        assert event.canvas[:gap] == sent == tokens[:gap]
+        assert sum(token == MASK for token in event.canvas) == 16 - 2 * (events.index(event) + 1)
+
+
+def test_aborts_leave_nothing(deep_dir):
+    driver = DenoiseDriver(make_core(deep_dir))
+    for i, prompt in enumerate(PROMPTS):
+        driver.denoise(str(i), prompt, gen_length=16, prefix_tokens=len(prompt))
+    driver.abort("4")
+    driver.step()
+    driver.abort("3")
+    driver.step()
+    driver.abort("2")
+    driver.run()
+    assert {rid: finish.type for rid, finish in driver.finish.items()} == {
+        "0": "length", "1": "length", "2": "abort", "3": "abort", "4": "abort"}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("setting", [{}, {"sampling": {"temperature": 0.7, "seed": 1, "top_p": 0.9}}, {"cfg_scale": 1}])
+def test_logits_that_are_no_numbers_end_their_request_alone(any_dir, monkeypatch, value, setting):
+    """At a later step, with the error and the counter of causal models; what it shared is computed anew."""
+    plain, driver = DenoiseDriver(make_core(any_dir)), DenoiseDriver(make_core(any_dir))
+    same = {"gen_length": 8, "steps": 4, "depth": 2, **setting}
+    shared = PROMPTS[3][:32]
+    wanted = plain.one([*shared, 1], prefix_tokens=32, **same)
+    core, run, plan = driver.core, driver.core.executor.run, driver.core._plan
+    steps = []
+
+    def poisoned(batch):
+        logits = run(batch).clone()
+        for item in steps[-1]:
+            if item.request.rid == "bad" and item.request.num_steps == 2:
+                logits[item.logits.start, 7] = value
+        return logits
+
+    monkeypatch.setattr(core, "_plan", lambda work: steps.append(work) or plan(work))
+    monkeypatch.setattr(core.executor, "run", poisoned)
+    driver.denoise("bad", [*shared, 2], prefix_tokens=32, **same)
+    driver.denoise("sound", PROMPTS[2], **same)
+    driver.run()
+    assert max(map(len, steps)) == 2
+    assert driver.tokens["sound"] == plain.one(PROMPTS[2], **same)
+    assert driver.finish["bad"].type == "error"
+    assert "not finite" in driver.finish["bad"].message
+    state = core.state()
+    assert (state["bad_logits"], state["failed_requests"], state["pages_private"]) == (1, 1, 0)
+    assert state["tree_nodes"] == core.boundaries.num_bytes == 0
+    assert driver.one([*shared, 1], prefix_tokens=32, **same) == wanted
+
+
+@pytest.mark.parametrize("out_of_memory", [False, True])
+def test_one_poisoned_request_fails_alone(any_dir, monkeypatch, out_of_memory):
+    """As on causal models: a step that fails is run again in halves."""
+    plain, driver = DenoiseDriver(make_core(any_dir)), DenoiseDriver(make_core(any_dir))
+    run = driver.core.executor.run
+
+    def poisoned(batch):
+        if EOS - 1 in batch.tokens[batch.positions == 0].tolist():
+            raise torch.OutOfMemoryError("no memory") if out_of_memory else RuntimeError("a secret")
+        return run(batch)
+
+    monkeypatch.setattr(driver.core.executor, "run", poisoned)
+    prompts = [*PROMPTS, [EOS - 1, 1, 2]]
+    for i, prompt in enumerate(prompts):
+        driver.denoise(str(i), prompt, gen_length=8, steps=4)
+    driver.run()
+    assert driver.finish["5"].type == "error"
+    assert "secret" not in (driver.finish["5"].message or "")
+    assert [driver.tokens[str(i)] for i in range(5)] == [plain.one(p, gen_length=8, steps=4) for p in PROMPTS]
+    assert driver.core.state()["failed_requests"] == 1
+    assert driver.core.scheduler.running == []

@@ -1,0 +1,270 @@
+"""The profiler against plain readings of the checkpoint, and the tables that it writes."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from runtime.config import make_config
+from runtime.errors import ModelError
+from runtime.execution.executor import Executor
+from runtime.reuse.bicache.depth_table import NO_TABLE, DepthTable, choose_table, read_table
+from runtime.reuse.bicache.profile.probe import Probe
+from runtime.reuse.bicache.profile.profiler import Profiler, paper_depth
+from runtime.reuse.bicache.profile.records import Records
+from runtime.reuse.bicache.profile.samples import Sample, Samples
+from runtime.reuse.bicache.profile.settings import ProfileSettings
+from server.cli import main
+from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
+from tests.runtime.reuse.bicache.models import EOS, MASK, save_tiny
+from tests.runtime.reuse.bicache.reference import PlainBiCache, PlainPartial
+
+draw = random.Random(11)
+SAMPLE = Sample([draw.randrange(EOS) for _ in range(37)], [draw.randrange(EOS) for _ in range(9)], 6)
+
+
+def make_probe(path, length=64, **options):
+    config = make_config(model=str(path), dtype="float32", device="cpu", page_size=1, pool_tokens=4 * length, **options)
+    return Probe(Executor(config, path))
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_similarity_is_equation_3(any_dir, any_plain, native):
+    tokens = SAMPLE.prefix + SAMPLE.prompt + [MASK] * SAMPLE.gen_length
+    alone, full = any_plain.hidden(SAMPLE.prefix)[1], any_plain.hidden(tokens)[1]
+    flat, per_token = [], []
+    for (k, v), (k_full, v_full) in zip(alone, full, strict=True):
+        a = torch.cat((k.flatten(1), v.flatten(1)), dim=1)
+        b = torch.cat((k_full[:37].flatten(1), v_full[:37].flatten(1)), dim=1)
+        flat.append(float(F.cosine_similarity(a.flatten(), b.flatten(), dim=0)))
+        per_token.append(float(F.cosine_similarity(a, b, dim=1).mean()))
+    probe = make_probe(any_dir, native_kernels=native)
+    assert probe.similarity(SAMPLE, per_token=False) == pytest.approx(flat, abs=1e-4)
+    assert probe.similarity(SAMPLE, per_token=True) == pytest.approx(per_token, abs=1e-4)
+    assert flat[0] == pytest.approx(1)
+    assert min(flat) < 0.99
+
+
+def test_divergence_is_the_outputs(any_dir, any_plain):
+    tokens = SAMPLE.prefix + SAMPLE.prompt + [MASK] * SAMPLE.gen_length
+
+    def distributions(model):
+        return model.logits(tokens)[-SAMPLE.gen_length :].clamp_min(-1e4).log_softmax(-1)
+
+    without = distributions(any_plain)
+    probe = make_probe(any_dir)
+    for depth in (1, 2, 4):
+        with_reuse = distributions(PlainBiCache(any_plain, 37, depth, 1))
+        expected = float((without.exp() * (without - with_reuse)).sum(-1).mean())
+        assert probe.divergence(SAMPLE, depth, 1) == pytest.approx(expected, rel=1e-2, abs=1e-5)
+    assert probe.divergence(SAMPLE, 1, 3) == pytest.approx(0, abs=1e-5), "the first layer's KV depends on nothing"
+    assert probe.divergence(SAMPLE, 4, 1) > 1e-3
+
+
+def test_beginnings_are_measured_as_they_are_served(any_dir, any_plain):
+    """Similarity and divergence where only a part of what was encoded matches."""
+    sample = replace(SAMPLE, lost=tuple(draw.randrange(EOS) for _ in range(40)))
+    tokens = sample.prefix + sample.prompt + [MASK] * sample.gen_length
+    encoded = any_plain.hidden([*sample.prefix, *sample.lost])[1]
+    flat = [
+        float(F.cosine_similarity(*(torch.cat((k[:37], v[:37])).flatten() for k, v in pair), dim=0))
+        for pair in zip(encoded, any_plain.hidden(tokens)[1], strict=True)
+    ]
+    probe = make_probe(any_dir)
+    assert probe.similarity(sample, per_token=False) == pytest.approx(flat, abs=1e-4)
+    assert flat[0] == pytest.approx(1)
+    without = any_plain.logits(tokens)[-sample.gen_length :].clamp_min(-1e4).log_softmax(-1)
+    for depth in (1, 2, 4):
+        partial = PlainPartial(any_plain, [*sample.prefix, *sample.lost], 37, depth, 1)
+        with_reuse = partial.logits(tokens)[-sample.gen_length :].clamp_min(-1e4).log_softmax(-1)
+        expected = float((without.exp() * (without - with_reuse)).sum(-1).mean())
+        assert probe.divergence(sample, depth, 1) == pytest.approx(expected, rel=1e-2, abs=1e-5)
+    assert probe.divergence(sample, 4, 1) != pytest.approx(probe.divergence(SAMPLE, 4, 1), rel=1e-2)
+
+
+def test_the_papers_rule():
+    high, low = [1.0, 0.98, 0.99, 0.5, 0.99], [1.0, 0.98, 0.99, 0.99, 0.99]
+    assert paper_depth([high], 0.97) == 3, "layers after the first that falls short do not count"
+    assert paper_depth([high, low], 0.97) == 4
+    assert paper_depth([high, high, low], 0.97) == 3, "3.67, rounded down"
+    assert paper_depth([[0.9999, 0.1]], 1.0) == 1
+
+
+def test_samples_have_the_ratio_and_repeat():
+    samples = Samples(lambda text: list(text.encode()), "", [], 200, 32, seed=3)
+    for ratio in (1, 5, 50, 90, 99):
+        one = samples.sample(ratio, 7)
+        assert one.length == 200
+        assert len(one.prefix) == min(2 * ratio, 198)
+        assert 1 <= one.gen_length <= 32
+        assert one == Samples(lambda text: list(text.encode()), "", [], 200, 32, seed=3).sample(ratio, 7)
+        assert one.prefix == samples.sample(99, 0).prefix[: len(one.prefix)]
+    assert samples.sample(50, 1).prompt != samples.sample(50, 2).prompt
+    for kept in (30, 75, 99):
+        part = samples.sample(50, 7, kept)
+        assert (part.prefix, part.prompt) == (samples.sample(50, 7).prefix, samples.sample(50, 7).prompt)
+        assert len(part.prefix) / part.encoded == pytest.approx(kept / 100, abs=0.01)
+        assert part.encoded <= ProfileSettings(length=200, kept=[kept]).longest_encoding
+    given = Samples(lambda text: list(text.encode()), "Be brief.", ["Why?"], 200, 32, seed=3).sample(50, 0)
+    assert bytes(given.prefix).startswith(b"Be brief.")
+    assert set(bytes(given.prompt).split()) <= {b"Why?", b"Why", b"Wh", b"W"}
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_interrupted_profile_goes_on(deep_dir, tmp_path):
+    settings = ProfileSettings(ratios=[50, 90], samples=3, length=64, gen_length=8, kl_samples=2, kl_bound=0.01)
+    samples = Samples(lambda text: [byte % EOS for byte in text.encode()], "", [], 64, 8, 0)
+    probe = make_probe(deep_dir)
+
+    def run(path, fail_after=None):
+        count = 0
+        similarity = type(probe).similarity
+
+        def counted(sample, per_token):
+            nonlocal count
+            count += 1
+            if count == fail_after:
+                raise Interrupted
+            return similarity(probe, sample, per_token)
+
+        probe.similarity = counted
+        records = Records(path, {"settings": 1})
+        try:
+            return Profiler(probe, samples, settings, records).run(), count
+        finally:
+            records.close()
+
+    whole, count = run(tmp_path / "whole")
+    assert count == 6
+    with pytest.raises(Interrupted):
+        run(tmp_path / "parts", fail_after=5)
+    with (tmp_path / "parts").open("a") as file:
+        file.write('["similarity/100/50/2", [0.0')  # cut off in the middle of a write
+    again, count = run(tmp_path / "parts")
+    assert count == 2
+    assert again == whole
+    with pytest.raises(ModelError, match="other settings"):
+        Records(tmp_path / "parts", {"settings": 2})
+    assert all(whole["depths"][r] <= whole["depths_cosine"][r] for r in (0, 50, 90))
+    for ratio, by_depth in whole["divergence"].items():
+        assert by_depth.get(whole["depths"][ratio], 0) <= 0.01
+        assert all(value > 0.01 for depth, value in by_depth.items() if depth > whole["depths"][ratio])
+
+
+def test_the_command_writes_a_table_that_the_engine_takes(default_model_dir, tmp_path, capsys):
+    path = save_tiny("llada", tmp_path / "tiny", tokenizer_from=default_model_dir)
+    command = [
+        "profile",
+        "--model",
+        str(path),
+        "--out",
+        str(tmp_path / "t.json"),
+        "--ratios",
+        "40,80",
+        "--length",
+        "80",
+    ]
+    assert main([*command, "--samples", "2", "--rule", "cosine", "--threshold", "0.5", "--kept", "50,80"]) == 0
+    assert "where 80 % of an encoding match" in capsys.readouterr().out
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "t.json.partial").exists()
+    table = json.loads((tmp_path / "t.json").read_text())
+    assert table["settings"]["threshold"] == 0.5
+    assert len(table["similarity"]["40"]) == len(table["truncated"]["50"]["similarity"]["40"]) == 4
+    core = make_core(path, depth_table=tmp_path / "t.json")
+    driver = DenoiseDriver(core)
+    driver.one(list(range(100, 164)), gen_length=8, prefix_tokens=64)
+    assert driver.report(driver.last())["shallow_depth"] == table["depths"]["80"]
+    driver.one([*range(100, 148), *range(7, 12)], gen_length=8, partial=True)
+    assert driver.report(driver.last())["encoded_tokens"] == 64
+    assert driver.report(driver.last())["shallow_depth"] == table["truncated"]["50"]["depths"]["40"]
+    node = next(core.cache.tree.nodes())
+    assert node.shallow.profile == core.table.version
+    assert node.shallow.similarity == pytest.approx(table["similarity"]["80"])
+    (tmp_path / "t.json").rename(path / "depth_table.json")
+    assert make_core(path).table.name == "profiled, cosine", "a table in the model's directory is its own"
+
+
+def test_what_cannot_be_profiled(default_model_dir, tmp_path, capsys):
+    out = ["--out", str(tmp_path / "t.json")]
+    assert main(["profile", "--model", str(default_model_dir), *out]) == 1
+    assert "no diffusion model" in capsys.readouterr().err
+    path = save_tiny("llada", tmp_path / "tiny", tokenizer_from=default_model_dir)
+    assert main(["profile", "--model", str(path), *out, "--length", "1000"]) == 1
+    assert main(["profile", "--model", str(path), *out, "--length", "400", "--kept", "50"]) == 1
+    assert main(["profile", "--model", str(path), *out, "--prompts", str(tmp_path / "none")]) == 1
+    with pytest.raises(SystemExit):
+        main(["profile", "--model", str(path), *out, "--ratios", "5,200"])
+    assert "argument --ratios" in capsys.readouterr().err
+
+
+# -- tables --------------------------------------------------------------------------------------------------
+
+
+def test_look_up_the_largest_ratio_that_is_not_above():
+    table = DepthTable("t", {0: 1, 5: 2, 29: 10})
+    assert [table.depth(r) for r in (0, 0.049, 0.05, 0.2899, 0.2901, 1)] == [1, 1, 2, 2, 10, 10]
+    assert DepthTable("t", {10: 3}).depth(0.05) == 0
+    assert 0.29 * 100 < 29
+    assert table.depth(0.29) == 10, "rounding is forgiven"
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "ratio", "depth"),
+    [
+        ("llada", {"d_model": 4096, "n_layers": 32, "vocab_size": 126464, "embedding_size": 126464}, 0.88, 17),
+        ("dream", {"hidden_size": 3584, "num_hidden_layers": 28, "vocab_size": 152064}, 0.88, 14),
+    ],
+)
+def test_published_tables_are_used_when_the_model_matches(tmp_path, kind, sizes, ratio, depth):
+    from runtime.models.spec import ModelSpec
+
+    path = save_tiny(kind, tmp_path / kind)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | sizes))
+    table = choose_table(None, path, ModelSpec.load(path))
+    assert "published" in table.name
+    assert table.depth(ratio) == depth
+    assert max(table.depths.values()) in (28, 32)
+
+
+def test_tables_of_other_models_and_broken_ones(deep_dir, tmp_path, caplog):
+    from runtime.models.spec import ModelSpec
+
+    spec = ModelSpec.load(deep_dir)
+    assert choose_table(None, deep_dir, spec) is NO_TABLE
+    assert "no depth table" in caplog.text
+    path = tmp_path / "table.json"
+    model = {"model_type": "llada", "num_layers": 6, "hidden_size": 48, "vocab_size": 300}
+    for value, what in (
+        ({"model": model | {"num_layers": 7}, "depths": {"0": 1}}, "is for"),
+        ({"model": model, "depths": {"0": 7}}, "0 to 6"),
+        ({"model": model, "depths": {}}, "0 to 6"),
+        ({"model": model, "depths": {"a": 1}}, "cannot be read"),
+        ({"model": model}, "cannot be read"),
+        ({"model": model, "depths": {"0": 1}, "refresh_interval": 0}, "at least 1"),
+        ({"model": model, "depths": {"0": 1}, "refresh_interval": "often"}, "cannot be read"),
+    ):
+        path.write_text(json.dumps(value))
+        with pytest.raises(ModelError, match=what):
+            read_table(path, spec)
+    path.write_text(json.dumps({"model": model, "depths": {"0": 1, "50": 4}}))
+    assert make_core(deep_dir, depth_table=path).table.depth(0.6) == 4
+
+
+def test_a_table_may_have_an_interval_of_its_own(deep_dir, tmp_path):
+    path = tmp_path / "table.json"
+    model = {"model_type": "llada", "num_layers": 6, "hidden_size": 48, "vocab_size": 300}
+    for own, given, interval in ((None, None, 16), (4, None, 4), (4, 2, 2)):
+        path.write_text(json.dumps({"model": model, "depths": {"0": 1}, "refresh_interval": own}))
+        core = make_core(deep_dir, depth_table=path, refresh_interval=given)
+        assert core.info.diffusion.refresh_interval == interval
+    assert make_core(deep_dir).info.diffusion.refresh_interval == 1

@@ -1,0 +1,86 @@
+"""Which pages are read once for several requests."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from itertools import count
+
+import pytest
+
+from runtime.reuse.cascade import Stretch, stretches
+from tests.runtime.engine.driver import Driver, make_core
+
+
+def tables(*pages: list[int]) -> list[bytes]:
+    return sorted(array("i", table).tobytes() for table in pages)
+
+
+def read(found: list[Stretch], of: list[bytes]) -> list[list[int]]:
+    """The page tables, put together again from the stretches."""
+    whole: list[dict[int, int]] = [{} for _ in of]
+    for stretch in found:
+        pages = array("i", of[stretch.first])[stretch.start : stretch.stop]
+        for i in range(stretch.first, stretch.last):
+            for at, page in enumerate(pages, start=stretch.start):
+                assert at not in whole[i], "read twice"
+                whole[i][at] = page
+    return [[pages[at] for at in sorted(pages)] for pages in whole]
+
+
+def test_one_request_reads_its_own():
+    assert stretches(tables([1, 2, 3]), 16) == [Stretch(0, 1, 0, 3)]
+    assert stretches([], 16) == []
+
+
+def test_a_shared_prefix_is_read_once():
+    found = stretches(tables([1, 2, 3, 7], [1, 2, 3, 8], [1, 2, 3, 9]), 64)
+    assert found[0] == Stretch(0, 3, 0, 3)
+    assert sorted(found[1:], key=lambda s: s.first) == [Stretch(i, i + 1, 3, 4) for i in range(3)]
+
+
+def test_what_is_short_is_not_worth_a_merge():
+    assert stretches(tables([1, 7], [1, 8]), 16) == [Stretch(1, 2, 0, 2), Stretch(0, 1, 0, 2)]
+    assert len(stretches(tables([1, 7], [1, 8]), 256)) == 3
+
+
+def test_a_table_that_ends_where_another_goes_on():
+    given = tables([1, 2, 3], [1, 2, 3, 4])
+    found = stretches(given, 256)
+    assert read(found, given) == [[1, 2, 3], [1, 2, 3, 4]]
+    assert Stretch(0, 2, 0, 3) in found
+    assert Stretch(0, 1, 3, 3) in found, "its own part is empty"
+
+
+@pytest.mark.parametrize("page_size", [1, 64, 1024])
+def test_random_trees_are_covered_exactly_once(page_size):
+    draw, fresh = random.Random(page_size), count()
+    for _ in range(200):
+        made = [[next(fresh)]]
+        for _ in range(draw.randrange(12)):
+            base = draw.choice(made)
+            made.append(base[: draw.randrange(len(base) + 1)] + [next(fresh) for _ in range(draw.randrange(1, 9))])
+        given = tables(*made)
+        found = stretches(given, page_size)
+        assert read(found, given) == [list(array("i", table)) for table in given]
+        for stretch in found:
+            members = stretch.last - stretch.first
+            assert members == 1 or (stretch.stop - stretch.start) * page_size * (members - 1) >= 256
+
+
+def test_requests_under_one_node_attend_to_it_together(tiny_dir, monkeypatch):
+    """The plan has one edge for the shared part, and the output is what each request gives alone."""
+    plans = []
+    core = make_core(tiny_dir)
+    run = core.executor.run
+    monkeypatch.setattr(core.executor, "run", lambda batch: plans.append(batch.groups[0].attention) or run(batch))
+    driver, alone = Driver(core), Driver(make_core(tiny_dir, prefix_cache=False))
+    root = list(range(3000, 3320))
+    driver.together([root], max_new_tokens=1)
+    prompts = [[*root, 5 * i, *range(i, i + 3 * i)] for i in range(1, 6)] + [[9] * 40]
+    together = driver.together(prompts, max_new_tokens=20)
+    shared = [edge for plan in plans for edge in plan.edges if edge.mode == "full"]
+    assert len(shared) >= 20
+    assert {plan.spans[edge.span].length for plan in plans for edge in plan.edges if edge.mode == "full"} == {320}
+    assert shared[-1].rows.stop - shared[-1].rows.start == 5
+    assert together == [alone.together([prompt], max_new_tokens=20)[0] for prompt in prompts]

@@ -1,0 +1,123 @@
+"""Output that follows a schema or an expression, on the real model and its real tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+
+import pytest
+
+from runtime import Engine
+from runtime.errors import InvalidRequest, RametError
+from runtime.models.tokenizer import Tokenizer
+from runtime.params import SamplingParams
+from runtime.sampling.grammar import GrammarCompiler
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer"},
+        "tame": {"type": "boolean"},
+    },
+    "required": ["name", "age", "tame"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def engine(default_model_dir):
+    with Engine(str(default_model_dir), dtype="float32", pool_tokens=4096, debug_invariants=True) as engine:
+        yield engine
+
+
+def test_output_follows_a_schema(engine):
+    prompts = [f"Describe animal number {i} as JSON: " for i in range(4)]
+    for temperature in (0, 1.5):
+        params = {"temperature": temperature, "seed": 5, "max_new_tokens": 120, "json_schema": json.dumps(SCHEMA)}
+        for output in engine.generate(prompts, params):
+            found = json.loads(output.text)
+            assert (type(found["name"]), type(found["age"]), type(found["tame"])) == (str, int, bool)
+            assert found.keys() == SCHEMA["properties"].keys()
+            assert output.finish.type == "stop"
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_output_matches_an_expression(engine, ignore_eos):
+    pattern = r"(yes|no), [0-9]{2,4} (äpfel|Bäume)\."
+    params = {"temperature": 1, "seed": 1, "max_new_tokens": 60, "regex": pattern, "ignore_eos": ignore_eos, "n": 3}
+    for output in engine.generate("Answer: ", params):
+        assert re.fullmatch(pattern, output.text)
+        assert output.finish.type == "stop"
+
+
+def test_neighbours_of_a_grammar_are_left_alone(engine):
+    plain = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    (alone,) = engine.generate("The capital of France is", plain)
+    prompts = ["The capital of France is", "Number: "]
+    together = engine.generate(prompts, [plain, {**plain, "regex": "[0-9]{30}"}])
+    assert together[0].token_ids == alone.token_ids
+    assert set(together[1].text) <= set("0123456789")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"regex": "(unclosed"},
+        {"regex": "(?=look)ahead"},
+        {"regex": "((" * 4000},
+        {"json_schema": '{"type"'},
+        {"json_schema": "[1]"},
+        {"json_schema": '{"type": "colour"}'},
+        {"json_schema": '{"a":' * 12_000},
+        {"json_schema": json.dumps({"$ref": "https://example.org/schema.json"})},
+        {"json_schema": "{}", "regex": "a"},
+    ],
+)
+def test_what_cannot_be_followed_is_refused(engine, params):
+    with pytest.raises(InvalidRequest) as error:
+        engine.generate("x", {"max_new_tokens": 2, **params})
+    assert error.value.param in params
+    assert len(error.value.message) < 500
+    assert engine.generate("x", {"max_new_tokens": 2})
+
+
+BOMBS = ["((a{0,1000}){0,1000}){0,1000}b", "(a|aa|aaa|b?)*" * 200, ".*x.{4000}.*y.{4000}", "(a*)*(a*)*(a*)*c"]
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_an_expression_that_explodes_ends_its_request_or_none(engine, bomb):
+    """Within the limits or with one clear error, and nothing hangs."""
+    try:
+        (output,) = engine.generate("aaaa", {"max_new_tokens": 8, "regex": bomb})
+        assert output.completion_tokens > 0
+    except RametError as error:
+        refused = error.message
+        assert "grammar" in refused or "regex" in refused
+    assert engine.generate("x", {"max_new_tokens": 2})
+
+
+def test_a_grammar_that_takes_too_long_is_given_up():
+    def slow():
+        time.sleep(0.5)
+        raise OSError
+
+    compiler = GrammarCompiler(slow, 10, [0], timeout_s=0.01)
+    compiler.start("a", SamplingParams(regex="a"))
+    while not (done := compiler.take()):
+        time.sleep(0.01)
+    ((rid, error),) = done
+    assert (rid, type(error)) == ("a", InvalidRequest)
+    assert len(compiler) == 0
+
+
+def test_what_is_compiled_for_one_tenant_saves_no_other_any_time(tiny_dir):
+    compiler = GrammarCompiler(lambda: Tokenizer.load(tiny_dir).to_json(), 49152, [2], timeout_s=300)
+    kept = []
+    for rid, tenant in enumerate(["alice", "alice", "bob"]):
+        compiler.start(str(rid), SamplingParams(regex="[a-z]+"), tenant)
+        while not compiler.take():
+            time.sleep(0.01)
+        kept.append(len(compiler._kept))
+    assert kept == [1, 1, 2]

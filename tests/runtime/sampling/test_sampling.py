@@ -1,0 +1,139 @@
+"""Sampling: filters against a plain reading of their definitions, penalties, seeds, and the drawn distribution."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.errors import InvalidRequest
+from runtime.params import SamplingParams
+from runtime.request import Request
+from runtime.sampling.sampler import Sampler, filter_probs
+from tests.runtime.engine.driver import Driver, make_core
+
+CPU = torch.device("cpu")
+
+
+def request(tokens=(1,), prompt_len=1, **params) -> Request:
+    sampling = SamplingParams(**params)
+    return Request("r", array("i", tokens), prompt_len, sampling, frozenset(sampling.stop_token_ids), 100)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(-500, 500), min_size=2, max_size=20, unique=True),
+    st.integers(-1, 25),
+    st.floats(0.05, 1.0),
+    st.floats(0.0, 0.9),
+    st.floats(0.2, 3.0),
+)
+def test_filters_are_what_they_say(hundredths, top_k, top_p, min_p, temperature):
+    values = [h / 100 for h in hundredths]  # apart in float32 too: a tie may fall either way
+    params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
+    got = filter_probs(torch.tensor(values), params)
+    probs = torch.softmax(torch.tensor(values) / temperature, 0).tolist()
+    order = sorted(range(len(probs)), key=lambda i: -probs[i])
+    if 0 < top_k < len(probs):
+        order = order[:top_k]
+        total = sum(probs[i] for i in order)
+        probs = [p / total for p in probs]
+    kept, mass = [], 0.0
+    for i in order:
+        if top_p < 1 and mass >= top_p - 1e-6:
+            if mass < top_p + 1e-6:
+                return  # on the edge, where rounding decides
+            break
+        kept.append(i)
+        mass += probs[i]
+    top = max(probs[i] for i in kept)
+    if any(abs(probs[i] - min_p * top) < 1e-6 for i in kept):
+        return
+    kept = [i for i in kept if probs[i] >= min_p * top]
+    assert set(torch.nonzero(got)[:, 0].tolist()) == set(kept)
+
+
+def test_draws_follow_the_distribution():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    sampler, one = Sampler(4, CPU), request(seed=1)
+    counts = torch.zeros(4)
+    for _ in range(8000):
+        (token,) = sampler.sample(logits, [one]).read()
+        counts[token] += 1
+        one.tokens.append(token)
+    expected = torch.softmax(logits[0], 0)
+    assert ((counts / 8000 - expected).abs() < 5 * (expected * (1 - expected) / 8000).sqrt()).all()
+
+
+def test_penalties():
+    logits = torch.tensor([[1.0, 1.0, -1.0, 0.5]])
+    sampler = Sampler(4, CPU)
+
+    def adjusted(**params):
+        return sampler._adjust(logits[0].clone(), request((0, 1, 1), 1, temperature=0, **params)).tolist()
+
+    assert adjusted(frequency_penalty=0.25) == [1.0, 0.5, -1.0, 0.5]
+    assert adjusted(presence_penalty=0.25) == [1.0, 0.75, -1.0, 0.5]
+    assert adjusted(repetition_penalty=2.0) == [0.5, 0.5, -1.0, 0.5]
+    assert adjusted(logit_bias={2: 5}) == [1.0, 1.0, 4.0, 0.5]
+    assert sampler.sample(logits, [request((0,), 1, temperature=0, logit_bias={3: 50})]).read() == [3]
+
+
+def test_penalty_counts_follow_the_output():
+    sampler, one = Sampler(3, CPU), request((0,), 1, temperature=0, frequency_penalty=2.0)
+    logits = torch.tensor([[0.0, 3.0, 2.0]])
+    drawn = []
+    for _ in range(5):
+        (token,) = sampler.sample(logits, [one]).read()
+        one.tokens.append(token)
+        drawn.append(token)
+    assert drawn == [1, 2, 1, 0, 2]
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company(tiny_dir):
+    prompt = [9, 8, 7]
+    alone = Driver(make_core(tiny_dir))
+    (expected,) = alone.together([prompt], max_new_tokens=10, temperature=1.0, seed=42)
+    crowd = Driver(make_core(tiny_dir, prefix_cache=False))
+    for i in range(5):
+        crowd.add(f"other{i}", [i, 3], max_new_tokens=12, temperature=1.0)
+    crowd.step()
+    crowd.add("same", prompt, max_new_tokens=10, temperature=1.0, seed=42)
+    crowd.add("different", prompt, max_new_tokens=10, temperature=1.0, seed=43)
+    crowd.run()
+    assert crowd.tokens["same"] == expected
+    assert crowd.tokens["different"] != expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"top_k": -2},
+        {"min_p": 2},
+        {"max_new_tokens": -1},
+        {"n": 0},
+        {"n": 1000},
+        {"stop": ["x"] * 17},
+        {"stop": [""]},
+        {"seed": -1},
+        {"logit_bias": {1: 1000}},
+        {"unknown": 1},
+    ],
+)
+def test_values_out_of_range_are_refused(fields):
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        SamplingParams(**fields)
+
+
+def test_token_ids_beyond_the_vocabulary_are_refused():
+    with pytest.raises(InvalidRequest, match="out of range"):
+        SamplingParams(logit_bias={100: 1.0}).check(100)
+    with pytest.raises(InvalidRequest, match="min_new_tokens"):
+        SamplingParams(min_new_tokens=5, max_new_tokens=4).check(100)
