@@ -23,6 +23,7 @@ class AddRequest(msgspec.Struct, tag="add"):
         prompt_logprobs_from: position from which prompt tokens get log-probabilities; None: none.
         priority: larger goes first among waiting requests.
         diffusion: `DiffusionParams.model_dump()`, filled, for a diffusion model.
+        reuse: what the request asks of a reuse strategy, `method` among it; None: the model's default strategy.
     """
 
     rid: str
@@ -33,6 +34,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     prompt_logprobs_from: int | None = None
     priority: int = 0
     diffusion: dict[str, Any] | None = None
+    reuse: dict[str, Any] | None = None
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -55,7 +57,7 @@ class GetState(msgspec.Struct, tag="state"):
 
 
 class AddPin(msgspec.Struct, tag="pin"):
-    """Keep the whole pages of a prefix. Answered by `Reply` with what `PinBoard.pin` returns."""
+    """Keep the whole pages of a prefix, computed first if need be. Answered by `Reply`: `{"pin"}` or `{"refused"}`."""
 
     call: int
     tokens: bytes

@@ -1,88 +1,210 @@
-"""One sequence in the engine, from arrival to its one terminal event."""
+"""A request in the engine: the segments of KV that it reads, and the one sequence that it computes."""
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from radix import Node
+from radix import Namespace, Node
 from runtime.params import SamplingParams
-from runtime.sampling.grammar import Grammar
+
+if TYPE_CHECKING:
+    from runtime.reuse.strategy import Strategy
+    from runtime.sampling.decoding import Decoding
+    from runtime.sampling.grammar import Grammar
+
+
+EVERYBODY = Namespace()
+
+
+class Status(Enum):
+    """The state of a live request."""
+
+    WAITING = "waiting"
+    BLOCKED = "blocked"
+    RUNNING = "running"
+
+
+@dataclass(slots=True)
+class Segment:
+    """KV that exists and that a request reads.
+
+    Attributes:
+        pages: int32 page ids, any subset of an entry's pages: attention does not depend on their order.
+        length: rows; only the last page may be used in part.
+        position: the position of the first row in this request.
+        shift: how many positions further on the rows are read than they were computed for.
+        layers: in which layers the rows are valid; None: in all.
+        keep: bool [length], rows that count; None: all. Leaving out whole pages is cheaper.
+        node: the locked tree node to which the pages belong; None: they still belong to this request alone.
+        exact: whether reading them gives what computing them would.
+    """
+
+    pages: array[int]
+    length: int
+    position: int = 0
+    shift: int = 0
+    layers: range | None = None
+    keep: torch.Tensor | None = None
+    node: Node | None = None
+    exact: bool = True
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Tokens that a request computes itself. An index into them is not a position.
+
+    Attributes:
+        tokens: int32.
+        start: leading tokens whose KV lies in the request's first segment; whole pages.
+        num_computed: leading tokens that have KV, in that segment or in `pages`.
+        pages: int32 page ids, for the tokens from `start` on; they belong to this request alone.
+        anchors: (index, position) pairs, ascending: from each index on, positions are consecutive.
+    """
+
+    tokens: array[int]
+    start: int = 0
+    num_computed: int = 0
+    pages: array[int] = field(default_factory=lambda: array("i"))
+    anchors: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+
+    def position(self, index: int) -> int:
+        """The position of one token, which need not exist yet."""
+        at, position = self.anchors[bisect_right(self.anchors, index, key=lambda anchor: anchor[0]) - 1]
+        return position + index - at
+
+    def positions(self, first: int, stop: int) -> np.ndarray:
+        """The positions int64 [stop - first] of a range of indices."""
+        if len(self.anchors) == 1:
+            at, position = self.anchors[0]
+            return np.arange(position + first - at, position + stop - at)
+        indices = np.arange(first, stop)
+        starts, positions = np.array(self.anchors, dtype=np.int64).T
+        nearest = np.searchsorted(starts, indices, side="right") - 1
+        return positions[nearest] + indices - starts[nearest]
+
+    def slots(self, first: int, stop: int, page_size: int) -> np.ndarray:
+        """The pool slots int64 [stop - first] of a range of indices, none below `start`."""
+        rows = np.arange(first - self.start, stop - self.start)
+        pages = np.frombuffer(self.pages, dtype=np.int32)
+        return pages[rows // page_size].astype(np.int64) * page_size + rows % page_size
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A sequence that waits or runs.
+    """A live request.
 
     Attributes:
-        tokens: prompt and output, int32.
-        num_computed: leading tokens whose KV is in the pool. Waiting requests have 0.
-        pages: the page table; the first `num_tree_pages` belong to the tree, the rest to this request alone.
-        node: the locked tree node at which the tree's part of the page table ends.
-        prompt_logprobs_from: the first prompt position whose log-probability is still owed; None: none are wanted.
-        counts: int64 [vocab], how often each token was generated, and `prompt_ids`, those of the prompt; where the
-            logits are, and only where a penalty needs them. None: to be made from `tokens`.
-        grammar: what the output must follow, and where it is in that; None: nothing.
-        matched_tokens, rank: of a waiting request: what the tree had of it when last looked up, and its place.
-        cached_tokens: prompt tokens found in the cache when first admitted; -1 before.
+        strategy: decides what the request reads and computes; `reuse` is the state that it keeps here.
+        decoding: chooses the request's tokens; `canvas` is the state that it keeps here for a diffusion model.
+        max_tokens: length of prompt and output at which the request ends.
+        prompt_logprobs_from: the first prompt index whose log-probability is still owed; None: none is.
+        counts: int64 [vocab], how often each token was generated, and `prompt_ids`, those of the prompt; on the
+            device of the logits, and only where a penalty needs them. None: to be made from `tokens`.
+        grammar: the state of the grammar that the output follows; None: there is none.
+        serial: order of arrival.
+        matched_tokens, rank: of a waiting request: cached tokens when it was last looked up, and its place.
+        turn: serial of the last step in which this request took its turn, see `Strategy.takes_turns`.
+        cached_tokens: prompt tokens found in the cache at the first admission; -1 before.
+        row_layers: rows x layers computed so far.
         arrival_s, admitted_s, first_token_s: engine clock, seconds.
     """
 
     rid: str
-    tokens: array[int]
+    sequence: Sequence
     prompt_len: int
     sampling: SamplingParams
     stop_ids: frozenset[int]
     max_tokens: int
-    namespace: str = ""
+    strategy: Strategy
+    decoding: Decoding
+    namespace: Namespace = EVERYBODY
+    priority: int = 0
+    serial: int = 0
+    segments: list[Segment] = field(default_factory=list)
+    reuse: Any = None
+    canvas: Any = None
     logprobs: int | None = None
     prompt_logprobs_from: int | None = None
-    priority: int = 0
-    sequence: int = 0
-    num_computed: int = 0
-    pages: array[int] = field(default_factory=lambda: array("i"))
-    num_tree_pages: int = 0
-    node: Node | None = None
     counts: torch.Tensor | None = None
     prompt_ids: torch.Tensor | None = None
     grammar: Grammar | None = None
+    status: Status = Status.WAITING
     matched_tokens: int = 0
     rank: Any = None
+    turn: int = 0
     cached_tokens: int = -1
+    row_layers: int = 0
     arrival_s: float = 0.0
     admitted_s: float = 0.0
     first_token_s: float = 0.0
 
     @property
+    def tokens(self) -> array[int]:
+        """Prompt and output, as far as the request computes them itself."""
+        return self.sequence.tokens
+
+    @property
     def num_remaining(self) -> int:
-        """Tokens without KV yet: 1 while decoding, more while a prompt (or a retracted sequence) is prefilled."""
-        return len(self.tokens) - self.num_computed
+        """Tokens without KV: 1 while decoding, more while a prompt (or a retracted sequence) is prefilled."""
+        return len(self.sequence.tokens) - self.sequence.num_computed
 
     @property
     def num_output(self) -> int:
         """Tokens generated so far."""
-        return len(self.tokens) - self.prompt_len
+        return len(self.sequence.tokens) - self.prompt_len
 
     @property
     def wants_tokens(self) -> bool:
-        """Whether anything is to be generated at all; else the prompt is only read."""
+        """Whether tokens are to be generated; else the prompt is only computed."""
         return self.max_tokens > self.prompt_len
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt positions still owe log-probabilities."""
+        """Whether prompt tokens still owe log-probabilities."""
         return self.prompt_logprobs_from is not None and not self.num_output
 
     @property
-    def phase(self) -> str:
-        """What it is at, for people."""
-        if self.node is None and not self.pages:
-            return "waiting"
-        return "decode" if self.num_output else "prefill"
+    def is_exact(self) -> bool:
+        """Whether everything that the request reads gives what computing it would."""
+        return all(segment.exact for segment in self.segments)
 
     def key(self, num_tokens: int) -> bytes:
         """The tree's key of the first `num_tokens` tokens."""
-        return self.tokens[:num_tokens].tobytes()
+        return self.sequence.tokens[:num_tokens].tobytes()
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """A request's share of one step.
+
+    Attributes:
+        start, count: the range of the sequence that is computed.
+        num_rows: rows of the step.
+        ahead: 1 where the one token to be computed is chosen by a step that has not been read yet.
+        detail: the strategy's own, for planning and booking.
+    """
+
+    request: Request
+    start: int
+    count: int
+    num_rows: int
+    ahead: int = 0
+    detail: Any = None
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last of these rows gives a new token."""
+        sequence = self.request.sequence
+        return self.start + self.count == len(sequence.tokens) + self.ahead
+
+    @property
+    def prefills(self) -> bool:
+        """Whether these rows are part of a prompt, or of what was retracted, rather than of decoding."""
+        return self.request.sequence.num_computed + 1 < len(self.request.sequence.tokens)

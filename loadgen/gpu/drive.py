@@ -90,7 +90,7 @@ class Drive:
         """Abort what is open and forget what is cached."""
         for rid in list(self.core.requests):
             self.core.abort(rid)
-        self.core.flush()
+        self.core.admin.flush()
 
     @contextmanager
     def without(self, **attributes: Any) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Samplers of masked diffusion models: which masks of a canvas are decided at a step, and as what."""
+"""The canvas of a masked diffusion model: at each step some of its masks are decided."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import math
 import numpy as np
 import torch
 
-from runtime.diffusion.fast_dllm import by_factor, by_threshold
+from runtime.diffusion.fast_dllm import active_rows, by_factor, by_threshold
 from runtime.models.diffusion import DiffusionSpec
 from runtime.params import DiffusionParams, SamplingParams
 from runtime.sampling.sampled import BadLogits
 
 
-class Denoiser:
+class Canvas:
     """The canvas of one request, from all masks to none.
 
     A canvas is the prompt and `gen_length` further positions, in blocks that are denoised from left to right, each in
@@ -24,6 +24,7 @@ class Denoiser:
         tokens: int64 [N], the canvas.
         block: positions of the current block; empty once all is decided.
         is_block_start: whether the next step is the block's first.
+        num_steps: steps done.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Denoiser:
         self._steps = params.steps // (params.gen_length // params.block_length)
         self._times = torch.linspace(1, params.eps, self._steps + 1)
         self._bias = _bias_of(sampling, generator.device)
+        self.num_steps = 0
         self._begin(self.prompt_len)
 
     def _begin(self, start: int) -> None:
@@ -71,6 +73,11 @@ class Denoiser:
         """Positions after the prompt that are decided without a gap."""
         undecided = self._undecided[self.prompt_len :]
         return int(undecided.argmax()) if undecided.any() else len(undecided)
+
+    def active(self, first: int) -> range:
+        """The positions, from `first` on, whose rows the next step computes."""
+        rows = range(first, len(self.tokens))
+        return active_rows(self.params.cache, self.is_block_start, self.block, self.spec.logits_shift, rows)
 
     def candidates(self) -> np.ndarray:
         """Positions, int64 [n], whose logits the next step wants: the block's masks."""
@@ -98,6 +105,7 @@ class Denoiser:
         self.tokens[positions[decided]] = tokens.cpu().numpy()[decided]
         self._undecided[positions[decided]] = False
         self._step += 1
+        self.num_steps += 1
         self.is_block_start = False
         if len(decided) == len(positions):
             self._begin(self.block.stop)

@@ -1,4 +1,4 @@
-"""A step that was launched, and what it will have given once it is read."""
+"""A step between its launch and its booking."""
 
 from __future__ import annotations
 
@@ -7,36 +7,41 @@ from dataclasses import dataclass, field
 
 import torch
 
-from runtime.batch import ForwardBatch
-from runtime.engine.scheduler import Work
 from runtime.errors import RametError
 from runtime.execution.transfers import upload
 from runtime.protocol import TokenLogprob
-from runtime.request import Request
+from runtime.request import Request, Work
 from runtime.sampling.sampled import Sampled
 
 
 @dataclass(slots=True)
-class Flight:
-    """One step between its launch and its booking.
+class InFlight:
+    """A step that was launched.
 
     Attributes:
         work: what it computes.
-        batch: what the model was given.
+        places: rows of the logits, by piece of work and row set.
+        saved: states that row sets save, likewise.
         logits: float32 [S, vocab], valid until the next step is launched.
+        num_rows: rows of the step.
         started: engine clock, seconds.
-        asking: whose next tokens were `sampled`, in that order; the host reads them once.
+        asking: the requests whose next tokens were `sampled`, in that order; the host reads them once.
     """
 
     work: list[Work]
-    batch: ForwardBatch
+    places: list[list[slice]]
+    saved: list[list[torch.Tensor | None]]
     logits: torch.Tensor
+    num_rows: int
     started: float
     asking: list[Request] = field(default_factory=list)
     sampled: Sampled | None = None
 
     def tokens_of(self, requests: Sequence[Request]) -> torch.Tensor:
-        """The tokens int64 [n] of some who asked, where they were chosen; 0 where there is none. Nothing waits."""
+        """The tokens int64 [n] of some requests that asked, where they were chosen; 0 where there is none.
+
+        Nothing waits for them.
+        """
         assert self.sampled is not None
         tokens = self.sampled.tokens.clamp_min(0)
         if list(requests) == self.asking:
@@ -46,10 +51,10 @@ class Flight:
         return tokens[upload(index, tokens.device)]
 
     def read(self) -> dict[Request, int | RametError]:
-        """Wait for the step; everybody's next token, or why there is none."""
+        """Wait for the step; the next token of each request that asked, or why there is none."""
         return {} if self.sampled is None else dict(zip(self.asking, self.sampled.read(), strict=True))
 
     def logprobs(self) -> dict[Request, TokenLogprob]:
-        """Log-probabilities of the tokens, of those who wanted any."""
+        """Log-probabilities of the tokens of requests that want any."""
         found = {} if self.sampled is None else self.sampled.logprobs()
         return {self.asking[place]: logprob for place, logprob in found.items()}

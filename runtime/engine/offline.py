@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from runtime.config import DEFAULT_MODEL, Config, make_config
-from runtime.engine.cores import open_core
+from runtime.engine.core import EngineCore
 from runtime.errors import EngineDead, RametError
 from runtime.frontend.output import Output, Prompt, Submission, prompts_of
 from runtime.frontend.processor import Frontend
@@ -44,7 +44,7 @@ class Engine:
         """
         self.config = config or make_config(model=model, **options)
         path = resolve_model(self.config.model)
-        self.core = open_core(self.config, path)
+        self.core = EngineCore(self.config, path)
         self.info = self.core.info
         self.tokenizer = Tokenizer.load(path, self.config.model.chat_template)
         self._inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
@@ -193,9 +193,9 @@ class Engine:
                     if isinstance(message, Shutdown):
                         return
                     self._out(self.core.handle(message))
-                    self.core.publish()
+                    self._settle()
                 self._out(StepEvents(self.core.step()))
-                self.core.publish()
+                self._settle()
         except EngineDead as error:
             self._end = error
         finally:
@@ -205,6 +205,11 @@ class Engine:
                 self._frontend.fail_all(self._dead)
                 for answer in self._replies.values():
                     answer.put({})
+
+    def _settle(self) -> None:
+        for reply in self.core.take_replies():
+            self._out(reply)
+        self.core.publish()
 
     def _out(self, message: object) -> None:
         with self._lock:

@@ -18,7 +18,6 @@ import zmq
 
 from runtime.config import Config
 from runtime.engine.core import EngineCore
-from runtime.engine.cores import open_core
 from runtime.errors import EngineDead, RametError
 from runtime.logs import set_up_logs
 from runtime.models.resolve import resolve_model
@@ -77,13 +76,18 @@ def main() -> int:
 def _start(config: Config, quotas: dict[str, int]) -> EngineCore:
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
-    return open_core(config, resolve_model(config.model), quotas)
+    return EngineCore(config, resolve_model(config.model), quotas)
 
 
 def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
     def out(message: Outbound | None) -> None:
         if message is not None and not (isinstance(message, StepEvents) and not message.events):
             outbox.send(encode(message))
+
+    def settle() -> None:
+        for reply in core.take_replies():
+            out(reply)
+        core.publish()
 
     idle_ms = _IDLE_WITH_EVENTS_MS if core.publisher is not None else -1
     wait_ms = idle_ms
@@ -93,11 +97,11 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
             if isinstance(message, Shutdown):
                 return
             out(core.handle(message))
-            core.publish()
+            settle()
             wait_ms = 0 if core.busy else idle_ms
         steps = core.counters["steps"]
         out(StepEvents(core.step()))
-        core.publish()
+        settle()
         wait_ms = idle_ms if not core.busy else 0 if core.counters["steps"] > steps else _NOTHING_TO_RUN_MS
 
 

@@ -1,4 +1,4 @@
-"""Who waits, in the order in which they should be admitted."""
+"""Waiting requests, in the order in which they should be admitted."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from sortedcontainers import SortedKeyList
 
+from radix import Namespace
 from runtime.config import SchedulePolicy
 from runtime.request import Request
 
@@ -21,11 +22,11 @@ _MOST_STEPS, _MOST_PLACES = 4, 4.0
 # Weight of the request that ended last in the mean of what requests generate.
 _LATEST = 0.05
 
-_Family = tuple[str, bytes]
+_Family = tuple[Namespace, bytes]
 
 
-class Waiting:
-    """A queue whose order follows a policy; every operation takes O(log n), whatever waits.
+class WaitingQueue:
+    """A queue whose order follows a policy; every operation takes O(log n) in the number of waiting requests.
 
     - `fcfs`: by arrival.
     - `priority`: by priority, then arrival. In the policies below, too, a higher priority goes first.
@@ -37,7 +38,7 @@ class Waiting:
       they still find it there, and nobody waits more than 1 / (1 - share) times as long as by arrival, and 4 full
       steps. Places are earned and spent in the same way while they are scarce.
 
-    What the tree has of a request is looked up when it comes, when it could be admitted, and, for a bounded number of
+    The cached tokens of a request are looked up when it comes, when it could be admitted, and, for a bounded number of
     requests per pass, after another one with the same first page was computed.
 
     Args:
@@ -45,7 +46,6 @@ class Waiting:
         overtake_share: for `balanced`, between 0 and 1.
         step_tokens: rows of a full step, the unit of what credit can be saved up.
         page_size: tokens in a page.
-        match: how many tokens of a request the tree has now.
     """
 
     def __init__(
@@ -54,7 +54,6 @@ class Waiting:
         overtake_share: float,
         step_tokens: int,
         page_size: int,
-        match: Callable[[Request], int],
     ) -> None:
         self._order: SortedKeyList = SortedKeyList(key=_RANKS[policy])
         self._matches: SortedKeyList | None = SortedKeyList(key=lambda request: request.rank)
@@ -66,7 +65,6 @@ class Waiting:
         self._tokens, self._places = self._most_tokens, _MOST_PLACES
         self._generated = 0.0
         self._page_size = page_size
-        self._match = match
         self._families: dict[_Family, OrderedDict[Request, None]] = {}
         self._stale: dict[_Family, int] = {}
 
@@ -77,7 +75,7 @@ class Waiting:
         return iter(self._order)
 
     def candidates(self, scarce: Callable[[], bool]) -> Iterator[Request]:
-        """Those to be admitted, the next one first, each once; `scarce`: whether the next place is the last one."""
+        """The requests to admit, the next one first, each once; `scarce`: whether the next place is the last one."""
         passed: set[Request] = set()
         while (request := self._next(passed, scarce)) is not None:
             passed.add(request)
@@ -92,10 +90,10 @@ class Waiting:
         return _first(self._order, passed)
 
     def add(self, request: Request) -> None:
-        """Let a request wait."""
+        """Add a request."""
         self._order.add(request)
         if self._matches is not None:
-            request.matched_tokens = self._match(request)
+            request.matched_tokens = request.strategy.find(request).tokens
             request.rank = _match_rank(request)
             self._matches.add(request)
             self._families.setdefault(self._family(request), OrderedDict())[request] = None
@@ -112,7 +110,7 @@ class Waiting:
                 self._stale.pop(family, None)
 
     def admit(self, request: Request, scarce: bool) -> None:
-        """Take out a request that is let in, and book what it earns or spends."""
+        """Take out a request that is admitted, and book the credit that it earns or spends."""
         if self._matches is not None and not self._lpm:
             in_order, cost = request is self._order[0], self._cost(request)
             self._tokens = min(self._tokens + (self._earned * cost if in_order else -cost), self._most_tokens)
@@ -121,7 +119,7 @@ class Waiting:
         self.remove(request)
 
     def rank_again(self, request: Request, matched_tokens: int) -> bool:
-        """Book what the tree has of a waiting request now; whether it lost its turn by that."""
+        """Book the cached tokens of a waiting request; returns whether it lost its turn by that."""
         if self._matches is None or matched_tokens == request.matched_tokens:
             return False
         self._matches.remove(request)
@@ -131,23 +129,23 @@ class Waiting:
         return request.rank > before and (self._lpm or request is not self._order[0])
 
     def ended(self, request: Request) -> None:
-        """A running request has ended: what those that wait will generate is judged by it."""
-        self._generated += _LATEST * (len(request.tokens) - request.prompt_len - self._generated)
+        """Learn from a request that has ended how many tokens requests generate."""
+        self._generated += _LATEST * (request.num_output - self._generated)
 
     def computed(self, request: Request) -> None:
-        """A running request's KV has come into the tree: those that begin like it may find more now."""
+        """Take note that KV of a running request has come into the tree: requests that begin alike may find more."""
         family = self._family(request)
         if family in self._families:
             self._stale[family] = len(self._families[family])
 
     def refresh(self) -> None:
-        """Match some of those again for whom there may be more in the tree; the others have their turn later."""
+        """Look up again some of the requests for which there may be more in the tree; the others follow later."""
         budget = _REFRESHED
         for family, count in list(self._stale.items()):
             members = self._families[family]
             for request in list(islice(members, min(count, budget))):
                 members.move_to_end(request)
-                self.rank_again(request, self._match(request))
+                self.rank_again(request, request.strategy.find(request).tokens)
             if count > budget:
                 self._stale[family] = count - budget
                 return
@@ -166,13 +164,13 @@ def _first(order: SortedKeyList, passed: set[Request]) -> Request | None:
 
 
 def _match_rank(request: Request) -> Any:
-    return -request.priority, -request.matched_tokens, request.sequence
+    return -request.priority, -request.matched_tokens, request.serial
 
 
 _RANKS: dict[SchedulePolicy, Callable[[Request], Any]] = {
-    "fcfs": lambda request: request.sequence,
-    "priority": lambda request: (-request.priority, request.sequence),
-    "lpm": lambda request: (-request.priority, request.sequence),
-    "dfs": lambda request: (-request.priority, request.namespace, request.key(len(request.tokens)), request.sequence),
-    "balanced": lambda request: (-request.priority, request.sequence),
+    "fcfs": lambda request: request.serial,
+    "priority": lambda request: (-request.priority, request.serial),
+    "lpm": lambda request: (-request.priority, request.serial),
+    "dfs": lambda request: (-request.priority, request.namespace, request.key(len(request.tokens)), request.serial),
+    "balanced": lambda request: (-request.priority, request.serial),
 }

@@ -24,7 +24,7 @@ from runtime.frontend.output import Output, Submission, merge_outputs
 from runtime.frontend.processor import Frontend
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import DiffusionParams, SamplingParams
+from runtime.params import SamplingParams
 from runtime.protocol import (
     AddPin,
     Call,
@@ -52,7 +52,6 @@ from runtime.protocol import (
 log = logging.getLogger("ramet.client")
 
 _STOP_SECONDS = 10
-_PIN_TRIES = 3
 
 
 class AsyncEngine:
@@ -289,26 +288,10 @@ class AsyncEngine:
         wanted = Submission(prompt, SamplingParams(max_new_tokens=1))
         tokens = await asyncio.to_thread(self._running().encode, wanted)
         key = array("i", tokens).tobytes()
-        for _ in range(_PIN_TRIES):
-            answer = await self._call(lambda call: AddPin(call, key, namespace, name, ttl_s))
-            if "refused" in answer:
-                raise PinRefused(answer["refused"])
-            if "pin" in answer:
-                return answer["pin"]
-            probe = self._probe(tokens, namespace)
-            with await self.open([probe]) as outputs:
-                async for _output in outputs:
-                    pass
-        raise PinRefused("the prefix was evicted as often as it was computed; try again when the server is less busy")
-
-    def _probe(self, tokens: list[int], namespace: str) -> Submission:
-        """A request that leaves a prefix in the cache."""
-        sampling = SamplingParams(max_new_tokens=1, temperature=0)
-        if self.info.diffusion is None:
-            return Submission(tokens, sampling, namespace=namespace)
-        # One token more, as the row that the first mask is read from is never shared.
-        denoising = DiffusionParams(reuse=True, prefix_tokens=len(tokens), depth=1)
-        return Submission([*tokens, tokens[-1]], sampling, namespace=namespace, diffusion=denoising)
+        answer = await self._call(lambda call: AddPin(call, key, namespace, name, ttl_s))
+        if "refused" in answer:
+            raise PinRefused(answer["refused"])
+        return answer["pin"]
 
     async def unpin(self, pin: str) -> bool:
         """Let a pin go; False if there is none of that id."""

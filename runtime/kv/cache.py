@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from radix import EventLog, Hold, Match, Node, Quotas, RadixTree, make_policy, path
+from radix import EventLog, Hold, Match, Namespace, Node, Quotas, RadixTree, make_policy, path
 from radix.node import TOKEN_BYTES
 from runtime.config import CacheConfig
 from runtime.kv.allocator import PageAllocator
@@ -52,95 +54,58 @@ class PagedCache:
         """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
-    def match(self, request: Request) -> Match:
-        """What the tree has of a request's tokens. The last token is never matched: its logits are wanted."""
-        if not self.enabled:
-            return Match()
-        limit = len(request.tokens) - 1
-        if request.wants_prompt_logprobs:
-            limit = min(limit, max((request.prompt_logprobs_from or 0) - 1, 0))
-        return self.tree.match(request.key(limit), request.namespace)
+    def acquire(self, match: Match) -> Node | None:
+        """Lock exactly the matched pages of the tree; returns the node to unlock later."""
+        return self.tree.acquire(match)
 
-    def admit(self, request: Request, match: Match, headroom: int) -> bool:
-        """Give a waiting request the matched pages and fresh ones for the rest of its tokens.
-
-        Args:
-            request: holds no pages.
-            match: a fresh `match` of it.
-            headroom: pages that must stay available afterwards, for those that decode.
-
-        Returns:
-            False, with nothing changed but the use of the match stamped, if memory does not suffice.
-        """
-        node = self.tree.acquire(match)
+    def use(self, node: Node | None) -> None:
+        """Book a use of the path that ends in a locked node."""
         if self.auto_pins is not None and node is not None:
             self.auto_pins.note(node)
-        need = self.pages_for(len(request.tokens)) - len(match.pages)
-        fresh = None
-        if need + headroom <= self.num_available:
-            # The page to copy from must outlive the eviction that makes room for its copy; where nothing else can
-            # be evicted it goes too, and its rows are computed again.
-            self.tree.lock(match.partial_node)
-            fresh = self.allocate(need, match.pages, request.namespace)
-            self.tree.unlock(match.partial_node)
-            rows = match.partial_rows if fresh is not None else 0
-            if fresh is None:
-                fresh = self.allocate(need, match.pages, request.namespace)
-        if fresh is None:
-            self.tree.unlock(node)
-            return False
-        request.node, request.num_tree_pages = node, len(match.pages)
-        request.pages = match.pages + fresh
-        request.num_computed = len(match.pages) * self.page_size + rows
-        if rows:
-            self.pool.copy_rows(match.partial_page, fresh[0], rows)
-        return True
 
-    def grow(self, request: Request, ahead: int = 0) -> bool:
-        """Make sure that the next token's KV has a place, and `ahead` more's; False if memory does not suffice."""
-        if len(request.pages) * self.page_size > request.num_computed + ahead:
-            return True
-        fresh = self.allocate(1, request.pages, request.namespace)
-        if fresh is None:
-            return False
-        request.pages.extend(fresh)
-        return True
+    def insert(
+        self, key: bytes, pages: array[int], namespace: Namespace, cost: float = 0.0, meta: Any = None
+    ) -> tuple[Node | None, array[int]]:
+        """Hand pages to the tree, which may have some of them already; the caller's copies of those are freed.
 
-    def commit(self, request: Request, cost: float = 0.0) -> None:
-        """Hand the full, computed pages of a request to the tree, which may know some of them already.
+        Args:
+            key: the tokens of these pages and of all before them, see `RadixTree.insert`.
+            pages: int32 page ids for the whole key.
+            namespace: where the entry lies.
+            cost: what computing them took, in seconds.
+            meta: what a strategy wants to read from the nodes later.
 
-        `cost` is what computing them took, in seconds.
+        Returns:
+            The node in which the last page lies, and the page ids that the tree holds for the key.
         """
-        full = request.num_computed // self.page_size
-        if not self.enabled or full <= request.num_tree_pages:
-            return
-        key = request.key(full * self.page_size)
-        node, held = self.tree.insert(key, request.pages[:full], request.namespace, cost)
-        twice = [mine for mine, theirs in zip(request.pages, held, strict=False) if mine != theirs]
-        request.pages[:full] = held
-        self.allocator.release(twice)
-        self.tree.lock(node)
-        self.tree.unlock(request.node)
-        request.node, request.num_tree_pages = node, full
+        node, held = self.tree.insert(key, pages, namespace, cost, meta)
+        self.allocator.release([mine for mine, theirs in zip(pages, held, strict=True) if mine != theirs])
+        return node, held
 
-    def release(self, request: Request, keep: bool = True) -> None:
-        """Take all pages from a request; with `keep`, what it computed stays cached."""
-        if keep:
-            self.commit(request)
-        self.tree.touch(request.node)
-        self.tree.unlock(request.node)
-        self.allocator.release(request.pages[request.num_tree_pages :])
+    def release(self, request: Request) -> None:
+        """Take all segments and pages from a request."""
+        for segment in request.segments:
+            if segment.node is None:
+                self.allocator.release(segment.pages)
+            else:
+                self.tree.touch(segment.node)
+                self.tree.unlock(segment.node)
+        sequence = request.sequence
+        self.allocator.release(sequence.pages)
         self.allocator.release(self.tree.make_room(request.namespace, 0))
-        request.pages, request.num_tree_pages, request.node = array("i"), 0, None
-        request.num_computed = 0
+        request.segments = []
+        sequence.pages, sequence.start, sequence.num_computed = array("i"), 0, 0
 
     def num_own_tokens(self, request: Request) -> int:
         """Computed tokens of a request that no other request and no pin keeps."""
-        shared = request.node
-        while shared is not None and shared.refs == 1 and not shared.pins:
-            shared = shared.parent
-        kept = sum(len(node.pages) for node in path(shared)) * self.page_size
-        return request.num_computed - min(kept, request.num_computed)
+        kept = sum(self._kept_pages(segment.node) for segment in request.segments) * self.page_size
+        return request.sequence.num_computed - min(kept, request.sequence.num_computed)
+
+    def _kept_pages(self, node: Node | None) -> int:
+        """Pages on the path to a node that stay locked when one request leaves it."""
+        while node is not None and node.refs == 1 and not node.pins:
+            node = node.parent
+        return sum(len(above.pages) for above in path(node))
 
     def flush(self) -> int:
         """Drop all cached pages that no live request uses; returns how many."""
@@ -159,7 +124,9 @@ class PagedCache:
         self.pins.expire()
         self.allocator.release(self.tree.expire())
 
-    def allocate(self, count: int, behind: array[int], namespace: str, cached: int | None = None) -> array[int] | None:
+    def allocate(
+        self, count: int, behind: array[int], namespace: Namespace, cached: int | None = None
+    ) -> array[int] | None:
         """Take free pages, evicting what must go for them; None, with nothing changed, if memory does not suffice.
 
         Args:
@@ -181,12 +148,14 @@ class PagedCache:
         self.allocator.check()
         live = list(live)
         tree = [page for node in self.tree.nodes() for page in node.pages]
-        private = [page for request in live for page in request.pages[request.num_tree_pages :]]
-        owned = tree + private
-        assert len(set(owned)) == len(owned), "a page has two owners"
+        private = [page for request in live for page in request.sequence.pages]
+        private += [page for r in live for s in r.segments if s.node is None for page in s.pages]
+        assert not set(tree) & set(private), "a page has two owners"
+        owned = Counter(tree) + Counter(private)
         assert len(owned) + self.allocator.num_free == self.pool.num_pages, "a page has no owner"
-        owners = set(tree)
-        for request in live:
-            assert all(page in owners for page in request.pages[: request.num_tree_pages])
-        if not any(request.node for request in live):
+        assert all(self.allocator.refs[page] == count for page, count in owned.items()), "a reference is lost"
+        for segment in (segment for request in live for segment in request.segments if segment.node is not None):
+            held = {page for node in path(segment.node) for page in node.pages}
+            assert held.issuperset(segment.pages), "a segment reads pages that its node does not lock"
+        if not any(segment.node for request in live for segment in request.segments):
             assert self.tree.num_locked_pages == self.tree.num_pinned_pages, "an idle node is locked"

@@ -3,85 +3,120 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 
-from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span
-from runtime.engine.scheduler import Work
-from runtime.reuse.cascade import Stretch, stretches
+from radix import Match, path
+from radix.node import TOKEN_BYTES
+from runtime.request import Request, Segment, Work
+from runtime.reuse.strategy import Found, Strategy
 
 
-def plan_prefix(work: Sequence[Work], num_layers: int, page_size: int, least_saved_tokens: int = 256) -> ForwardBatch:
-    """One step over causal requests: each computes its next `count` tokens against all pages before them.
+class PrefixStrategy(Strategy):
+    """Exact prefix caching of causal models.
 
-    Pages that several requests read are one span with the rows of all of them (tree attention); the rows come in the
-    order of the page tables, so that those are neighbours. Sets `logits` of each piece of work. Tokens that nobody has
-    read yet (`ahead`) are left 0.
-
-    Args:
-        work: requests whose page tables cover the rows to be computed.
-        num_layers: layers of the model; they form one group.
-        page_size: tokens in a page.
-        least_saved_tokens: see `stretches`.
+    The request's one segment is the part of its tokens that lies in the tree. It grows as whole pages of the sequence
+    are committed.
     """
-    total = sum(item.count for item in work)
-    tokens = np.empty(total, dtype=np.int64)
-    positions = np.empty(total, dtype=np.int64)
-    slots = np.empty(total, dtype=np.int64)
-    attention = AttentionPlan(total)
-    logits_rows: list[int] = []
-    row = 0
-    ends = [item.request.num_computed + item.ahead + item.count for item in work]
-    tables = [item.request.pages[: -(-end // page_size)].tobytes() for item, end in zip(work, ends, strict=True)]
-    order = sorted(range(len(work)), key=tables.__getitem__)
-    starts = []
-    for i in order:
-        item, end = work[i], ends[i]
-        request, start = item.request, end - item.count
-        rows = slice(row, row + item.count)
-        starts.append(row)
-        tokens[rows] = 0 if item.ahead else request.tokens[start:end]
-        positions[rows] = np.arange(start, end)
-        pages = np.frombuffer(tables[i], dtype=np.int32)
-        slots[rows] = pages[positions[rows] // page_size].astype(np.int64) * page_size + positions[rows] % page_size
-        row = rows.stop
-        wanted = _wanted_rows(item, rows)
-        item.logits = slice(len(logits_rows), len(logits_rows) + len(wanted))
-        logits_rows.extend(wanted)
-    starts.append(row)
-    shared = stretches([tables[i] for i in order], page_size, least_saved_tokens)
-    _attend(attention, shared, [tables[i] for i in order], [ends[i] for i in order], starts, page_size)
-    return ForwardBatch(
-        tokens=torch.from_numpy(tokens),
-        positions=torch.from_numpy(positions),
-        groups=[LayerGroup(range(num_layers), None, torch.from_numpy(slots), attention)],
-        logits_rows=torch.tensor(logits_rows, dtype=torch.int64),
-    )
 
+    name = "prefix"
 
-def _attend(
-    attention: AttentionPlan,
-    shared: Sequence[Stretch],
-    tables: Sequence[bytes],
-    ends: Sequence[int],
-    starts: Sequence[int],
-    page_size: int,
-) -> None:
-    """Add the edges of sorted requests: `ends` are their tokens after the step, `starts` their first rows."""
-    for stretch in shared:
-        pages = np.frombuffer(tables[stretch.first], dtype=np.int32)[stretch.start : stretch.stop]
-        rows = slice(starts[stretch.first], starts[stretch.last])
-        if stretch.last - stretch.first > 1:
-            attention.add(rows, Span(pages, len(pages) * page_size), "full")
-        else:
-            attention.add(rows, Span(pages, ends[stretch.first] - stretch.start * page_size), "causal")
+    def find(self, request: Request) -> Found:
+        """See `Strategy.find`. The last token is never matched: its logits are wanted."""
+        if not self.cache.enabled:
+            return Found(0, Match())
+        limit = len(request.tokens) - 1
+        if request.wants_prompt_logprobs:
+            limit = min(limit, max((request.prompt_logprobs_from or 0) - 1, 0))
+        match = self.cache.tree.match(request.key(limit), request.namespace)
+        return Found(len(match.pages) * self.cache.page_size + match.partial_rows, match)
 
+    def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
+        """See `Strategy.peer`: one whose tokens share a page more with this request's than the tree has."""
+        if not self.cache.enabled or request.wants_prompt_logprobs:
+            return None
+        page_size = self.cache.page_size
+        start = len(found.detail.pages) * page_size
+        stop = start + page_size
+        for other in computing:
+            if request.namespace != other.namespace or stop > min(len(request.tokens) - 1, len(other.tokens)):
+                continue
+            # The one page first: most pairs differ there, and the whole prefix is compared for the others only.
+            if request.tokens[start:stop] == other.tokens[start:stop] and request.key(stop) == other.key(stop):
+                return other, stop
+        return None
 
-def _wanted_rows(item: Work, rows: slice) -> range:
-    """Flat rows of a piece of work whose logits are wanted: the last one if it samples, more for prompt logprobs."""
-    request = item.request
-    if request.wants_prompt_logprobs:
-        skipped = max((request.prompt_logprobs_from or 0) - 1 - request.num_computed, 0)
-        return range(min(rows.start + skipped, rows.stop), rows.stop)
-    return range(rows.stop - 1, rows.stop) if item.samples else range(0)
+    def admit(self, request: Request, found: Found, headroom: int) -> bool:
+        """See `Strategy.admit`."""
+        cache, match, sequence = self.cache, found.detail, request.sequence
+        node = cache.acquire(match)
+        need = cache.pages_for(len(sequence.tokens)) - len(match.pages)
+        fresh, rows = None, 0
+        if need + headroom <= cache.num_available:
+            # The page to copy from must outlive the eviction that makes room for its copy; where nothing else can
+            # be evicted it goes too, and its rows are computed again.
+            cache.tree.lock(match.partial_node)
+            fresh = cache.allocate(need, match.pages, request.namespace)
+            cache.tree.unlock(match.partial_node)
+            rows = match.partial_rows if fresh is not None else 0
+            if fresh is None:
+                fresh = cache.allocate(need, match.pages, request.namespace)
+        if fresh is None:
+            cache.tree.unlock(node)
+            return False
+        cache.use(node)
+        whole = len(match.pages) * cache.page_size
+        request.segments = [Segment(match.pages, whole, node=node)] if node is not None else []
+        request.reuse = whole
+        sequence.start, sequence.pages, sequence.num_computed = whole, fresh, whole + rows
+        if rows:
+            cache.pool.copy_rows(match.partial_page, fresh[0], rows)
+        if request.cached_tokens < 0:
+            request.cached_tokens = whole + rows
+        return True
+
+    def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
+        """See `Strategy.book`."""
+        prefills = work.prefills
+        work.request.sequence.num_computed += work.count
+        if prefills:
+            self._commit(work.request, seconds)
+        return True
+
+    def _commit(self, request: Request, seconds: float = 0.0) -> None:
+        """Hand the full pages of the sequence to the tree, which may have some of them already."""
+        cache, sequence = self.cache, request.sequence
+        full = sequence.num_computed // cache.page_size
+        before = sequence.start // cache.page_size
+        if not cache.enabled or full <= before:
+            return
+        segment = request.segments[0] if request.segments else Segment(sequence.pages[:0], 0)
+        pages = segment.pages + sequence.pages[: full - before]
+        key = request.key(full * cache.page_size)
+        node, held = cache.insert(key, pages, request.namespace, seconds)
+        cache.tree.lock(node)
+        cache.tree.unlock(segment.node)
+        sequence.pages = sequence.pages[full - before :]
+        sequence.start = full * cache.page_size
+        request.segments = [Segment(held, sequence.start, node=node)]
+
+    def release(self, request: Request, keep: bool) -> None:
+        """See `Strategy.release`."""
+        if keep:
+            self._commit(request)
+        self.cache.release(request)
+
+    def distrust(self, request: Request) -> None:
+        """See `Strategy.distrust`: the pages that this request has committed itself go with it."""
+        if not request.segments:
+            return
+        start = request.segments[0].length
+        first: Any = None
+        for node in path(request.segments[0].node):
+            start -= len(node.key) // TOKEN_BYTES
+            if start >= request.reuse:
+                first = node
+        self.cache.release(request)
+        if first is not None:
+            self.cache.drop(first)

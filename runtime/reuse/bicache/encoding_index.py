@@ -5,7 +5,7 @@ from __future__ import annotations
 from sortedcontainers import SortedList
 
 
-class EncodedIndex:
+class EncodingIndex:
     """Encoded prefixes by base namespace, in the order of their tokens as bytes.
 
     Of all strings, the one with the longest common beginning stands next to where the string in question would.

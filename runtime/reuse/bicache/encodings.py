@@ -1,4 +1,4 @@
-"""Encoded prefixes of bidirectional models in the tree, each in a namespace of its own."""
+"""The encoded prefixes that are known: which of them a prompt begins with."""
 
 from __future__ import annotations
 
@@ -6,67 +6,64 @@ import hashlib
 from array import array
 from dataclasses import dataclass
 
-from radix import Match, ShallowMeta, path
+from radix import Match, Namespace, RadixTree, path
 from radix.node import TOKEN_BYTES
-from runtime.engine.denoise_request import DenoiseRequest
-from runtime.kv.cache import PagedCache
-from runtime.reuse.bicache.encoding_index import EncodedIndex
+from runtime.reuse.bicache.encoding_index import EncodingIndex
+from radix import ShallowMeta
 
-# Encodings that are remembered beyond those that the tree has, before those are looked up that it lost.
+# Encodings that are remembered beyond those in the tree, before those are looked up that the tree has lost.
 _SLACK = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The beginning of an encoded prefix.
+class Beginning:
+    """Leading tokens of an encoded prefix.
 
     Attributes:
-        encoding: its namespace in the tree.
+        encoding: its namespace in the tree; None: nothing is shared.
         length: tokens of the beginning.
         encoded: tokens that were encoded together.
     """
 
-    encoding: str
+    encoding: Namespace | None
     length: int
     encoded: int
 
 
-class Encodings:
-    """Finds, books and inserts encoded prefixes.
+def encoding_of(key: bytes, namespace: Namespace) -> Namespace:
+    """The namespace in which the encoding of a prefix lies; `namespace`: of the requests that share it.
 
     Under bidirectional attention the KV of every row depends on the whole prefix, so two prefixes may share no page,
-    however alike they begin. The namespace of an encoding is the request's with a hash of all its tokens; within it
-    the tree compares the tokens themselves. Tenants, pins, holds and eviction see nodes like any other.
+    however alike they begin. Within the namespace the tree compares the tokens themselves.
     """
+    return namespace.for_entry("bicache", hashlib.blake2b(key, digest_size=16).hexdigest())
 
-    def __init__(self, cache: PagedCache):
-        self.cache = cache
-        self._known: dict[str, dict[int, set[str]]] = {}
+
+class Encodings:
+    """Finds encoded prefixes in the tree."""
+
+    def __init__(self, tree: RadixTree):
+        self._tree = tree
+        self._known: dict[Namespace, dict[int, set[Namespace]]] = {}
         self._num_known = 0
-        self._index = EncodedIndex()
+        self._index = EncodingIndex()
 
-    @staticmethod
-    def namespace(base: str, key: bytes) -> str:
-        """Where the encoding of a prefix lies; `base` may be that very namespace, as the tree names it."""
-        ending = f"#{hashlib.blake2b(key, digest_size=16).hexdigest()}"
-        return base if base.endswith(ending) else base + ending
-
-    def match(self, key: bytes, encoding: str) -> Match | None:
+    def match(self, key: bytes, encoding: Namespace) -> Match | None:
         """The pages of a whole encoding; None if some of it is missing."""
-        found = self.cache.tree.match(key, encoding)
-        whole = len(found.pages) * self.cache.page_size * TOKEN_BYTES == len(key)
+        found = self._tree.match(key, encoding)
+        whole = len(found.pages) * self._tree.page_size * TOKEN_BYTES == len(key)
         return found if whole and found.pages else None
 
-    def discover(self, tokens: array[int], base: str, limit: int) -> int:
-        """Tokens of the longest encoded prefix of `tokens[:limit]`; 0 if there is none."""
-        known = self._known.get(base, {})
+    def discover(self, tokens: array[int], namespace: Namespace, limit: int) -> int:
+        """The length of the longest encoded prefix of `tokens[:limit]`; 0 if there is none."""
+        known = self._known.get(namespace, {})
         hashed, at, found = hashlib.blake2b(digest_size=16), 0, []
         for length in sorted(known):
             if length > limit:
                 break
             hashed.update(tokens[at:length].tobytes())
             at = length
-            encoding = f"{base}#{hashed.hexdigest()}"
+            encoding = namespace.for_entry("bicache", hashed.hexdigest())
             if encoding in known[length]:
                 found.append((length, encoding))
         for length, encoding in reversed(found):
@@ -76,87 +73,44 @@ class Encodings:
             self._num_known -= 1
         return 0
 
-    def part(self, tokens: array[int], base: str, limit: int) -> Part | None:
+    def beginning(self, tokens: array[int], namespace: Namespace, limit: int) -> Beginning | None:
         """The encoding of which `tokens[:limit]` has most whole pages in the tree; None if there is no page."""
         key, best = tokens[:limit].tobytes(), None
-        for whole, encoding in self._index.neighbours(base, key):
-            found = self.cache.tree.match(key, encoding)
-            meta = self.cache.tree.shallow(found)
-            length = len(found.pages) * self.cache.page_size
+        for whole, encoding in self._index.neighbours(namespace, key):
+            found = self._tree.match(key, encoding)
+            meta = _meet(found)
+            length = len(found.pages) * self._tree.page_size
             if meta is None:
-                if not self.cache.tree.match(whole, encoding).pages:
-                    self._index.discard(base, whole, encoding)
+                if not self._tree.match(whole, encoding).pages:
+                    self._index.discard(namespace, whole, encoding)
             elif best is None or length > best.length:
-                best = Part(encoding, length, meta.encoded_tokens)
+                best = Beginning(encoding, length, meta.encoded_tokens)
         return best
 
-    def admit(self, request: DenoiseRequest) -> bool:
-        """Give a request the tree's pages of its prefix, if they are there, and private ones for the rest.
+    def add(self, tokens: array[int], namespace: Namespace, encoding: Namespace) -> None:
+        """Remember an encoding of all of `tokens`."""
+        encodings = self._known.setdefault(namespace, {}).setdefault(len(tokens), set())
+        self._num_known += encoding not in encodings
+        encodings.add(encoding)
+        self._index.add(namespace, tokens.tobytes(), encoding)
+        if self._num_known > 2 * self._tree.num_nodes + _SLACK:
+            self._forget({there for there, _ in self._tree.roots()})
 
-        Returns:
-            False, with nothing changed but the use of the match stamped, if memory does not suffice.
-        """
-        cache = self.cache
-        match = self.match(request.key(request.prefix_len), request.encoding) if request.encoding else None
-        node = cache.tree.acquire(match) if match else None
-        if cache.auto_pins is not None and node is not None:
-            cache.auto_pins.note(node)
-        need = cache.pages_for(request.length) * request.num_canvases
-        missing = cache.pages_for(request.prefix_len) if request.encoding and match is None else 0
-        shared = match.pages if match else array("i")
-        fresh = cache.allocate(missing + need, shared, request.namespace, cached=missing)
-        if fresh is None:
-            cache.tree.unlock(node)
-            return False
-        request.node, request.num_tree_pages = node, len(shared)
-        request.pages = shared + fresh
-        request.is_encoding = missing > 0
-        return True
-
-    def insert(self, request: DenoiseRequest, profile: str, similarity: tuple[float, ...] | None, cost: float) -> None:
-        """Hand the prefix that a request has encoded to the tree, and lock it for the request.
-
-        Where the tree still had some pages of this encoding, they stay: their KV is the same.
-        """
-        cache, count = self.cache, self.cache.pages_for(request.prefix_len)
-        meta = ShallowMeta(request.prefix_len, profile, similarity)
-        key = request.key(request.prefix_len)
-        node, held = cache.tree.insert(key, request.pages[:count], request.encoding, cost, meta)
-        twice = [mine for mine, theirs in zip(request.pages, held, strict=False) if mine != theirs]
-        request.pages[:count] = held
-        cache.allocator.release(twice)
-        cache.tree.lock(node)
-        request.node, request.num_tree_pages = node, count
-        request.is_encoding = False
-        self._remember(request)
-
-    def forget(self, request: DenoiseRequest) -> None:
-        """Drop the encoding that a request shared, unless it is pinned or another live request reads it."""
-        if not request.encoding:
-            return
-        found = self.cache.tree.match(request.key(request.prefix_len), request.encoding)
-        for top in list(path(found.node))[-1:]:
-            self.cache.drop(top)
-
-    def _remember(self, request: DenoiseRequest) -> None:
-        lengths = self._known.setdefault(request.namespace, {})
-        encodings = lengths.setdefault(request.prefix_len, set())
-        self._num_known += request.encoding not in encodings
-        encodings.add(request.encoding)
-        self._index.add(request.namespace, request.key(request.prefix_len), request.encoding)
-        there = {namespace for namespace, _ in self.cache.tree.roots()} if self._is_full() else None
-        if there is not None:
-            self._forget(there)
-
-    def _is_full(self) -> bool:
-        return self._num_known > 2 * self.cache.tree.num_nodes + _SLACK
-
-    def _forget(self, there: set[str]) -> None:
+    def _forget(self, there: set[Namespace]) -> None:
         """Forget the encodings that the tree has lost."""
         kept = {
-            base: {length: left for length, encodings in lengths.items() if (left := encodings & there)}
-            for base, lengths in self._known.items()
+            namespace: {length: left for length, encodings in lengths.items() if (left := encodings & there)}
+            for namespace, lengths in self._known.items()
         }
-        self._known = {base: lengths for base, lengths in kept.items() if lengths}
+        self._known = {namespace: lengths for namespace, lengths in kept.items() if lengths}
         self._index.keep(there)
         self._num_known = sum(len(e) for lengths in self._known.values() for e in lengths.values())
+
+
+def _meet(found: Match) -> ShallowMeta | None:
+    """What can be promised of a match's pages together; None if that is nothing."""
+    metas = [node.shallow for node in path(found.node)]
+    weakest: ShallowMeta | None = metas[0] if metas else None
+    for meta in metas[1:]:
+        weakest = None if weakest is None or meta is None else weakest.meet(meta)
+    return weakest

@@ -1,4 +1,4 @@
-"""The `bicache` strategy (section 5.2): a shared prefix exists in the first layers, the others are refreshed.
+"""The rows of a BiCache step (section 5.2): a shared prefix exists in the first layers, the others are refreshed.
 
 With depth d, layers 1 to d read the KV that was computed for the prefix alone, and no other layer does. At a refresh
 the prefix's rows join before layer d, with the states they left layer d - 1 with when the prefix was encoded: layer d
@@ -8,49 +8,100 @@ Joining after layer d would reuse layer d + 1 as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
 
 import numpy as np
 import torch
 
-from runtime.batch import AttentionPlan, ForwardBatch, HiddenRows, LayerGroup, Span
-from runtime.engine.denoise_request import DenoiseWork
+from radix import Namespace
+from runtime.diffusion.canvas import Canvas
+from runtime.request import Request, Work
+from runtime.reuse.build import Read, RowSet, Stage
 
 
 @dataclass(slots=True)
-class Stage:
-    """What a request does in some layers.
+class Share:
+    """The prefix that a diffusion request shares; settled anew each time it is looked up while it waits.
 
     Attributes:
-        layers: which.
-        prefix: its rows are `absent`, computed `apart` (as if the prefix were alone), or `joined` with the others.
-        shared: whether the prefix's KV is read from the tree; else from the request's own pages.
+        reuse, partial: whether prefixes are shared, and the beginnings of longer ones.
+        declared: leading prompt tokens that requests share, as the request says; None: it does not.
+        wanted_depth: layers in which the prefix is to be reused; None: as the table says.
+        interval: denoising steps between two refreshes of the prefix.
+        length: shared leading positions, whole pages; 0: none.
+        encoded: tokens that were encoded together with them; more than `length` where part of an encoding matches.
+        depth: layers in which they are reused.
+        encoding: the prefix's namespace in the tree; None without reuse.
+        is_encoding: whether the next step encodes the prefix alone.
+        boundary: states with which the prefix enters layer `depth`, float32 [length, hidden], once they are known.
+        refreshed_at: the number of the last denoising step that refreshed; -1: none has.
+        refreshes: how many have.
     """
 
-    layers: range
-    prefix: Literal["absent", "apart", "joined"]
-    shared: bool
+    reuse: bool = True
+    partial: bool = False
+    declared: int | None = None
+    wanted_depth: int | None = None
+    interval: int = 1
+    length: int = 0
+    encoded: int = 0
+    depth: int = 0
+    encoding: Namespace | None = None
+    is_encoding: bool = False
+    boundary: torch.Tensor | None = None
+    refreshed_at: int = -1
+    refreshes: int = 0
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the prefix is the beginning of a longer encoding."""
+        return self.encoding is not None and self.encoded > self.length
 
 
-def stages(item: DenoiseWork, num_layers: int) -> list[Stage]:
-    """A request's stages in one step, from the first layer to the last; none is empty."""
-    request, depth = item.request, item.request.depth
-    if request.is_encoding or not request.prefix_len:
-        found = [Stage(range(num_layers), "absent", False)]
-    elif not item.refresh:
-        found = [Stage(range(depth), "absent", True), Stage(range(depth, num_layers), "absent", False)]
-    else:
-        entry = entry_layer(depth)
-        before: Literal["absent", "apart"] = "absent" if request.boundary is not None else "apart"
-        found = [
-            Stage(range(entry), before, True),
-            Stage(range(entry, depth), "joined", True),
-            Stage(range(depth, num_layers), "joined", False),
-        ]
-    return [stage for stage in found if stage.layers]
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a denoising step computes beside its active rows.
+
+    Attributes:
+        refresh: whether the prefix's rows are computed in the layers in which it is not reused.
+        unprompted: positions that are computed once more without the prompt, in all layers, for guidance.
+    """
+
+    refresh: bool = False
+    unprompted: range = range(0)
+
+
+def next_work(request: Request, num_layers: int) -> Work:
+    """The next step of a request that has all its pages."""
+    share, canvas = request.reuse, request.canvas
+    if share.is_encoding:
+        return Work(request, 0, share.length, share.length, detail=Turn())
+    active = canvas.active(share.length)
+    turn = Turn(
+        refresh=_is_due(share, canvas) and share.length > 0 and share.depth < num_layers,
+        unprompted=canvas.active(0) if canvas.params.cfg_scale else range(0),
+    )
+    num_rows = len(active) + (share.length if turn.refresh else 0) + len(turn.unprompted)
+    return Work(request, active.start, len(active), num_rows, detail=turn)
+
+
+def _is_due(share: Share, canvas: Canvas) -> bool:
+    """Whether the prefix is refreshed: every `interval` steps; with a Fast-dLLM cache at a block's beginning."""
+    if canvas.params.cache == "none":
+        return canvas.num_steps % share.interval == 0
+    since = canvas.num_steps - share.refreshed_at
+    return canvas.is_block_start and (share.refreshed_at < 0 or since >= share.interval)
+
+
+def plan_rows(work: Work, num_layers: int, page_size: int) -> list[RowSet]:
+    """The row sets of a step: the canvas (or the prefix, while it is encoded), and the canvas without its prompt."""
+    if work.request.reuse.is_encoding:
+        return [_encode(work.request, num_layers, page_size)]
+    sets = [_CanvasRows(work, page_size).row_set(num_layers)]
+    if work.detail.unprompted:
+        sets.append(_guide(work, num_layers, page_size))
+    return sets
 
 
 def entry_layer(depth: int) -> int:
@@ -58,173 +109,100 @@ def entry_layer(depth: int) -> int:
     return max(depth - 1, 0)
 
 
-class _Rows:
-    """A canvas's place in a step: its flat rows, first those of the step, then the prefix's at a refresh.
+def _slots(pages: np.ndarray, positions: np.ndarray, page_size: int) -> np.ndarray:
+    return pages[positions // page_size].astype(np.int64) * page_size + positions % page_size
 
-    Attributes:
-        is_guide: whether this is the canvas without its prompt, which shares nothing.
-    """
 
-    def __init__(self, item: DenoiseWork, start: int, num_layers: int, page_size: int, is_guide: bool = False):
-        request = item.request
-        self.item, self.start, self.page_size, self.is_guide = item, start, page_size, is_guide
-        self.stages = [Stage(range(num_layers), "absent", False)] if is_guide else stages(item, num_layers)
-        self.active = item.unprompted_rows if is_guide else item.rows
-        self.num_active = len(self.active)
-        self.num_prefix = request.prefix_len if item.refresh and not is_guide else 0
-        self.length = request.prefix_len if request.is_encoding else request.length
-        pages = np.array(request.pages, dtype=np.int32)
-        # While the prefix is encoded, the pages that will be the tree's are still the request's, and come first.
-        num_shared = request.prefix_len // page_size if request.encoding else 0
-        num_own = -(-self.length // page_size)
-        self.shared = pages[:num_shared]
-        own = self.shared if request.is_encoding else pages[num_shared:]
-        self.own = own[num_own:] if is_guide else own[:num_own]
-        self.positions = np.concatenate((np.arange(self.active.start, self.active.stop), np.arange(self.num_prefix)))
-        self.slots = self.own[self.positions // page_size].astype(np.int64) * page_size + self.positions % page_size
+def _encode(request: Request, num_layers: int, page_size: int) -> RowSet:
+    """The prefix alone; the states with which it leaves the layer before its entry are saved."""
+    (segment,), length = request.segments, request.reuse.length
+    positions = np.arange(length)
+    pages = np.frombuffer(segment.pages, dtype=np.int32)
+    writes, reads = _slots(pages, positions, page_size), [Read(pages, length)]
+    entry = entry_layer(request.reuse.depth)
+    stages = [Stage(range(*cut), writes, reads) for cut in pairwise(sorted({0, entry, num_layers}))]
+    if entry:
+        stages[0].save = positions
+    tokens = np.array(request.tokens[:length], dtype=np.int64)
+    return RowSet(tokens, positions, stages, np.empty(0, dtype=np.int64))
 
-    @property
-    def num_rows(self) -> int:
-        return self.num_active + self.num_prefix
 
-    @property
-    def tokens(self) -> np.ndarray:
-        denoiser = self.item.request.denoiser
-        tokens = denoiser.tokens[self.positions]
-        return (
-            np.where(self.positions < denoiser.prompt_len, denoiser.spec.mask_token_id, tokens)
-            if self.is_guide
-            else tokens
-        )
+def _guide(work: Work, num_layers: int, page_size: int) -> RowSet:
+    """The canvas with masks in place of its prompt, which shares nothing; its pages follow those of the canvas."""
+    canvas, rows = work.request.canvas, work.detail.unprompted
+    length, spec = len(canvas.tokens), canvas.spec
+    num_own = -(-length // page_size)
+    pages = np.frombuffer(work.request.sequence.pages, dtype=np.int32)[num_own:]
+    positions = np.arange(rows.start, rows.stop)
+    tokens = np.where(positions < canvas.prompt_len, spec.mask_token_id, canvas.tokens[positions])
+    stage = Stage(range(num_layers), _slots(pages, positions, page_size), [Read(pages, length)])
+    return RowSet(tokens, positions, [stage], canvas.candidates() - spec.logits_shift - rows.start)
 
-    def stage(self, layer: int) -> Stage:
-        return next(stage for stage in self.stages if layer in stage.layers)
 
-    @property
-    def prefix(self) -> np.ndarray:
-        """Flat rows of the prefix: while encoding they are all there are."""
-        first = 0 if self.item.request.is_encoding else self.num_active
-        return np.arange(self.start + first, self.start + self.num_rows)
+class _CanvasRows:
+    """The rows of a canvas: first its active ones, then, at a refresh, those of the prefix."""
 
-    def alive(self, stage: Stage) -> int:
-        return self.num_active + (0 if stage.prefix == "absent" else self.num_prefix)
+    def __init__(self, work: Work, page_size: int):
+        request = work.request
+        self.work, self.page_size = work, page_size
+        self.share: Share = request.reuse
+        self.tokens = request.canvas.tokens
+        num_own = -(-len(self.tokens) // page_size)
+        self.own = np.frombuffer(request.sequence.pages, dtype=np.int32)[:num_own]
+        shared = request.segments[0].pages if request.segments else request.sequence.pages[:0]
+        self.shared = np.frombuffer(shared, dtype=np.int32)
+        self.num_active = work.count
+        self.num_prefix = self.share.length if work.detail.refresh else 0
+        active = np.arange(work.start, work.start + work.count)
+        self.positions = np.concatenate((active, np.arange(self.num_prefix)))
+        self.slots = _slots(self.own, self.positions, page_size)
+        self.prefix_rows = np.arange(self.num_active, self.num_active + self.num_prefix)
 
-    def writes(self, stage: Stage) -> np.ndarray:
-        """Pool slots of the rows alive; -1 for rows whose KV the tree has."""
-        slots = self.slots[: self.alive(stage)].copy()
-        if stage.shared:
-            slots[self.num_active :] = -1
+    def row_set(self, num_layers: int) -> RowSet:
+        share, depth = self.share, self.share.depth
+        if not share.length:
+            stages = [self._full(range(num_layers))]
+        elif not self.num_prefix:
+            stages = [self._without_prefix(range(depth)), self._full(range(depth, num_layers))]
+        else:
+            entry = entry_layer(depth)
+            known = share.boundary is not None
+            before = self._without_prefix(range(entry)) if known else self._apart(range(entry))
+            joined, deep = self._joined(range(entry, depth)), self._full(range(depth, num_layers))
+            if share.boundary is not None and entry:
+                joined.load = self.prefix_rows, share.boundary
+            elif entry:
+                before.save = self.prefix_rows
+            stages = [before, joined, deep]
+        wanted = self.work.request.decoding.wanted(self.work)
+        return RowSet(self.tokens[self.positions], self.positions, [s for s in stages if s.layers], wanted)
+
+    def _full(self, layers: range) -> Stage:
+        """All rows, which read and write the request's own pages alone."""
+        return Stage(layers, self.slots, [Read(self.own, len(self.tokens))])
+
+    def _without_prefix(self, layers: range) -> Stage:
+        """The active rows alone; they read the cached prefix."""
+        alive = np.arange(self.num_active) if self.num_prefix else None
+        return Stage(layers, self.slots[: self.num_active], [self._prefix(), self._rest()], alive)
+
+    def _apart(self, layers: range) -> Stage:
+        """The active rows, and those of the prefix as if it were alone; the tree has their KV."""
+        active = slice(0, self.num_active)
+        return Stage(layers, self._writes(), [self._prefix(), self._rest(active)])
+
+    def _joined(self, layers: range) -> Stage:
+        """All rows; they see the cached prefix and the rest of the canvas."""
+        return Stage(layers, self._writes(), [self._prefix(), self._rest()])
+
+    def _writes(self) -> np.ndarray:
+        slots = self.slots.copy()
+        slots[self.num_active :] = -1
         return slots
 
-    def attend(self, attention: AttentionPlan, stage: Stage, row: int) -> None:
-        """Add what this request alone reads; `row` is its first row in the group."""
-        rows = slice(row, row + self.alive(stage))
-        if stage.shared:
-            own = slice(row, row + self.num_active) if stage.prefix == "apart" else rows
-            skipped = self.item.request.prefix_len
-            attention.add(own, Span(self.own[skipped // self.page_size :], self.length - skipped), "full")
-        else:
-            attention.add(rows, Span(self.own, self.length), "full")
+    def _prefix(self) -> Read:
+        return Read(self.shared, self.share.length)
 
-
-def plan_denoise(
-    work: Sequence[DenoiseWork], num_layers: int, hidden_size: int, page_size: int, device: torch.device
-) -> ForwardBatch:
-    """One step over requests that encode, denoise or refresh, each with its own depth.
-
-    Sets `logits` and `unprompted_logits` of each piece of work, and `boundary` where boundary states are computed.
-
-    Args:
-        work: requests that hold all their pages.
-        num_layers: layers of the model.
-        hidden_size: width of its hidden states.
-        page_size: tokens in a page.
-        device: where boundary states are kept.
-    """
-    rows: list[_Rows] = []
-    start = 0
-    # Requests with the same prefix become neighbours, so that its pages are read once for all of them.
-    for item in sorted(work, key=lambda item: item.request.encoding):
-        for is_guide in (False, True) if item.unprompted_rows else (False,):
-            rows.append(_Rows(item, start, num_layers, page_size, is_guide))
-            start += rows[-1].num_rows
-    groups = [_group(rows, range(*cut), start, page_size) for cut in pairwise(sorted(_cuts(rows) | {num_layers}))]
-    for one in rows:
-        _carry_boundary(one, groups, hidden_size, device)
-    logits_rows: list[np.ndarray] = []
-    count = 0
-    for one in rows:
-        wanted = _wanted_rows(one)
-        place = slice(count, count + len(wanted))
-        if one.is_guide:
-            one.item.unprompted_logits = place
-        else:
-            one.item.logits = place
-        logits_rows.append(wanted)
-        count += len(wanted)
-    return ForwardBatch(
-        tokens=torch.from_numpy(np.concatenate([r.tokens for r in rows])),
-        positions=torch.from_numpy(np.concatenate([r.positions for r in rows])),
-        groups=groups,
-        logits_rows=torch.from_numpy(np.concatenate(logits_rows)),
-    )
-
-
-def _cuts(rows: Sequence[_Rows]) -> set[int]:
-    """Layers at which a group begins: the union over all requests."""
-    found = {0}
-    for one in rows:
-        found |= {stage.layers.start for stage in one.stages}
-        if one.item.request.is_encoding:
-            found.add(entry_layer(one.item.request.depth))
-    return found
-
-
-def _group(rows: Sequence[_Rows], layers: range, total: int, page_size: int) -> LayerGroup:
-    attention = AttentionPlan(0)
-    alive: list[np.ndarray] = []
-    writes: list[np.ndarray] = []
-    last: bytes | None = None
-    first, edge = 0, -1
-    for one in rows:
-        stage, row = one.stage(layers.start), attention.num_rows
-        count = one.alive(stage)
-        attention.num_rows += count
-        shared = one.shared.tobytes() if stage.shared else None
-        if shared is not None and shared == last:
-            attention.edges[edge].rows = slice(first, row + count)
-        elif shared is not None:
-            first, edge = row, len(attention.edges)
-            attention.add(slice(row, row + count), Span(one.shared, len(one.shared) * page_size), "full")
-        last = shared
-        one.attend(attention, stage, row)
-        alive.append(np.arange(one.start, one.start + count))
-        writes.append(one.writes(stage))
-    return LayerGroup(
-        layers,
-        None if attention.num_rows == total else torch.from_numpy(np.concatenate(alive)),
-        torch.from_numpy(np.concatenate(writes)),
-        attention,
-    )
-
-
-def _carry_boundary(one: _Rows, groups: Sequence[LayerGroup], hidden_size: int, device: torch.device) -> None:
-    """Let the prefix's rows enter with the states that are known, or keep those that this step computes."""
-    item, request = one.item, one.item.request
-    entry = entry_layer(request.depth)
-    if one.is_guide or not entry or not (item.refresh or request.is_encoding):
-        return
-    prefix = torch.from_numpy(one.prefix)
-    if request.boundary is not None:
-        next(g for g in groups if g.layers.start == entry).load.append(HiddenRows(prefix, request.boundary))
-    else:
-        item.boundary = torch.empty(len(prefix), hidden_size, device=device)
-        next(g for g in groups if g.layers.stop == entry).save.append(HiddenRows(prefix, item.boundary))
-
-
-def _wanted_rows(one: _Rows) -> np.ndarray:
-    """Flat rows whose logits are wanted: those that belong to the masks of the block."""
-    if one.item.request.is_encoding:
-        return np.empty(0, dtype=np.int64)
-    denoiser = one.item.request.denoiser
-    return one.start + denoiser.candidates() - denoiser.spec.logits_shift - one.active.start
+    def _rest(self, rows: slice | None = None) -> Read:
+        skipped = self.share.length
+        return Read(self.own[skipped // self.page_size :], len(self.tokens) - skipped, rows=rows)

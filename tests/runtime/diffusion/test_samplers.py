@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.diffusion.canvas import Denoiser, restrict
+from runtime.diffusion.canvas import Canvas, restrict
 from runtime.diffusion.fast_dllm import active_rows, by_factor, by_threshold
 from runtime.errors import InvalidRequest
 from runtime.models.diffusion import DiffusionSpec
@@ -29,7 +29,7 @@ def denoiser(algorithm="low_confidence", seed=0, sampling=None, shift=0, **param
     filled = DiffusionParams(**params).filled(algorithm, sampling)
     filled.check(sampling, 4, len(PROMPT))
     spec = DiffusionSpec(MASK, shift, algorithm)
-    return Denoiser(np.array(PROMPT), filled, sampling, spec, torch.Generator().manual_seed(seed))
+    return Canvas(np.array(PROMPT), filled, sampling, spec, torch.Generator().manual_seed(seed))
 
 
 def run(one, logits):

@@ -58,7 +58,7 @@ def test_the_same_prefix_is_computed_once_within_a_batch(tiny_dir):
     root = [draw.randrange(49152) for _ in range(160)]
     driver = Driver(make_core(tiny_dir, chunk_tokens=64))
     driver.together([[*root, i] for i in range(10)], max_new_tokens=2)
-    assert driver.core.state()["prefill_tokens"] <= 161 + 9 * 2
+    assert driver.core.admin.state()["prefill_tokens"] <= 161 + 9 * 2
     cached = [driver.events[f"r{i}"][0].cached_tokens for i in range(10)]
     assert cached == [0] + [160] * 9
 
@@ -90,7 +90,7 @@ def test_a_retracted_request_loses_only_what_was_evicted(tiny_dir):
     for i, prompt in enumerate(prompts):
         driver.add(str(i), prompt, max_new_tokens=30)
     driver.run()
-    assert driver.core.state()["retracted_requests"] > 0
+    assert driver.core.admin.state()["retracted_requests"] > 0
     assert [driver.tokens[str(i)] for i in range(2)] == plain.together(prompts, max_new_tokens=30)
 
 
@@ -109,7 +109,7 @@ def test_a_failing_step_ends_its_requests_and_no_other(tiny_dir, monkeypatch):
     assert driver.finish["bad"].type == "error"
     assert "out of something" not in (driver.finish["bad"].message or "")
     driver.together([[1, 2, 3]], max_new_tokens=2)
-    assert core.state()["failed_requests"] == 1
+    assert core.admin.state()["failed_requests"] == 1
 
 
 @pytest.mark.parametrize("out_of_memory", [False, True])
@@ -132,8 +132,8 @@ def test_one_poisoned_request_fails_alone(tiny_dir, monkeypatch, out_of_memory):
     assert driver.finish["6"].type == "error"
     assert "secret" not in (driver.finish["6"].message or "")
     assert [driver.tokens[str(i)] for i in range(6)] == plain[:6]
-    assert core.state()["failed_requests"] == 1
-    assert core.state()["failed_steps"] >= 3
+    assert core.admin.state()["failed_requests"] == 1
+    assert core.admin.state()["failed_steps"] >= 3
 
 
 def test_a_step_that_is_too_large_for_the_memory_is_run_in_parts(tiny_dir, monkeypatch):
@@ -150,7 +150,7 @@ def test_a_step_that_is_too_large_for_the_memory_is_run_in_parts(tiny_dir, monke
 
     monkeypatch.setattr(core.executor, "run", small)
     assert driver.together(prompts, max_new_tokens=5) == plain
-    assert core.state()["failed_requests"] == 0
+    assert core.admin.state()["failed_requests"] == 0
 
 
 def test_logits_that_are_no_numbers_end_their_request_alone(tiny_dir, monkeypatch):
@@ -172,7 +172,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(tiny_dir, monkeypatc
     driver.run()
     assert driver.finish["greedy"].type == driver.finish["drawn"].type == "error"
     assert driver.tokens["sound"] == plain
-    state = core.state()
+    state = core.admin.state()
     assert (state["bad_logits"], state["failed_requests"], state["pages_private"]) == (2, 2, 0)
 
 

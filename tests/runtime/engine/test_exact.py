@@ -34,7 +34,7 @@ def test_there_are_enough_real_prompts(prompts):
 def test_cache_off(default_model_dir, prompts, expected):
     driver = Driver(make_core(default_model_dir, prefix_cache=False))
     assert driver.together(prompts, max_new_tokens=NEW) == expected
-    assert driver.core.state()["cached_tokens"] == 0
+    assert driver.core.admin.state()["cached_tokens"] == 0
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_cold_warm_and_flushed(default_model_dir, prompts, expected, page_size, 
     core = make_core(default_model_dir, page_size=page_size, chunk_tokens=chunk, step_tokens=1 << 20)
     driver = Driver(core)
     assert driver.together(prompts, max_new_tokens=NEW) == expected
-    assert core.state()["cached_tokens"] > 0, "prompts with a common beginning share it within one batch"
+    assert core.admin.state()["cached_tokens"] > 0, "prompts with a common beginning share it within one batch"
     assert driver.together(prompts, max_new_tokens=NEW) == expected
     for i, prompt in enumerate(prompts):
         kept = (len(prompt) + NEW - 1) // page_size * page_size
@@ -53,7 +53,7 @@ def test_cold_warm_and_flushed(default_model_dir, prompts, expected, page_size, 
             cached = driver.events[f"r{len(prompts) + i}"][0].cached_tokens
             assert cached == len(prompt) - 1, "a warm prompt is reused to the token"
     driver.flush()
-    assert core.state()["pages_free"] == core.state()["pages_total"]
+    assert core.admin.state()["pages_free"] == core.admin.state()["pages_total"]
     assert driver.together(prompts[:3], max_new_tokens=NEW) == expected[:3]
 
 
@@ -85,7 +85,7 @@ def test_evicting_retracting_and_flushed_midway(default_model_dir, prompts, expe
         between(0)
     for i, tokens in enumerate(expected):
         assert driver.tokens[str(i)] == tokens
-    state = core.state()
+    state = core.admin.state()
     assert state["evicted_tokens"] > 0
     assert state["retracted_requests"] > 0
 
@@ -168,4 +168,4 @@ def test_tiny_pool_evicts_and_retracts(any_tiny_dir, tiny_prompts, tiny_expected
         driver.run(between)
     for rid, i in rids.items():
         assert driver.tokens[rid] == tiny_expected[i]
-    assert core.state()["evicted_tokens"] > 0
+    assert core.admin.state()["evicted_tokens"] > 0

@@ -169,7 +169,7 @@ def test_random_lives_are_those_in_step(tiny_dir, prompts, free, seed, page_size
     assert aborted
     assert in_flight or pool < 160
     if pool < 160:
-        assert driver.core.state()["retracted_requests"] > 0
+        assert driver.core.admin.state()["retracted_requests"] > 0
     assert any(finish.type == "stop" for finish in driver.finish.values())
 
 
@@ -242,7 +242,7 @@ def test_a_step_that_cannot_be_launched_ahead_is_run_in_step(tiny_dir, prompts):
             one.add(str(i), prompts[i], max_new_tokens=NEW, **spec)
         one.run()
     assert driver.tokens == plain.tokens
-    state = driver.core.state()
+    state = driver.core.admin.state()
     assert (state["failed_steps"] > 2, state["failed_requests"]) == (True, 0)
     assert driver.ahead
 
@@ -267,7 +267,7 @@ def test_a_step_that_fails_in_flight_is_run_again_with_all_behind_it(tiny_dir, p
             one.add(str(i), prompts[i], max_new_tokens=NEW, **spec)
         one.run()
     assert driver.tokens == plain.tokens
-    state = driver.core.state()
+    state = driver.core.admin.state()
     assert (state["failed_steps"], state["failed_requests"]) == (1, 0)
 
 
@@ -309,7 +309,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(tiny_dir, prompts, f
         assert driver.finish[f"bad{i}"].type == "error"
         assert len(driver.tokens[f"bad{i}"]) == 5
         assert driver.tokens[str(i)] == free[i]
-    assert driver.core.state()["bad_logits"] == 3
+    assert driver.core.admin.state()["bad_logits"] == 3
     assert max(driver.ahead) == 6
 
 
@@ -322,7 +322,7 @@ def test_aborted_with_a_step_in_flight_and_back_under_the_same_name(tiny_dir, pr
     assert driver.core.busy, "what is in flight has to be dropped"
     driver.flush()
     driver.core.cache.check([])
-    assert driver.core.state()["pages_private"] == 0
+    assert driver.core.admin.state()["pages_private"] == 0
     del driver.finish["a"]
     driver.add("a", prompts[1], max_new_tokens=NEW)
     driver.run()

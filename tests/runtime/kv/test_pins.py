@@ -49,7 +49,7 @@ def test_a_pin_over_the_budget_is_refused_with_the_figures(driver):
     assert "25 pages" in refused
     assert "20 pages" in refused
     assert "shorter than a page" in pin(driver.core, [1, 2, 3])["refused"]
-    assert driver.core.state()["pins_refused"] == 2
+    assert driver.core.admin.state()["pins_refused"] == 2
 
 
 def test_pins_share_what_their_prefixes_share(driver):
@@ -75,8 +75,8 @@ def test_a_pin_ends_with_its_time(driver, monkeypatch):
 def test_flush_takes_pins_only_when_asked(driver):
     driver.together([PREFIX], max_new_tokens=1)
     pin(driver.core, PREFIX)
-    assert driver.core.flush()["live_tokens"] == 96
-    assert driver.core.flush(pins=True)["live_tokens"] == 0
+    assert driver.core.admin.flush()["live_tokens"] == 96
+    assert driver.core.admin.flush(pins=True)["live_tokens"] == 0
 
 
 def test_a_request_that_needs_the_whole_pool_wins_over_a_pin(driver):
@@ -85,7 +85,7 @@ def test_a_request_that_needs_the_whole_pool_wins_over_a_pin(driver):
     driver.add("big", [7] * 620, max_new_tokens=20)
     driver.run()
     assert driver.finish["big"].type == "length"
-    assert driver.core.state()["pins_broken"] == 1
+    assert driver.core.admin.state()["pins_broken"] == 1
 
 
 def test_the_prefixes_that_are_hit_most_are_pinned_by_themselves(tiny_dir):
@@ -129,9 +129,9 @@ def test_ttl_empties_an_idle_cache(tiny_dir):
     driver = Driver(core)
     driver.together([PREFIX], max_new_tokens=1)
     now[0] = 29.0
-    assert core.state()["pages_tree"] == 6
+    assert core.admin.state()["pages_tree"] == 6
     now[0] = 31.0
-    state = core.state()
+    state = core.admin.state()
     assert (state["pages_tree"], state["evicted_tokens_by_cause"]["expired"]) == (0, 96)
     driver.check_idle()
 
@@ -154,7 +154,7 @@ def test_full_load_with_pins_and_holds_at_their_limits(tiny_dir, policy):
     for rid, prompt in prompts.items():
         driver.add(rid, prompt, max_new_tokens=draw.choice([4, 60]), namespace=draw.choice(["", "t/1", "t/2"]))
     driver.run(between)
-    state = core.state()
+    state = core.admin.state()
     assert state["evicted_tokens_by_cause"]["quota"] > 0
     assert core.cache.tree.quotas.pages("t/1") <= 60
     assert state["pages_pinned"] > 0

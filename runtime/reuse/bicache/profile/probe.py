@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from runtime.diffusion.canvas import Denoiser
-from runtime.engine.denoise_request import DenoiseRequest
+from runtime.config import CacheConfig, DiffusionConfig
+from runtime.diffusion.decoding import CanvasDecoding
 from runtime.execution.executor import Executor
+from runtime.kv.cache import PagedCache
 from runtime.params import DiffusionParams, SamplingParams
-from runtime.reuse.bicache.plan import plan_denoise
+from runtime.request import Request, Segment, Sequence
+from runtime.reuse.bicache.depth_table import NO_TABLE
+from runtime.reuse.bicache.plan import Share
 from runtime.reuse.bicache.profile.samples import Sample
+from runtime.reuse.bicache.strategy import BiCache
+from runtime.reuse.build import build
 
 _GREEDY = SamplingParams(temperature=0)
 
@@ -32,6 +36,9 @@ class Probe:
         self.executor = executor
         assert executor.spec.diffusion is not None
         self._diffusion = executor.spec.diffusion
+        self._decoding = CanvasDecoding(self._diffusion, executor.device)
+        cache = PagedCache(executor.pool, CacheConfig())
+        self._strategy = BiCache(DiffusionConfig(), NO_TABLE, executor.spec, cache)
 
     def similarity(self, sample: Sample, per_token: bool) -> list[float]:
         """Cosine similarity of the prefix's keys and values, alone and in the full input at the first step, by layer.
@@ -64,62 +71,62 @@ class Probe:
         self._run(self._alone(sample))
         full = self._full(sample)
         found: list[float] = []
-        while len(found) < steps and not full.denoiser.done:
+        while len(found) < steps and not full.canvas.done:
             reusing = self._reusing(sample, depth)
-            reusing.denoiser = full.denoiser
+            reusing.canvas = full.canvas
             with_reuse = self._log_probs(reusing)
             without = self._log_probs(full)
             found.append(float((without.exp() * (without - with_reuse)).sum(-1).mean()))
-            full.denoiser.commit(without)
+            full.canvas.commit(without)
         return float(np.mean(found))
 
-    def _log_probs(self, request: DenoiseRequest) -> torch.Tensor:
+    def _log_probs(self, request: Request) -> torch.Tensor:
         logits = self._run(request).clone()
         # Never chosen, so it belongs to no distribution; and minus infinity twice is no number.
         logits[:, self._diffusion.mask_token_id] = -1e4
         return logits.log_softmax(-1)
 
     @torch.inference_mode()
-    def _run(self, request: DenoiseRequest) -> torch.Tensor:
+    def _run(self, request: Request) -> torch.Tensor:
         spec = self.executor.spec
-        batch = plan_denoise(
-            [request.work(spec.num_layers)], spec.num_layers, spec.hidden_size, 1, self.executor.device
-        )
-        return self.executor.run(batch)
+        sets = self._strategy.rows(self._strategy.work(request, request.max_tokens))
+        plan = build(sets, spec.num_layers, 1, spec.hidden_size, self.executor.device)
+        return self.executor.run(plan.batch)
 
-    def _alone(self, sample: Sample) -> DenoiseRequest:
-        whole = replace(sample, prefix=[*sample.prefix, *sample.lost], lost=())
-        request = self._reusing(whole, 1)
-        request.is_encoding = True
+    def _alone(self, sample: Sample) -> Request:
+        """A request that encodes the prefix, with what followed it then."""
+        prompt = [*sample.prefix, *sample.lost]
+        share = Share(length=len(prompt), depth=1, is_encoding=True)
+        request = self._request(sample, prompt, share, range(0))
+        request.segments = [Segment(array("i", range(len(prompt))), len(prompt))]
         return request
 
-    def _reusing(self, sample: Sample, depth: int) -> DenoiseRequest:
+    def _reusing(self, sample: Sample, depth: int) -> Request:
         n, start = len(sample.prefix), sample.encoded
-        shared = range(n) if depth else range(0)
-        request = self._request(sample, [*shared, *range(start, start + sample.length)])
-        request.prefix_len, request.depth = n, depth
-        request.encoding = "prefix" if depth else ""
+        share = Share(length=n, depth=depth)
+        request = self._request(sample, [*sample.prefix, *sample.prompt], share, range(start, start + sample.length))
+        request.segments = [Segment(array("i", range(n)), n)] if depth else []
         return request
 
-    def _full(self, sample: Sample) -> DenoiseRequest:
+    def _full(self, sample: Sample) -> Request:
         start = sample.encoded + sample.length
-        return self._request(sample, range(start, start + sample.length))
+        prompt = [*sample.prefix, *sample.prompt]
+        return self._request(sample, prompt, Share(), range(start, start + sample.length))
 
-    def _request(self, sample: Sample, pages: Iterable[int]) -> DenoiseRequest:
+    def _request(self, sample: Sample, prompt: list[int], share: Share, pages: Iterable[int]) -> Request:
         """A request of one block, of whose masks each step decides one."""
-        prompt = np.array([*sample.prefix, *sample.prompt], dtype=np.int64)
         params = DiffusionParams(gen_length=sample.gen_length, block_length=sample.gen_length)
         params = params.filled(self._diffusion.algorithm, _GREEDY)
-        generator = torch.Generator(self.executor.device)
-        return DenoiseRequest(
+        request = Request(
             rid="probe",
-            tokens=array("i", prompt.tolist()),
+            sequence=Sequence(array("i", prompt), pages=array("i", pages)),
             prompt_len=len(prompt),
             sampling=_GREEDY,
             stop_ids=frozenset(),
-            max_tokens=sample.length,
-            pages=array("i", pages),
-            denoiser=Denoiser(prompt, params, _GREEDY, self._diffusion, generator),
-            params=params,
-            interval=1,
+            max_tokens=len(prompt) + sample.gen_length,
+            strategy=self._strategy,
+            decoding=self._decoding,
+            reuse=share,
         )
+        self._decoding.open(request, params.model_dump())
+        return request

@@ -1,4 +1,4 @@
-"""Drives a DiffusionCore step by step."""
+"""Drives a EngineCore step by step."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from runtime.config import make_config
-from runtime.engine.denoise_core import DiffusionCore
+from runtime.engine.core import EngineCore
 from runtime.params import DiffusionParams, SamplingParams
 from runtime.protocol import AddRequest
 from tests.runtime.engine.driver import Driver
 
 
-def make_core(path: Path, **options: Any) -> DiffusionCore:
+def make_core(path: Path, **options: Any) -> EngineCore:
     """A core in float32 that checks its invariants after every step."""
     options = {"dtype": "float32", "device": "cpu", "pool_tokens": 2048, "debug_invariants": True, **options}
-    return DiffusionCore(make_config(model=str(path), **options), path)
+    return EngineCore(make_config(model=str(path), **options), path)
 
 
 class DenoiseDriver(Driver):
     """Runs requests on a diffusion core and keeps what they gave."""
 
-    core: DiffusionCore
+    core: EngineCore
 
     def denoise(
         self,
@@ -35,7 +35,7 @@ class DenoiseDriver(Driver):
     ) -> None:
         """Add a request; `diffusion` are fields of `DiffusionParams`."""
         params = SamplingParams(**{"temperature": 0, "ignore_eos": True, **(sampling or {})})
-        filled = DiffusionParams(**diffusion).filled(self.core.diffusion.algorithm, params)
+        filled = DiffusionParams(**diffusion).filled(self.core.info.diffusion.algorithm, params)
         filled.check(params, self.core.executor.spec.num_layers, len(prompt))
         self.tokens[rid], self.events[rid] = [], []
         message = AddRequest(

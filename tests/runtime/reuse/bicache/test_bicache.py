@@ -84,7 +84,7 @@ def test_reuse_is_off_where_it_is_not_wanted(any_dir, any_plain):
     assert driver.report(driver.last())["prefix_ratio"] == 0
     off = DenoiseDriver(make_core(any_dir, bicache=False))
     assert off.one(PROMPTS[1], **options(any_plain), depth=4) == wanted
-    assert driver.core.state()["pages_tree"] == off.core.state()["pages_tree"] == 0
+    assert driver.core.admin.state()["pages_tree"] == off.core.admin.state()["pages_tree"] == 0
 
 
 @pytest.mark.parametrize("native", [False, True])
@@ -273,8 +273,8 @@ def test_pins_quotas_and_holds_see_encodings(deep_dir):
     for i in range(8):
         shared = [i * 30 + j for j in range(32)]
         driver.one([*shared, 5], gen_length=8, prefix_tokens=32, depth=4)
-    assert core.state()["evicted_tokens"] > 0
-    assert core.state()["holds_broken"] > 0
+    assert core.admin.state()["evicted_tokens"] > 0
+    assert core.admin.state()["holds_broken"] > 0
     namespace = Encodings.namespace("", key)
     assert len(core.cache.tree.match(key, namespace).pages) == 3, "pinned"
     assert core.handle(GetPins(1)).result["pinned_tokens"] == 48
@@ -285,7 +285,7 @@ def test_pins_quotas_and_holds_see_encodings(deep_dir):
     for i in range(4):
         tenant.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4, namespace="t/")
         tenant.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4, namespace="u/")
-    assert tenant.core.state()["evicted_tokens_by_cause"]["quota"] > 0
+    assert tenant.core.admin.state()["evicted_tokens_by_cause"]["quota"] > 0
     assert tenant.core.cache.tree.num_pages == 8
 
 

@@ -1,0 +1,91 @@
+"""Diffusion models: each step decides some masks of a canvas, until none is left."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from runtime.diffusion.canvas import Canvas
+from runtime.errors import RametError
+from runtime.models.diffusion import DiffusionSpec
+from runtime.params import DiffusionParams
+from runtime.protocol import Finish, TokenEvent, TokenLogprob
+from runtime.request import Request, Work
+from runtime.sampling.decoding import Decoding
+
+log = logging.getLogger("ramet.engine")
+
+
+class CanvasDecoding(Decoding):
+    """Masked diffusion: a request's canvas is its prompt and the masks that follow."""
+
+    counted = ("denoise_steps",)
+
+    def __init__(self, spec: DiffusionSpec, device: torch.device):
+        """`device`: of the logits."""
+        super().__init__()
+        self._spec, self._device = spec, device
+
+    def open(self, request: Request, asked: dict[str, Any]) -> None:
+        """See `Decoding.open`. A request that wants no tokens gets no canvas."""
+        if not request.wants_tokens:
+            return
+        generator = torch.Generator(self._device)
+        if request.sampling.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(request.sampling.seed)
+        prompt = np.array(request.tokens, dtype=np.int64)
+        params = DiffusionParams.model_construct(**asked)
+        request.canvas = Canvas(prompt, params, request.sampling, self._spec, generator)
+        request.max_tokens = len(request.canvas.tokens)
+
+    def wanted(self, work: Work) -> np.ndarray:
+        """See `Decoding.wanted`: the rows that belong to the masks of the block."""
+        return work.request.canvas.candidates() - self._spec.logits_shift - work.start
+
+    def book(
+        self, work: Work, logits: Sequence[torch.Tensor], token: int | None, logprob: TokenLogprob | None
+    ) -> TokenEvent | None:
+        """See `Decoding.book`. A second row set is that of the canvas without its prompt, for guidance."""
+        request = work.request
+        canvas = request.canvas
+        if canvas is None:
+            return self.event(request, [], Finish("length"))
+        self.counters["denoise_steps"] += 1
+        wanted = logits[0]
+        if len(logits) > 1:
+            wanted = logits[1] + (canvas.params.cfg_scale + 1) * (wanted - logits[1])
+        try:
+            canvas.commit(wanted)
+        except RametError:
+            raise
+        except Exception as error:
+            log.exception("no token could be chosen for request %s", request.rid)
+            raise RametError(f"no token could be chosen: {type(error).__name__}") from error
+        return self._report(request)
+
+    def _report(self, request: Request) -> TokenEvent | None:
+        """The tokens that became certain at this step: those up to the first mask, or up to the first stop token.
+
+        Decided tokens never change, so nothing behind a stop token that follows the prompt without a gap can change
+        the answer: the request ends there.
+        """
+        canvas = request.canvas
+        output = canvas.tokens[request.prompt_len :]
+        new = output[request.num_output : canvas.num_decided].tolist()
+        stop = next((i for i, token in enumerate(new) if token in request.stop_ids), None)
+        finish = Finish("length") if canvas.done else None
+        if stop is not None:
+            new, finish = new[: stop + 1], Finish("stop", matched=new[stop])
+        shown = output.tolist() if canvas.params.stream_canvas else None
+        if not new and finish is None and shown is None:
+            return None
+        request.tokens.extend(new)
+        event = self.event(request, new, finish)
+        event.canvas = shown
+        return event

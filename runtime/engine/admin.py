@@ -1,0 +1,197 @@
+"""Operators' calls on a running engine: state, pins, the tree and its nodes, pause and flush."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from dataclasses import asdict
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from radix import Block, Node, outline, path, view
+from radix.stats import Histogram
+from runtime.protocol import (
+    Call,
+    FlushCache,
+    GetOutline,
+    GetPins,
+    GetRequests,
+    GetState,
+    GetTree,
+    OnNode,
+    Pause,
+    RemovePin,
+    Reply,
+)
+from runtime.request import Request, Status
+
+if TYPE_CHECKING:
+    from runtime.engine.core import EngineCore
+
+_Walk = Generator[None, None, list[Block]]
+
+
+class Admin:
+    """Answers calls about an engine core, each in a time that requests hardly notice.
+
+    A node is named by its first page and the tokens before it: when another node has come by the page since, the name
+    no longer fits.
+    """
+
+    def __init__(self, core: EngineCore):
+        self._core = core
+        self._walk: _Walk | None = None
+        self._answers: dict[type, Callable[[Any], dict[str, Any]]] = {
+            FlushCache: lambda message: self.flush(message.pins),
+            GetOutline: lambda message: self.outline(message.limit, message.preview_tokens),
+            GetPins: lambda _: self.pins(),
+            GetRequests: lambda message: self.requests(message.limit),
+            GetState: lambda _: self.state(),
+            GetTree: self.tree,
+            OnNode: lambda message: getattr(self, f"_{message.verb}")(self._find(message.page, message.start)),
+            Pause: self._pause,
+            RemovePin: lambda message: {"found": self._core.cache.pins.unpin(message.pin)},
+        }
+
+    def handle(self, message: Call) -> Reply:
+        """Answer a call."""
+        return Reply(message.call, self._answers[type(message)](message))
+
+    def flush(self, pins: bool = False) -> dict[str, Any]:
+        """Drop every cached page that no live request uses; pinned ones only if asked."""
+        cache = self._core.cache
+        cache.expire()
+        for strategy in self._core.strategies.values():
+            strategy.flush()
+        if pins:
+            cache.pins.unpin_all()
+        return {
+            "flushed_tokens": cache.flush() * cache.page_size,
+            "live_tokens": cache.tree.num_pages * cache.page_size,
+        }
+
+    def pins(self) -> dict[str, Any]:
+        """All pins, and the tokens of their budget that they hold."""
+        board, page_size = self._core.cache.pins, self._core.cache.page_size
+        board.expire()
+        return {
+            "pins": [board.describe(pin) for pin in board.pins.values()],
+            "pinned_tokens": self._core.cache.tree.num_pinned_pages * page_size,
+            "budget_tokens": board.budget_pages * page_size,
+        }
+
+    def _pause(self, message: Pause) -> dict[str, Any]:
+        self._core.paused = message.paused
+        return {"paused": message.paused}
+
+    def requests(self, limit: int) -> dict[str, Any]:
+        """The live requests, oldest first."""
+        now_s = time.monotonic()
+        live = islice(self._core.requests.values(), limit)
+        return {"requests": [_describe(request, now_s) for request in live]}
+
+    # -- the tree --------------------------------------------------------------------------------------------
+
+    def tree(self, asked: GetTree) -> dict[str, Any]:
+        """A page of the tree's nodes, parents first."""
+        self._core.cache.expire()
+        nodes = view(
+            self._core.cache.tree,
+            lambda namespace: asked.tenant is None or namespace.tenant == asked.tenant,
+            asked.max_depth,
+            asked.skip,
+            asked.limit,
+            asked.preview_tokens,
+        )
+        return {"nodes": [asdict(node) for node in nodes]}
+
+    def outline(self, limit: int, preview_tokens: int) -> dict[str, Any]:
+        """Go on with a walk over the tree, or begin one: `{"blocks": None}` until it has come to its end."""
+        if self._walk is None:
+            self._walk = outline(self._core.cache.tree, limit, preview_tokens)
+        try:
+            next(self._walk)
+        except StopIteration as end:
+            self._walk = None
+            return {"blocks": [asdict(block) for block in end.value]}
+        return {"blocks": None}
+
+    def _find(self, page: int, start: int) -> Node | None:
+        """The node of a name. Walks the tree."""
+        tree = self._core.cache.tree
+        for node in tree.nodes():
+            if node.pages[0] == page:
+                before = sum(len(above.pages) for above in path(node)) - len(node.pages)
+                return node if before * tree.page_size == start else None
+        return None
+
+    def _prefix(self, node: Node | None) -> dict[str, Any]:
+        """The whole prefix that ends with a node: `{"tokens": int32 bytes, "namespace"}`, or `{}` if there is none."""
+        if node is None:
+            return {}
+        runs = [above.key for above in path(node)]
+        return {"tokens": b"".join(reversed(runs)), "namespace": node.namespace}
+
+    def _unpin(self, node: Node | None) -> dict[str, Any]:
+        """Remove every pin that keeps a node: `{"found", "pins": their ids}`."""
+        board = self._core.cache.pins
+        kept = [] if node is None else [pin.id for pin in board.pins.values() if node in path(pin.node)]
+        for pin_id in kept:
+            board.unpin(pin_id)
+        return {"found": node is not None, "pins": kept}
+
+    def _drop(self, node: Node | None) -> dict[str, Any]:
+        """Evict a node and everything below it that neither live requests nor pins keep: `{"found", "tokens"}`."""
+        freed = 0 if node is None else self._core.cache.drop(node)
+        return {"found": node is not None, "tokens": freed * self._core.cache.page_size}
+
+    # -- counters --------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Counters and histograms, which only grow, and gauges."""
+        core, cache = self._core, self._core.cache
+        cache.expire()
+        tree, stats, page_size = cache.tree, cache.tree.stats, cache.page_size
+        return {
+            **core.counters,
+            "evicted_tokens": sum(stats.evicted.values()) * page_size,
+            "evicted_tokens_by_cause": {cause: pages * page_size for cause, pages in stats.evicted.items()},
+            "retracted_requests": core.scheduler.num_retracted,
+            "running": len(core.scheduler.running),
+            "waiting": len(core.scheduler.waiting) + len(core.scheduler.blocked),
+            "paused": int(core.paused),
+            "pages_total": cache.pool.num_pages,
+            "pages_free": cache.allocator.num_free,
+            "pages_tree": tree.num_pages,
+            "pages_private": cache.pool.num_pages - cache.allocator.num_free - tree.num_pages,
+            "pages_locked": tree.num_locked_pages,
+            "pages_pinned": tree.num_pinned_pages,
+            "pins": len(cache.pins.pins),
+            "pins_refused": cache.pins.num_refused,
+            "pins_broken": cache.pins.num_broken,
+            "holds_broken": tree.num_broken_holds,
+            "tree_nodes": tree.num_nodes,
+            "idle_before_evict_s": _plain(stats.idle_s),
+            "lifetime_s": _plain(stats.lifetime_s),
+            "reuse_gap_s": _plain(stats.reuse_gap_s),
+        }
+
+
+def _describe(request: Request, now_s: float) -> dict[str, Any]:
+    """A live request as operators see it, without its text."""
+    running = request.status is Status.RUNNING
+    return {
+        "rid": request.rid,
+        "tenant": request.namespace.tenant,
+        "prompt_tokens": request.prompt_len,
+        "cached_tokens": max(request.cached_tokens, 0),
+        "computed_tokens": request.sequence.num_computed,
+        "output_tokens": request.num_output,
+        "max_tokens": request.max_tokens - request.prompt_len,
+        "age_s": now_s - request.arrival_s,
+        "phase": request.strategy.phase(request) if running else request.status.value,
+    }
+
+
+def _plain(histogram: Histogram) -> dict[str, Any]:
+    return {"bounds": histogram.bounds, "counts": histogram.counts, "total": histogram.total}

@@ -1,0 +1,45 @@
+"""Requests that wait for something else than their turn: a grammar, a peer's entry, KV that is being loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+from runtime.request import Request
+
+
+class Blocked:
+    """Blocked requests by the event that wakes them: a key, and how far the event must have come.
+
+    Keys: a request id while its grammar is compiled, a running request whose tokens it would share, a transfer.
+    """
+
+    def __init__(self) -> None:
+        self._waits: dict[Hashable, dict[Request, int]] = {}
+        self._keys: dict[Request, Hashable] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._keys)
+
+    def add(self, request: Request, key: Hashable, at: int = 0) -> None:
+        """Block a request until `wake` is called for a key with `at` or more."""
+        self._waits.setdefault(key, {})[request] = at
+        self._keys[request] = key
+
+    def remove(self, request: Request) -> Hashable:
+        """Take a request out; returns its key."""
+        key = self._keys.pop(request)
+        waits = self._waits[key]
+        del waits[request]
+        if not waits:
+            del self._waits[key]
+        return key
+
+    def wake(self, key: Hashable, reached: int | None = None) -> list[Request]:
+        """Take out the requests that an event wakes; `reached`: how far it has come, None: to its end."""
+        ready = [r for r, at in self._waits.get(key, {}).items() if reached is None or at <= reached]
+        for request in ready:
+            self.remove(request)
+        return ready

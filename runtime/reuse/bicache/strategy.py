@@ -1,0 +1,275 @@
+"""The `bicache` strategy of diffusion models: settles which prefix a request shares, encodes it once, and keeps it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from radix import Namespace, path
+from runtime.config import DiffusionConfig
+from runtime.kv.cache import PagedCache
+from runtime.models.spec import ModelSpec
+from runtime.protocol import DiffusionInfo
+from runtime.request import Request, Segment, Work
+from runtime.reuse.bicache.boundary_states import BoundaryStore
+from runtime.reuse.bicache.depth_table import NO_TABLE, DepthTable, choose_table
+from runtime.reuse.bicache.encodings import Beginning, Encodings, encoding_of
+from runtime.reuse.bicache.plan import Share, next_work, plan_rows
+from radix import ShallowMeta
+from runtime.reuse.build import RowSet
+from runtime.reuse.strategy import Found, Strategy
+
+# The paper's R.
+_INTERVAL = 16
+
+
+class BiCache(Strategy):
+    """Requests encode their shared prefix, or find it encoded, and read it in shallow layers.
+
+    The encoding is the request's one segment, valid in layers `[0, depth)`. The sequence has pages for every position
+    of the canvas: the KV of prefix rows in the layers that are not reused lies there. With guidance it has as many
+    again, for the canvas without its prompt. A request gets all its pages when it is admitted.
+    """
+
+    name = "bicache"
+    takes_turns = True
+    counted = ("encoded_prefixes", "partial_matches", "refreshes")
+
+    def __init__(self, config: DiffusionConfig, table: DepthTable, spec: ModelSpec, cache: PagedCache):
+        super().__init__(cache, spec.num_layers)
+        self.config, self.table, self.spec = config, table, spec
+        self.encodings = Encodings(cache.tree)
+        self.boundaries = BoundaryStore(int(config.boundary_memory * 2**30))
+
+    @classmethod
+    def load(cls, config: DiffusionConfig, directory: Path, spec: ModelSpec, cache: PagedCache) -> BiCache:
+        """The strategy for a model, with its depth table. Raises ModelError if the table cannot be used."""
+        return cls(config, choose_table(config.depth_table, directory, spec), spec, cache)
+
+    @property
+    def info(self) -> DiffusionInfo:
+        """The model and its table, for the front end."""
+        assert self.spec.diffusion is not None
+        return DiffusionInfo(
+            self.spec.diffusion.mask_token_id,
+            self.spec.diffusion.algorithm,
+            self.spec.num_layers,
+            self.table.version,
+            self._default_interval(None),
+        )
+
+    def _default_interval(self, depth: int | None) -> int:
+        """Without a table nothing is known that approximation could rest on: depth 1, always refreshed, is exact."""
+        is_exact = self.table is NO_TABLE and depth is None
+        return self.config.refresh_interval or (1 if is_exact else self.table.interval or _INTERVAL)
+
+    def open(self, request: Request, asked: dict[str, Any]) -> None:
+        """See `Strategy.open`. A request without a canvas encodes its whole prompt."""
+        if request.canvas is None:
+            request.reuse = Share(declared=request.prompt_len, wanted_depth=1)
+            return
+        params = request.canvas.params
+        declared = params.prefix_tokens
+        request.reuse = Share(
+            reuse=self.config.bicache if params.reuse is None else params.reuse,
+            # A declared prefix is meant to be encoded.
+            partial=self.config.partial_matches and declared is None if params.partial is None else params.partial,
+            declared=declared,
+            wanted_depth=params.depth,
+            interval=params.refresh_interval or self._default_interval(params.depth),
+        )
+
+    def entry(self, key: bytes, namespace: Namespace) -> Namespace:
+        """See `Strategy.entry`."""
+        return encoding_of(key, namespace)
+
+    # -- which prefix ----------------------------------------------------------------------------------------
+
+    def find(self, request: Request) -> Found:
+        """See `Strategy.find`. Settles the request's `Share`.
+
+        Whole pages are shared. The row that the first mask is read from is never part of them: the head runs on rows
+        that are computed at every step.
+        """
+        share = request.reuse
+        found = self._whole(request)
+        found = self._beginning(request, found) or found
+        private = self._num_private(request)
+        if self.cache.pages_for(found.length) + private > self.cache.pool.num_pages:
+            found = Beginning(None, 0, 0)
+        share.length, share.encoded = found.length, found.encoded
+        share.depth = self._depth(request, found)
+        share.encoding = found.encoding if share.depth else None
+        if share.encoding is None:
+            return Found()
+        match = self.encodings.match(request.key(share.length), share.encoding)
+        return Found(share.length if match else 0, match)
+
+    def _num_private(self, request: Request) -> int:
+        """Pages for the canvas, and with guidance for a second one."""
+        if request.canvas is None:
+            return 0
+        return self.cache.pages_for(request.max_tokens) * (2 if request.canvas.params.cfg_scale else 1)
+
+    def _depth(self, request: Request, found: Beginning) -> int:
+        if not found.length:
+            return 0
+        depth = request.reuse.wanted_depth
+        if depth is None:
+            depth = self.table.partial_depth(found.length / request.max_tokens, found.length / found.encoded)
+        return min(depth, self.num_layers)
+
+    def _limit(self, request: Request) -> int:
+        """Leading tokens that may be shared."""
+        if request.canvas is None:
+            return request.prompt_len
+        return request.prompt_len - request.canvas.spec.logits_shift
+
+    def _whole(self, request: Request) -> Beginning:
+        """All of a prefix: the declared one, encoded or not, or one that is found to be encoded."""
+        share, page_size = request.reuse, self.cache.page_size
+        if not (share.reuse and self.cache.enabled):
+            return Beginning(None, 0, 0)
+        limit = self._limit(request)
+        if share.declared is None:
+            length = self.encodings.discover(request.tokens, request.namespace, limit)
+        else:
+            length = min(share.declared, limit) // page_size * page_size
+        return Beginning(encoding_of(request.key(length), request.namespace) if length else None, length, length)
+
+    def _beginning(self, request: Request, whole: Beginning) -> Beginning | None:
+        """The beginning of another encoding, where that is wanted and goes further than what is cached as a whole.
+
+        None where the table was not measured for that.
+        """
+        share = request.reuse
+        if not (share.reuse and share.partial and self.cache.enabled):
+            return None
+        limit = self._limit(request)
+        has_whole = whole.encoding is not None and self.encodings.match(request.key(whole.length), whole.encoding)
+        if share.declared is not None:
+            if has_whole:
+                return None
+            limit = min(limit, share.declared)
+        found = self.encodings.beginning(request.tokens, request.namespace, limit)
+        if found is None or (has_whole and found.length <= whole.length):
+            return None
+        return found if self._depth(request, found) else None
+
+    def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
+        """See `Strategy.peer`: one that encodes the same prefix."""
+        encoding = request.reuse.encoding
+        for other in computing:
+            if encoding is not None and other.reuse.is_encoding and other.reuse.encoding == encoding:
+                return other, 0
+        return None
+
+    # -- running ---------------------------------------------------------------------------------------------
+
+    def admit(self, request: Request, found: Found, headroom: int) -> bool:
+        """See `Strategy.admit`. While the prefix is encoded, its pages are still the request's own."""
+        cache, share, match = self.cache, request.reuse, found.detail
+        node = None if match is None else cache.acquire(match)
+        is_encoding = share.encoding is not None and match is None
+        missing = cache.pages_for(share.length) if is_encoding else 0
+        behind = array("i") if match is None else match.pages
+        private = self._num_private(request)
+        fresh = cache.allocate(missing + private, behind, request.namespace, cached=missing)
+        if fresh is None:
+            cache.tree.unlock(node)
+            return False
+        cache.use(node)
+        pages = fresh[:missing] if is_encoding else behind
+        layers = range(share.depth)
+        request.segments = [Segment(pages, share.length, layers=layers, node=node)] if share.encoding else []
+        request.sequence.pages = fresh[missing:]
+        request.cached_tokens = 0 if is_encoding else len(behind) * cache.page_size
+        share.is_encoding = is_encoding
+        share.boundary = self.boundaries.get(share.encoding, share.length, share.depth)
+        return True
+
+    def work(self, request: Request, limit: int) -> Work:
+        """See `Strategy.work`."""
+        return next_work(request, self.num_layers)
+
+    def shrink(self, work: Work) -> bool:
+        """See `Strategy.shrink`: rows that see each other cannot be cut."""
+        return False
+
+    def rows(self, work: Work) -> list[RowSet]:
+        """See `Strategy.rows`."""
+        return plan_rows(work, self.num_layers, self.cache.page_size)
+
+    def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
+        """See `Strategy.book`."""
+        request, share = work.request, work.request.reuse
+        if saved[0] is not None and self.boundaries.max_bytes:
+            # For other requests, and for this one's next refresh.
+            self.boundaries.put(share.encoding, share.depth, saved[0])
+            share.boundary = saved[0]
+        if share.is_encoding:
+            self._insert(request, seconds)
+            self.counters["encoded_prefixes"] += 1
+            self.counters["prefill_tokens"] += work.num_rows
+            return not request.wants_tokens
+        if work.detail.refresh:
+            share.refreshed_at = request.canvas.num_steps
+            share.refreshes += 1
+            self.counters["refreshes"] += 1
+        self.counters["partial_matches"] += share.is_partial and not request.canvas.num_steps
+        return True
+
+    def _insert(self, request: Request, seconds: float) -> None:
+        """Hand the prefix that a request has encoded to the tree.
+
+        Where the tree still had some pages of this encoding, they stay: their KV is the same.
+        """
+        share, (segment,) = request.reuse, request.segments
+        similarity = self.table.similarity_at(share.length / request.max_tokens)
+        meta = ShallowMeta(share.length, self.table.version, similarity)
+        key = request.tokens[: share.length]
+        node, segment.pages = self.cache.insert(key.tobytes(), segment.pages, share.encoding, seconds, meta)
+        self.cache.tree.lock(node)
+        segment.node = node
+        share.is_encoding = False
+        self.encodings.add(key, request.namespace, share.encoding)
+
+    def release(self, request: Request, keep: bool) -> None:
+        """See `Strategy.release`."""
+        self.cache.release(request)
+
+    def distrust(self, request: Request) -> None:
+        """See `Strategy.distrust`: the encoding goes, unless it is pinned or another live request reads it."""
+        self.cache.release(request)
+        encoding = request.reuse.encoding
+        if encoding is None:
+            return
+        found = self.cache.tree.match(request.key(request.reuse.length), encoding)
+        for top in list(path(found.node))[-1:]:
+            self.cache.drop(top)
+        self.boundaries.discard(encoding)
+
+    def flush(self) -> None:
+        """See `Strategy.flush`."""
+        self.boundaries.clear()
+
+    def phase(self, request: Request) -> str:
+        """See `Strategy.phase`."""
+        return "encode" if request.reuse.is_encoding else "denoise"
+
+    def report(self, request: Request) -> dict[str, Any] | None:
+        """See `Strategy.report`."""
+        share, canvas = request.reuse, request.canvas
+        if canvas is None:
+            return None
+        return {
+            "shallow_depth": share.depth if share.encoding else 0,
+            "encoded_tokens": share.encoded if share.encoding else 0,
+            "refreshes": share.refreshes,
+            "prefix_ratio": round(share.length / request.max_tokens, 4),
+            "denoise_steps": canvas.num_steps,
+        }

@@ -1,0 +1,267 @@
+"""Row sets of many requests become one ForwardBatch: the same function for every reuse strategy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from runtime.batch import AttentionPlan, ForwardBatch, HiddenRows, LayerGroup, Span
+from runtime.reuse.cascade import stretches
+
+
+@dataclass(slots=True)
+class Read:
+    """KV that the rows of a stage attend to.
+
+    Attributes:
+        pages, length, shift, keep: see `runtime.batch.Span`.
+        visible: int32, how many leading rows each query row sees; None: all of them.
+        rows: the rows that read, as a range of those alive in the stage; None: all of them.
+    """
+
+    pages: np.ndarray
+    length: int
+    shift: int = 0
+    keep: torch.Tensor | None = None
+    visible: np.ndarray | None = None
+    rows: slice | None = None
+
+
+@dataclass(slots=True)
+class Stage:
+    """A range of layers in which a row set does the same.
+
+    Attributes:
+        layers: the range.
+        writes: int64, the pool slot of each alive row's new K and V; -1: none is written.
+        reads: what the rows attend to, written rows included.
+        alive: int64, the rows of the set that are computed, ascending; None: all.
+        load: rows of the set and the states float32 [n, hidden] with which they enter the first layer.
+        save: rows of the set whose states after the last layer are wanted.
+    """
+
+    layers: range
+    writes: np.ndarray
+    reads: list[Read]
+    alive: np.ndarray | None = None
+    load: tuple[np.ndarray, torch.Tensor] | None = None
+    save: np.ndarray | None = None
+
+
+@dataclass(slots=True)
+class RowSet:
+    """A request's share of a step.
+
+    Attributes:
+        tokens, positions: int64 [n].
+        stages: cover all layers, in order.
+        logits: int64, the rows whose logits are wanted, ascending.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    stages: list[Stage]
+    logits: np.ndarray
+
+    @property
+    def row_layers(self) -> int:
+        """Rows x layers that are computed."""
+        return sum(len(stage.writes) * len(stage.layers) for stage in self.stages)
+
+
+@dataclass(slots=True)
+class Plan:
+    """A step and the shares that its row sets have in the result, in the order in which they were given.
+
+    Attributes:
+        logits: rows of the step's logits.
+        saved: float32 [n, hidden], filled by the step; None where nothing was to be saved.
+    """
+
+    batch: ForwardBatch
+    logits: list[slice]
+    saved: list[torch.Tensor | None]
+
+
+@dataclass(slots=True)
+class _Member:
+    """A row set in one layer group, whose rows `first` to `stop` are its alive ones."""
+
+    stage: Stage
+    first: int
+    stop: int
+
+    def rows(self, read: Read) -> slice:
+        if read.rows is None:
+            return slice(self.first, self.stop)
+        start, stop, _ = read.rows.indices(self.stop - self.first)
+        return slice(self.first + start, self.first + stop)
+
+
+@dataclass(slots=True)
+class _Open:
+    """Reads of one member with one shift that nobody shares: whole pages that all its rows see, and the others."""
+
+    closed: list[np.ndarray] = field(default_factory=list)
+    others: list[Read] = field(default_factory=list)
+
+
+def build(
+    sets: Sequence[RowSet],
+    num_layers: int,
+    page_size: int,
+    hidden_size: int = 0,
+    device: torch.device | None = None,
+    least_saved_tokens: int = 256,
+) -> Plan:
+    """Plan one step over row sets.
+
+    Equal reads of several sets, or equal beginnings of them, become one edge with the rows of all (tree attention),
+    wherever they stand in each set. Nothing is written into the arguments.
+
+    Args:
+        sets: their rows; those that begin with the same read become neighbours.
+        num_layers: layers of the model.
+        page_size: tokens in a page.
+        hidden_size, device: of the states that stages save.
+        least_saved_tokens: see `stretches`.
+    """
+    order = sorted(range(len(sets)), key=lambda i: _first_table(sets[i]))
+    starts, logits, logits_rows = [0] * len(sets), [slice(0)] * len(sets), []
+    total = count = 0
+    for i in order:
+        one = sets[i]
+        starts[i], logits[i] = total, slice(count, count + len(one.logits))
+        logits_rows.append(one.logits + total)
+        total, count = total + len(one.tokens), logits[i].stop
+    cuts = sorted({stage.layers.start for one in sets for stage in one.stages} | {num_layers})
+    ordered = [(sets[i], starts[i]) for i in order]
+    groups = [_group(ordered, range(*cut), total, page_size, least_saved_tokens) for cut in pairwise(cuts)]
+    saved = [_carry(one, start, groups, hidden_size, device) for one, start in zip(sets, starts, strict=True)]
+    batch = ForwardBatch(
+        tokens=torch.from_numpy(np.concatenate([one.tokens for one, _ in ordered])),
+        positions=torch.from_numpy(np.concatenate([one.positions for one, _ in ordered])),
+        groups=groups,
+        logits_rows=torch.from_numpy(np.concatenate(logits_rows)),
+    )
+    return Plan(batch, logits, saved)
+
+
+def _first_table(one: RowSet) -> bytes:
+    reads = one.stages[0].reads
+    return reads[0].pages.tobytes() if reads else b""
+
+
+def _stage_at(one: RowSet, layer: int) -> Stage:
+    return next(stage for stage in one.stages if layer in stage.layers)
+
+
+def _group(
+    ordered: Sequence[tuple[RowSet, int]], layers: range, total: int, page_size: int, least_saved_tokens: int
+) -> LayerGroup:
+    members: list[_Member] = []
+    alive: list[np.ndarray] = []
+    rows = 0
+    for one, start in ordered:
+        stage = _stage_at(one, layers.start)
+        members.append(_Member(stage, rows, rows + len(stage.writes)))
+        rows = members[-1].stop
+        alive.append(start + (np.arange(len(one.tokens)) if stage.alive is None else stage.alive))
+    return LayerGroup(
+        layers=layers,
+        rows=None if rows == total else torch.from_numpy(np.concatenate(alive)),
+        kv_write=torch.from_numpy(np.concatenate([member.stage.writes for member in members])),
+        attention=_attend(members, rows, page_size, least_saved_tokens),
+    )
+
+
+def _attend(members: Sequence[_Member], num_rows: int, page_size: int, least_saved_tokens: int) -> AttentionPlan:
+    plan = AttentionPlan(num_rows)
+    left: list[dict[int, _Open]] = [defaultdict(_Open) for _ in members]
+    by_shift: dict[int, list[tuple[bytes, int, Read]]] = defaultdict(list)
+    for m, member in enumerate(members):
+        for read in member.stage.reads:
+            by_shift[read.shift].append((_shareable(read, page_size), m, read))
+    for shift, entries in by_shift.items():
+        entries.sort(key=lambda entry: entry[0])
+        for found in stretches([table for table, _, _ in entries], page_size, least_saved_tokens):
+            sharing = entries[found.first : found.last]
+            _, m, read = sharing[0]
+            if len(sharing) == 1:
+                _set_aside(left[m][shift], read, found.start, page_size)
+            else:
+                pages = read.pages[found.start : found.stop]
+                rows = _union([members[i].rows(other) for _, i, other in sharing])
+                plan.add(rows, Span(pages, len(pages) * page_size, shift))
+    for member, opens in zip(members, left, strict=True):
+        for shift, one in opens.items():
+            _attend_alone(plan, member, one, shift, page_size)
+    return plan
+
+
+def _shareable(read: Read, page_size: int) -> bytes:
+    """The leading whole pages that every row of a read sees, as bytes."""
+    if read.keep is not None:
+        return b""
+    seen = read.length if read.visible is None else int(read.visible.min())
+    return read.pages[: seen // page_size].tobytes()
+
+
+def _union(ranges: Sequence[slice]) -> slice | torch.Tensor:
+    """Rows of several ranges: a range again where they are neighbours."""
+    ranges = sorted(ranges, key=lambda rows: rows.start)
+    if all(a.stop == b.start for a, b in pairwise(ranges)):
+        return slice(ranges[0].start, ranges[-1].stop)
+    return torch.from_numpy(np.concatenate([np.arange(rows.start, rows.stop) for rows in ranges]))
+
+
+def _set_aside(one: _Open, read: Read, start: int, page_size: int) -> None:
+    """Book what is left of a read behind its first `start` pages, which others share."""
+    length = read.length - start * page_size
+    if length <= 0:
+        return
+    pages = read.pages[start:]
+    if read.visible is None and read.keep is None and read.rows is None and length % page_size == 0:
+        one.closed.append(pages)
+        return
+    visible = read.visible if read.visible is None or not start else read.visible - start * page_size
+    # A read with `keep` shares nothing, so that there `start` is 0.
+    one.others.append(Read(pages, length, read.shift, read.keep, visible, read.rows))
+
+
+def _attend_alone(plan: AttentionPlan, member: _Member, one: _Open, shift: int, page_size: int) -> None:
+    """Add what only one member reads: as few spans as possible, as attention does not depend on the order of pages."""
+    closed = one.closed
+    for read in one.others:
+        pages, length, visible = read.pages, read.length, read.visible
+        if closed and read.keep is None and read.rows is None:
+            whole = np.concatenate(closed)
+            closed = []
+            pages, length = np.concatenate((whole, pages)), len(whole) * page_size + length
+            visible = None if visible is None else (visible + len(whole) * page_size).astype(np.int32)
+        plan.add(member.rows(read), Span(pages, length, shift, read.keep), visible)
+    if closed:
+        whole = np.concatenate(closed)
+        plan.add(slice(member.first, member.stop), Span(whole, len(whole) * page_size, shift))
+
+
+def _carry(
+    one: RowSet, start: int, groups: Sequence[LayerGroup], hidden_size: int, device: torch.device | None
+) -> torch.Tensor | None:
+    """Let rows enter with the states that are known, and keep the states that are wanted."""
+    saved = None
+    for stage in one.stages:
+        if stage.load is not None:
+            rows, states = stage.load
+            group = next(g for g in groups if g.layers.start == stage.layers.start)
+            group.load.append(HiddenRows(torch.from_numpy(start + rows), states))
+        if stage.save is not None:
+            saved = torch.empty(len(stage.save), hidden_size, device=device)
+            group = next(g for g in groups if g.layers.stop == stage.layers.stop)
+            group.save.append(HiddenRows(torch.from_numpy(start + stage.save), saved))
+    return saved

@@ -1,0 +1,161 @@
+"""How requests get their tokens: the interface, and the next token of causal models."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from runtime.execution.transfers import upload
+from runtime.protocol import Finish, TokenEvent, TokenLogprob
+from runtime.request import Request, Work
+from runtime.sampling.logprobs import report_logprobs
+from runtime.sampling.sampled import Sampled
+from runtime.sampling.sampler import Sampler
+
+
+class Decoding(ABC):
+    """Chooses tokens from logits and books them.
+
+    Attributes:
+        counted, counters: names and values of the decoding's own counters.
+    """
+
+    counted: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        self.counters = dict.fromkeys(self.counted, 0)
+
+    def open(self, request: Request, asked: dict[str, Any]) -> None:  # noqa: B027 - next-token models need no state
+        """Take a new request; `asked`: the `diffusion` fields of its message."""
+
+    @abstractmethod
+    def wanted(self, work: Work) -> np.ndarray:
+        """The rows int64 of a piece of work whose logits are wanted, counted from its first, ascending."""
+
+    def choose(
+        self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor
+    ) -> tuple[list[Request], Sampled | None]:
+        """Choose next tokens where the logits are, without waiting for them.
+
+        Args:
+            work: what the step computes.
+            places: rows of the logits, by piece of work and row set.
+            logits: float32 [S, vocab].
+
+        Returns:
+            The requests that get a token, and their tokens in that order.
+        """
+        return [], None
+
+    @abstractmethod
+    def book(
+        self, work: Work, logits: Sequence[torch.Tensor], token: int | None, logprob: TokenLogprob | None
+    ) -> TokenEvent | None:
+        """Book a piece of computed work.
+
+        Args:
+            work: the strategy has booked its rows.
+            logits: float32, by row set.
+            token: that `choose` chose.
+            logprob: its log-probability, if the request wants any.
+
+        Returns:
+            What there is to tell; `finish` is set if the request ends.
+
+        Raises:
+            RametError: if no token can be chosen; the request ends with it.
+        """
+
+    @staticmethod
+    def event(request: Request, tokens: list[int], finish: Finish | None = None) -> TokenEvent:
+        """An event with a request's times and its account of reuse."""
+        if tokens:
+            request.first_token_s = request.first_token_s or time.monotonic()
+        return TokenEvent(
+            request.rid,
+            tokens,
+            finish,
+            cached_tokens=max(request.cached_tokens, 0),
+            queue_s=request.admitted_s - request.arrival_s,
+            prefill_s=max(request.first_token_s - request.admitted_s, 0.0),
+            reuse=request.strategy.report(request),
+        )
+
+
+class NextToken(Decoding):
+    """Causal models: the last row of a sequence gives its next token."""
+
+    def __init__(self, sampler: Sampler):
+        super().__init__()
+        self._sampler = sampler
+
+    def wanted(self, work: Work) -> np.ndarray:
+        """See `Decoding.wanted`: the last row if it gives a token, more for log-probabilities of the prompt."""
+        request = work.request
+        if request.wants_prompt_logprobs:
+            skipped = max((request.prompt_logprobs_from or 0) - 1 - work.start, 0)
+            return np.arange(min(skipped, work.count), work.count)
+        return np.arange(work.count - 1, work.count) if work.samples else np.empty(0, dtype=np.int64)
+
+    def choose(
+        self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor
+    ) -> tuple[list[Request], Sampled | None]:
+        """See `Decoding.choose`."""
+        rows = {
+            item.request: place[0].stop - 1
+            for item, place in zip(work, places, strict=True)
+            if item.samples and item.request.wants_tokens
+        }
+        if not rows:
+            return [], None
+        requests = sorted(rows, key=rows.__getitem__)
+        index = [rows[request] for request in requests]
+        if index != list(range(len(logits))):
+            logits = logits[upload(torch.tensor(index), logits.device)]
+        return requests, self._sampler.sample(logits, requests, work[0].ahead)
+
+    def book(
+        self, work: Work, logits: Sequence[torch.Tensor], token: int | None, logprob: TokenLogprob | None
+    ) -> TokenEvent | None:
+        """See `Decoding.book`."""
+        request = work.request
+        prompt_logprobs = self._prompt_logprobs(work, logits[0])
+        is_read = work.samples and not request.wants_tokens
+        if token is None and prompt_logprobs is None and not is_read:
+            return None
+        if token is None:
+            event = self.event(request, [], Finish("length") if is_read else None)
+        else:
+            request.tokens.append(token)
+            event = self.event(request, [token], self._finish(request, token))
+            event.logprobs = None if logprob is None else [logprob]
+        event.prompt_logprobs = prompt_logprobs
+        return event
+
+    def _prompt_logprobs(self, work: Work, logits: torch.Tensor) -> list[TokenLogprob] | None:
+        """Log-probabilities of the prompt tokens that this work's rows predict."""
+        request = work.request
+        if not request.wants_prompt_logprobs:
+            return None
+        wanted = request.prompt_logprobs_from or 0
+        end = min(work.start + work.count + 1, request.prompt_len)
+        tokens = request.tokens[max(wanted, work.start + 1) : end].tolist()
+        found = report_logprobs(logits[: len(tokens)], tokens, request.logprobs or 0) if tokens else []
+        if wanted == 0:
+            found.insert(0, TokenLogprob(request.tokens[0], None, []))
+        request.prompt_logprobs_from = max(wanted, end)
+        return found
+
+    def _finish(self, request: Request, token: int) -> Finish | None:
+        if token in request.stop_ids and request.num_output >= request.sampling.min_new_tokens:
+            return Finish("stop", matched=token)
+        if request.grammar is not None and request.grammar.complete:
+            return Finish("stop")
+        if len(request.tokens) >= request.max_tokens:
+            return Finish("length")
+        return None
