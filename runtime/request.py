@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from radix import Node
+from radix import Namespace, Node
 from runtime.params import SamplingParams
 from runtime.sampling.grammar import Grammar
 
@@ -37,7 +37,7 @@ class Request:
     sampling: SamplingParams
     stop_ids: frozenset[int]
     max_tokens: int
-    namespace: str = ""
+    namespace: Namespace = Namespace()
     logprobs: int | None = None
     prompt_logprobs_from: int | None = None
     priority: int = 0

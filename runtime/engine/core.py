@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from radix import tenant_of, view
+from radix import view
 from radix.stats import Histogram
 from runtime.batch import ForwardBatch
 from runtime.config import Config
@@ -201,7 +201,7 @@ class EngineCore:
         )
         self.requests[request.rid] = request
         if sampling.constrained:
-            self.grammars.start(request.rid, sampling, tenant_of(request.namespace))
+            self.grammars.start(request.rid, sampling, request.namespace.owner)
         else:
             self.scheduler.add(request)
         self.counters["requests"] += 1
@@ -455,7 +455,7 @@ class EngineCore:
         self.cache.expire()
         nodes = view(
             self.cache.tree,
-            lambda namespace: asked.tenant is None or tenant_of(namespace) == asked.tenant,
+            lambda namespace: asked.tenant is None or namespace.tenant == asked.tenant,
             asked.max_depth,
             asked.skip,
             asked.limit,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from radix import Namespace
 from runtime.diffusion.canvas import Denoiser
 from runtime.diffusion.fast_dllm import active_rows
 from runtime.params import DiffusionParams
@@ -28,7 +29,7 @@ class DenoiseRequest(Request):
         prefix_len: shared leading positions, whole pages; 0: none. Set at admission, as the next three.
         encoded_len: tokens that were encoded together with them; more than `prefix_len` where part of it matches.
         depth: layers in which they are reused.
-        encoding: the tree's namespace of the prefix; empty without reuse.
+        encoding: the tree's namespace of the prefix; None without reuse.
         is_encoding: whether the next step encodes the prefix alone.
         boundary: states with which the prefix enters layer `depth`, float32 [prefix_len, hidden], once known.
         num_steps: denoising steps done; `refreshed_at`: the number of the last one that refreshed.
@@ -43,7 +44,7 @@ class DenoiseRequest(Request):
     prefix_len: int = 0
     encoded_len: int = 0
     depth: int = 0
-    encoding: str = ""
+    encoding: Namespace | None = None
     is_encoding: bool = False
     boundary: torch.Tensor | None = None
     num_steps: int = 0

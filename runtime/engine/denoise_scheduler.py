@@ -104,10 +104,10 @@ class DenoiseScheduler:
         shared = self._part(request, shared) or shared
         private = self.cache.pages_for(request.length) * request.num_canvases
         if self.cache.pages_for(shared.length) + private > self.cache.pool.num_pages:
-            shared = Part("", 0, 0)
+            shared = Part(None, 0, 0)
         request.prefix_len, request.encoded_len = shared.length, shared.encoded
         request.depth = self._depth(request, shared)
-        request.encoding = shared.encoding if request.depth else ""
+        request.encoding = shared.encoding if request.depth else None
 
     def _depth(self, request: DenoiseRequest, shared: Part) -> int:
         if not shared.length:
@@ -120,7 +120,7 @@ class DenoiseScheduler:
     def _prefix(self, request: DenoiseRequest) -> Part:
         """What is declared, encoded or not, or what is found to be encoded; as a whole."""
         length = self._prefix_length(request)
-        encoding = Encodings.namespace(request.namespace, request.key(length)) if length else ""
+        encoding = Encodings.namespace(request.namespace, request.key(length)) if length else None
         return Part(encoding, length, length)
 
     def _prefix_length(self, request: DenoiseRequest) -> int:
@@ -141,7 +141,7 @@ class DenoiseScheduler:
         if not (params.reuse and params.partial and self.cache.enabled):
             return None
         limit = request.prompt_len - request.denoiser.spec.logits_shift
-        has_whole = whole.length and self.encodings.match(request.key(whole.length), whole.encoding)
+        has_whole = whole.encoding and self.encodings.match(request.key(whole.length), whole.encoding)
         if params.prefix_tokens is not None:
             if has_whole:
                 return None

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from dataclasses import asdict
 from typing import Any
 
-from radix import Block, Node, outline, path, tenant_of
+from radix import Block, Node, outline, path
 from runtime.kv.cache import PagedCache
 from runtime.request import Request
 
@@ -43,13 +43,10 @@ class Inspector:
                 return node if before * self._cache.tree.page_size == start else None
         return None
 
-    def prefix(self, page: int, start: int) -> dict[str, Any]:
-        """The whole prefix that ends with a node: `{"tokens": int32 bytes, "namespace"}`, or `{}` if there is none."""
+    def pin(self, page: int, start: int) -> dict[str, Any]:
+        """Pin the prefix that ends with a node: `{"found"}` and what `PinBoard.pin_node` returns."""
         node = self.find(page, start)
-        if node is None:
-            return {}
-        runs = [above.key for above in path(node)]
-        return {"tokens": b"".join(reversed(runs)), "namespace": node.namespace}
+        return {"found": False} if node is None else {"found": True, **self._cache.pins.pin_node(node)}
 
     def unpin(self, page: int, start: int) -> dict[str, Any]:
         """Let every pin go that keeps a node: `{"found", "pins": their ids}`."""
@@ -71,7 +68,7 @@ def describe(request: Request, now_s: float) -> dict[str, Any]:
     """A live request as an operator sees it, without its text."""
     return {
         "rid": request.rid,
-        "tenant": tenant_of(request.namespace),
+        "tenant": request.namespace.tenant,
         "prompt_tokens": request.prompt_len,
         "cached_tokens": max(request.cached_tokens, 0),
         "computed_tokens": request.num_computed,

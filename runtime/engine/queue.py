@@ -9,6 +9,7 @@ from typing import Any
 
 from sortedcontainers import SortedKeyList
 
+from radix import Namespace
 from runtime.config import SchedulePolicy
 from runtime.request import Request
 
@@ -21,7 +22,7 @@ _MOST_STEPS, _MOST_PLACES = 4, 4.0
 # Weight of the request that ended last in the mean of what requests generate.
 _LATEST = 0.05
 
-_Family = tuple[str, bytes]
+_Family = tuple[Namespace, bytes]
 
 
 class Waiting:

@@ -6,7 +6,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 
-from radix import EventLog, Hold, Match, Node, Quotas, RadixTree, make_policy, path
+from radix import EventLog, Hold, Match, Namespace, Node, Quotas, RadixTree, make_policy, path
 from radix.node import TOKEN_BYTES
 from runtime.config import CacheConfig
 from runtime.kv.allocator import PageAllocator
@@ -159,7 +159,9 @@ class PagedCache:
         self.pins.expire()
         self.allocator.release(self.tree.expire())
 
-    def allocate(self, count: int, behind: array[int], namespace: str, cached: int | None = None) -> array[int] | None:
+    def allocate(
+        self, count: int, behind: array[int], namespace: Namespace, cached: int | None = None
+    ) -> array[int] | None:
         """Take free pages, evicting what must go for them; None, with nothing changed, if memory does not suffice.
 
         Args:

@@ -6,12 +6,13 @@ import hashlib
 from array import array
 from dataclasses import dataclass
 
-from radix import Match, ShallowMeta, path
+from radix import Match, Namespace, ShallowMeta, path
 from radix.node import TOKEN_BYTES
 from runtime.engine.denoise_request import DenoiseRequest
 from runtime.kv.cache import PagedCache
 from runtime.reuse.bicache.encoding_index import EncodedIndex
 
+_KIND = "bicache"
 # Encodings that are remembered beyond those that the tree has, before those are looked up that it lost.
 _SLACK = 1024
 
@@ -26,7 +27,7 @@ class Part:
         encoded: tokens that were encoded together.
     """
 
-    encoding: str
+    encoding: Namespace | None
     length: int
     encoded: int
 
@@ -41,23 +42,22 @@ class Encodings:
 
     def __init__(self, cache: PagedCache):
         self.cache = cache
-        self._known: dict[str, dict[int, set[str]]] = {}
+        self._known: dict[Namespace, dict[int, set[Namespace]]] = {}
         self._num_known = 0
         self._index = EncodedIndex()
 
     @staticmethod
-    def namespace(base: str, key: bytes) -> str:
-        """Where the encoding of a prefix lies; `base` may be that very namespace, as the tree names it."""
-        ending = f"#{hashlib.blake2b(key, digest_size=16).hexdigest()}"
-        return base if base.endswith(ending) else base + ending
+    def namespace(base: Namespace, key: bytes) -> Namespace:
+        """Where the encoding of a prefix lies."""
+        return base.for_entry(_KIND, hashlib.blake2b(key, digest_size=16).hexdigest())
 
-    def match(self, key: bytes, encoding: str) -> Match | None:
+    def match(self, key: bytes, encoding: Namespace) -> Match | None:
         """The pages of a whole encoding; None if some of it is missing."""
         found = self.cache.tree.match(key, encoding)
         whole = len(found.pages) * self.cache.page_size * TOKEN_BYTES == len(key)
         return found if whole and found.pages else None
 
-    def discover(self, tokens: array[int], base: str, limit: int) -> int:
+    def discover(self, tokens: array[int], base: Namespace, limit: int) -> int:
         """Tokens of the longest encoded prefix of `tokens[:limit]`; 0 if there is none."""
         known = self._known.get(base, {})
         hashed, at, found = hashlib.blake2b(digest_size=16), 0, []
@@ -66,7 +66,7 @@ class Encodings:
                 break
             hashed.update(tokens[at:length].tobytes())
             at = length
-            encoding = f"{base}#{hashed.hexdigest()}"
+            encoding = base.for_entry(_KIND, hashed.hexdigest())
             if encoding in known[length]:
                 found.append((length, encoding))
         for length, encoding in reversed(found):
@@ -76,7 +76,7 @@ class Encodings:
             self._num_known -= 1
         return 0
 
-    def part(self, tokens: array[int], base: str, limit: int) -> Part | None:
+    def part(self, tokens: array[int], base: Namespace, limit: int) -> Part | None:
         """The encoding of which `tokens[:limit]` has most whole pages in the tree; None if there is no page."""
         key, best = tokens[:limit].tobytes(), None
         for whole, encoding in self._index.neighbours(base, key):
@@ -118,6 +118,7 @@ class Encodings:
 
         Where the tree still had some pages of this encoding, they stay: their KV is the same.
         """
+        assert request.encoding is not None
         cache, count = self.cache, self.cache.pages_for(request.prefix_len)
         meta = ShallowMeta(request.prefix_len, profile, similarity)
         key = request.key(request.prefix_len)
@@ -128,7 +129,7 @@ class Encodings:
         cache.tree.lock(node)
         request.node, request.num_tree_pages = node, count
         request.is_encoding = False
-        self._remember(request)
+        self._remember(request, request.encoding)
 
     def forget(self, request: DenoiseRequest) -> None:
         """Drop the encoding that a request shared, unless it is pinned or another live request reads it."""
@@ -138,12 +139,12 @@ class Encodings:
         for top in list(path(found.node))[-1:]:
             self.cache.drop(top)
 
-    def _remember(self, request: DenoiseRequest) -> None:
+    def _remember(self, request: DenoiseRequest, encoding: Namespace) -> None:
         lengths = self._known.setdefault(request.namespace, {})
         encodings = lengths.setdefault(request.prefix_len, set())
-        self._num_known += request.encoding not in encodings
-        encodings.add(request.encoding)
-        self._index.add(request.namespace, request.key(request.prefix_len), request.encoding)
+        self._num_known += encoding not in encodings
+        encodings.add(encoding)
+        self._index.add(request.namespace, request.key(request.prefix_len), encoding)
         there = {namespace for namespace, _ in self.cache.tree.roots()} if self._is_full() else None
         if there is not None:
             self._forget(there)
@@ -151,7 +152,7 @@ class Encodings:
     def _is_full(self) -> bool:
         return self._num_known > 2 * self.cache.tree.num_nodes + _SLACK
 
-    def _forget(self, there: set[str]) -> None:
+    def _forget(self, there: set[Namespace]) -> None:
         """Forget the encodings that the tree has lost."""
         kept = {
             base: {length: left for length, encodings in lengths.items() if (left := encodings & there)}

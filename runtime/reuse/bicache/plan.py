@@ -144,7 +144,7 @@ def plan_denoise(
     rows: list[_Rows] = []
     start = 0
     # Requests with the same prefix become neighbours, so that its pages are read once for all of them.
-    for item in sorted(work, key=lambda item: item.request.encoding):
+    for item in sorted(work, key=lambda item: item.request.encoding or ()):
         for is_guide in (False, True) if item.unprompted_rows else (False,):
             rows.append(_Rows(item, start, num_layers, page_size, is_guide))
             start += rows[-1].num_rows

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from radix import Namespace
 from runtime.diffusion.canvas import Denoiser
 from runtime.engine.denoise_request import DenoiseRequest
 from runtime.execution.executor import Executor
@@ -98,7 +99,7 @@ class Probe:
         shared = range(n) if depth else range(0)
         request = self._request(sample, [*shared, *range(start, start + sample.length)])
         request.prefix_len, request.depth = n, depth
-        request.encoding = "prefix" if depth else ""
+        request.encoding = Namespace(entry="prefix") if depth else None
         return request
 
     def _full(self, sample: Sample) -> DenoiseRequest:
