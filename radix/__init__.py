@@ -2,10 +2,11 @@
 
 from radix.events import Event, EventLog, Removed, Stored
 from radix.hold import Hold
+from radix.namespace import Namespace
 from radix.node import Node
 from radix.outline import Block, outline
 from radix.policy import POLICIES, Policy, make_policy
-from radix.quotas import Quotas, tenant_of
+from radix.quotas import Quotas
 from radix.shallow import ShallowMeta
 from radix.stats import Stats
 from radix.tree import Match, RadixTree, path
@@ -18,6 +19,7 @@ __all__ = [
     "EventLog",
     "Hold",
     "Match",
+    "Namespace",
     "Node",
     "NodeView",
     "Policy",
@@ -30,6 +32,5 @@ __all__ = [
     "make_policy",
     "outline",
     "path",
-    "tenant_of",
     "view",
 ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from radix.namespace import Namespace
 from radix.node import Node
 
 
@@ -24,7 +25,7 @@ class Stored:
     hashes: tuple[int, ...]
     parent: int | None
     tokens: bytes
-    namespace: str
+    namespace: Namespace
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +38,9 @@ class Removed:
 Event = Stored | Removed
 
 
-def block_hashes(tokens: bytes, block_bytes: int, parent: int | None, namespace: str) -> tuple[int, ...]:
+def block_hashes(tokens: bytes, block_bytes: int, parent: int | None, namespace: Namespace) -> tuple[int, ...]:
     """Chained xxhash64 of whole blocks: over the parent's hash (at the root, the namespace's) and the tokens."""
-    chained = xxhash.xxh64_intdigest(namespace.encode()) if parent is None else parent
+    chained = xxhash.xxh64_intdigest(namespace.to_bytes()) if parent is None else parent
     hashes = []
     for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
         chained = xxhash.xxh64_intdigest(chained.to_bytes(8, "little") + tokens[start : start + block_bytes])

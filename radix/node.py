@@ -6,6 +6,7 @@ from array import array
 
 from sortedcontainers import SortedList
 
+from radix.namespace import Namespace
 from radix.shallow import ShallowMeta
 
 TOKEN_BYTES = 4
@@ -41,7 +42,7 @@ class Node:
         *("only", "order", "pages", "parent", "pins", "queued", "refs", "shallow", "tenant_queued", "used_s"),
     )
 
-    def __init__(self, key: bytes, pages: array[int], parent: Node | None, namespace: str):
+    def __init__(self, key: bytes, pages: array[int], parent: Node | None, namespace: Namespace):
         self.key = key
         self.pages = pages
         self.parent = parent

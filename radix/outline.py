@@ -7,6 +7,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from heapq import heappop, heappush, nlargest
 
+from radix.namespace import Namespace
 from radix.node import TOKEN_BYTES, Node
 from radix.tree import RadixTree
 
@@ -31,7 +32,7 @@ class Block:
 
     id: int
     parent: int | None
-    namespace: str
+    namespace: Namespace
     start: int
     tokens: int
     total: int

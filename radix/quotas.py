@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from radix.namespace import Namespace
 from radix.node import Node
 from radix.victims import Victims
-
-
-def tenant_of(namespace: str) -> str:
-    """The tenant that a namespace `TENANT/SALT` belongs to; where nobody is named, every salt is a tenant."""
-    tenant, _, _ = namespace.partition("/")
-    return tenant or namespace
 
 
 class Quotas:
@@ -25,22 +20,22 @@ class Quotas:
     def __init__(self, limits: Mapping[str, int], default: int | None = None):
         self._limits = limits
         self._default = default
-        self._pages: dict[str, int] = {}
-        self._victims: dict[str, Victims] = {}
+        self._pages: dict[Namespace, int] = {}
+        self._victims: dict[Namespace, Victims] = {}
 
-    def pages(self, namespace: str) -> int:
+    def pages(self, namespace: Namespace) -> int:
         """What the tenant of a namespace holds."""
-        return self._pages.get(tenant_of(namespace), 0)
+        return self._pages.get(namespace.owner, 0)
 
-    def over(self, namespace: str, coming: int) -> int:
+    def over(self, namespace: Namespace, coming: int) -> int:
         """By how many pages the tenant would be over its quota with `coming` more."""
-        tenant = tenant_of(namespace)
-        limit = self._limits.get(tenant, self._default)
+        tenant = namespace.owner
+        limit = self._limits.get(tenant.tenant, self._default)
         return 0 if limit is None else max(self._pages.get(tenant, 0) + coming - limit, 0)
 
-    def add(self, namespace: str, pages: int) -> None:
+    def add(self, namespace: Namespace, pages: int) -> None:
         """Book pages that come, or with a negative number go."""
-        tenant = tenant_of(namespace)
+        tenant = namespace.owner
         self._pages[tenant] = self._pages.get(tenant, 0) + pages
         if not self._pages[tenant]:
             del self._pages[tenant]
@@ -48,11 +43,11 @@ class Quotas:
 
     def enter(self, node: Node, now: float) -> None:
         """See `Victims.enter`."""
-        tenant = tenant_of(node.namespace)
-        if self._limits.get(tenant, self._default) is not None:
+        tenant = node.namespace.owner
+        if self._limits.get(tenant.tenant, self._default) is not None:
             self._victims.setdefault(tenant, Victims.of_tenant()).enter(node, now)
 
-    def pop(self, namespace: str, now: float) -> Node | None:
+    def pop(self, namespace: Namespace, now: float) -> Node | None:
         """The tenant's next victim; None if nothing of it can go."""
-        victims = self._victims.get(tenant_of(namespace))
+        victims = self._victims.get(namespace.owner)
         return None if victims is None else victims.pop(now)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from radix.events import EventLog
 from radix.hold import Hold
+from radix.namespace import Namespace
 from radix.node import TOKEN_BYTES, Node, common_tokens
 from radix.policy import LRU, Policy
 from radix.quotas import Quotas
@@ -17,6 +18,8 @@ from radix.victims import Victims
 
 # What both parts of a run keep when it is cut; the cost is divided.
 _RECORD = ("last_use", "hits", "hold_until", "heat", "frequency", "created_s", "used_s", "shallow")
+
+_EVERYBODY = Namespace()
 
 
 @dataclass(slots=True)
@@ -81,7 +84,7 @@ class RadixTree:
         self._victims = Victims(self.policy)
         self._clock = clock
         self._page_bytes = page_size * TOKEN_BYTES
-        self._roots: dict[str, Node] = {}
+        self._roots: dict[Namespace, Node] = {}
         self._tick = 0
         self.num_nodes = 0
         self.num_pages = 0
@@ -100,7 +103,7 @@ class RadixTree:
 
     # -- reading ---------------------------------------------------------------------------------------------
 
-    def match(self, key: bytes, namespace: str = "") -> Match:
+    def match(self, key: bytes, namespace: Namespace = _EVERYBODY) -> Match:
         """The longest cached prefix of `key`, exact to the token. Reads only; `acquire` makes use of it."""
         root = node = self._roots.get(namespace)
         if node is None:
@@ -230,7 +233,7 @@ class RadixTree:
         self,
         key: bytes,
         pages: array[int],
-        namespace: str = "",
+        namespace: Namespace = _EVERYBODY,
         cost: float = 0.0,
         shallow: ShallowMeta | None = None,
     ) -> tuple[Node | None, array[int]]:
@@ -337,7 +340,7 @@ class RadixTree:
             self._trim(node, len(node.pages), freed, now, "expired")
         return freed
 
-    def make_room(self, namespace: str, num_pages: int) -> array[int]:
+    def make_room(self, namespace: Namespace, num_pages: int) -> array[int]:
         """Give back what the tenant of a namespace must give up, as far as it can, to add `num_pages` pages."""
         freed = array("i")
         if self.quotas is not None and (over := self.quotas.over(namespace, num_pages)):
@@ -395,7 +398,7 @@ class RadixTree:
         """The tree's clock, in seconds."""
         return self._clock()
 
-    def roots(self) -> Iterator[tuple[str, Node]]:
+    def roots(self) -> Iterator[tuple[Namespace, Node]]:
         """Every namespace that holds something, with its root."""
         yield from self._roots.items()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from radix.namespace import Namespace
 from radix.node import TOKEN_BYTES, Node
 from radix.tree import RadixTree
 
@@ -29,7 +30,7 @@ class NodeView:
 
     id: int
     parent: int | None
-    namespace: str
+    namespace: Namespace
     depth: int
     start: int
     tokens: int
@@ -47,7 +48,7 @@ class NodeView:
 
 def view(
     tree: RadixTree,
-    wanted: Callable[[str], bool] = lambda namespace: True,
+    wanted: Callable[[Namespace], bool] = lambda namespace: True,
     max_depth: int | None = None,
     skip: int = 0,
     limit: int = 256,
@@ -72,7 +73,7 @@ def view(
 
 
 def _breadth_first(
-    tree: RadixTree, wanted: Callable[[str], bool], max_depth: int | None
+    tree: RadixTree, wanted: Callable[[Namespace], bool], max_depth: int | None
 ) -> Iterator[tuple[Node, int, int]]:
     # Children are taken one by one: a root may have very many of them.
     queue = deque((root, 0, 0) for namespace, root in tree.roots() if wanted(namespace))

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from radix import Namespace
 from runtime.params import Algorithm
 
 FinishType = Literal["stop", "length", "abort", "error"]
@@ -29,7 +30,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     rid: str
     tokens: bytes
     sampling: dict[str, Any]
-    namespace: str = ""
+    namespace: Namespace = Namespace()
     logprobs: int | None = None
     prompt_logprobs_from: int | None = None
     priority: int = 0
@@ -61,7 +62,7 @@ class AddPin(msgspec.Struct, tag="pin"):
 
     call: int
     tokens: bytes
-    namespace: str = ""
+    namespace: Namespace = Namespace()
     name: str | None = None
     ttl_s: float | None = None
 
@@ -109,10 +110,10 @@ class GetRequests(msgspec.Struct, tag="requests"):
 
 
 class OnNode(msgspec.Struct, tag="node"):
-    """Tell or change what concerns one node; see `Inspector`, whose methods the verbs are. Answered by `Reply`."""
+    """Pin, unpin or evict one node of the tree; see `Admin`. Answered by `Reply`."""
 
     call: int
-    verb: Literal["prefix", "unpin", "drop"]
+    verb: Literal["pin", "unpin", "drop"]
     page: int
     start: int
 

@@ -10,7 +10,7 @@ from fastapi import Depends, Request
 from runtime.config import Config
 from runtime.frontend.async_engine import AsyncEngine
 from server.admin.metrics import Metrics
-from server.auth.keys import Tenant
+from server.auth.keys import PUBLIC, Tenant
 from server.http.gate import Gate
 
 
@@ -24,10 +24,9 @@ class Context:
     tenants: list[Tenant]
     gate: Gate
 
-    def tenant_name(self, namespace: str) -> str:
-        """Whose a cache namespace is, as the operator calls the key; empty on an open server."""
-        account = namespace.partition("/")[0]
-        if account == "public":
+    def tenant_name(self, account: str) -> str:
+        """A tenant of the cache as the operator calls its key; empty on an open server."""
+        if account == PUBLIC:
             return account
         return next((tenant.name for tenant in self.tenants if tenant.account == account), "")
 

@@ -125,12 +125,9 @@ class Admin:
                 return node if before * tree.page_size == start else None
         return None
 
-    def _prefix(self, node: Node | None) -> dict[str, Any]:
-        """The whole prefix that ends with a node: `{"tokens": int32 bytes, "namespace"}`, or `{}` if there is none."""
-        if node is None:
-            return {}
-        runs = [above.key for above in path(node)]
-        return {"tokens": b"".join(reversed(runs)), "namespace": node.namespace}
+    def _pin(self, node: Node | None) -> dict[str, Any]:
+        """Pin the prefix that ends with a node: `{"found"}` and what `PinBoard.pin_node` returns."""
+        return {"found": False} if node is None else {"found": True, **self._core.cache.pins.pin_node(node)}
 
     def _unpin(self, node: Node | None) -> dict[str, Any]:
         """Remove every pin that keeps a node: `{"found", "pins": their ids}`."""

@@ -18,6 +18,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from radix import Namespace
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, EngineDead, InvalidRequest, ModelError, PinRefused, RametError
 from runtime.frontend.output import Output, Submission, merge_outputs
@@ -277,7 +278,7 @@ class AsyncEngine:
         return await self._call(lambda call: FlushCache(call, pins))
 
     async def pin(
-        self, prompt: str | list[int], namespace: str, name: str | None, ttl_s: float | None
+        self, prompt: str | list[int], namespace: Namespace, name: str | None, ttl_s: float | None
     ) -> dict[str, Any]:
         """Keep the whole pages of a prefix in the cache, computed now if they are not there; describes the pin.
 
@@ -325,7 +326,7 @@ class AsyncEngine:
         """The live requests, oldest first."""
         return (await self._call(lambda call: GetRequests(call, limit)))["requests"]
 
-    async def on_node(self, verb: Literal["prefix", "unpin", "drop"], page: int, start: int) -> dict[str, Any]:
+    async def on_node(self, verb: Literal["pin", "unpin", "drop"], page: int, start: int) -> dict[str, Any]:
         """Tell or change what concerns one node of the tree; see `Inspector`."""
         return await self._call(lambda call: OnNode(call, verb, page, start))
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from radix import Namespace
 from runtime.params import DiffusionParams, SamplingParams
 from runtime.protocol import Finish, TokenLogprob
 
@@ -48,7 +49,7 @@ class Submission:
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams())
     rid: str = field(default_factory=new_rid)
     account: str = ""
-    namespace: str = ""
+    namespace: Namespace = Namespace()
     logprobs: int | None = None
     prompt_logprobs_from: int | None = None
     priority: int = 0

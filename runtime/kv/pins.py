@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from radix import Match, Node, RadixTree, path
+from radix import Match, Namespace, Node, RadixTree, path
 
 
 @dataclass(slots=True, eq=False)
@@ -17,7 +17,7 @@ class Pin:
 
     id: str
     name: str | None
-    namespace: str
+    namespace: Namespace
     tokens: int
     node: Node
     expires_s: float | None
@@ -46,13 +46,14 @@ class PinBoard:
         self._clock = clock
         self._ids = count(1)
 
-    def pin(self, tokens: array[int], namespace: str, name: str | None, ttl_s: float | None) -> dict[str, Any]:
+    def pin(self, tokens: array[int], namespace: Namespace, name: str | None, ttl_s: float | None) -> dict[str, Any]:
         """Pin the whole pages of a prefix.
 
         Returns:
             `{"pin": ...}` with the new pin; `{"missing_tokens": n}` if some of it has to be computed first; or
             `{"refused": why}`.
         """
+        self.expire()
         page_size = self.tree.page_size
         wanted = len(tokens) // page_size
         match = self.tree.match(tokens[: wanted * page_size].tobytes(), namespace)
@@ -67,20 +68,32 @@ class PinBoard:
             return {"missing_tokens": missing * page_size}
         node = self.tree.acquire(match)
         assert node is not None
-        self.tree.pin(node)
+        pin = self._add(node, name, None if ttl_s is None else self._clock() + ttl_s)
         self.tree.unlock(node)
-        expires = None if ttl_s is None else self._clock() + ttl_s
-        pin = Pin(f"pin-{next(self._ids)}", name, namespace, wanted * page_size, node, expires)
-        self.pins[pin.id] = pin
         return {"pin": self.describe(pin)}
+
+    def pin_node(self, node: Node) -> dict[str, Any]:
+        """Pin the prefix that ends in a node: `{"pin": ...}`, or `{"refused": why}`."""
+        self.expire()
+        match = Match(node=node, node_pages=len(node.pages))
+        while (pages := self._pages_with(match)) > self.budget_pages and self._drop_auto():
+            pass
+        if pages > self.budget_pages:
+            self.num_refused += 1
+            return {"refused": self._reason(pages, pages)}
+        return {"pin": self.describe(self._add(node, None, None))}
+
+    def _add(self, node: Node, name: str | None, expires_s: float | None, auto: bool = False) -> Pin:
+        self.tree.pin(node)
+        tokens = sum(len(above.pages) for above in path(node)) * self.tree.page_size
+        pin = Pin(f"pin-{next(self._ids)}", name, node.namespace, tokens, node, expires_s, auto)
+        self.pins[pin.id] = pin
+        return pin
 
     def pin_auto(self, node: Node) -> None:
         """Pin the prefix that ends in a node, if the budget allows it."""
         if self._pages_with(Match(node=node, node_pages=len(node.pages))) <= self.budget_pages:
-            self.tree.pin(node)
-            tokens = sum(len(above.pages) for above in path(node)) * self.tree.page_size
-            pin = Pin(f"pin-{next(self._ids)}", None, node.namespace, tokens, node, None, auto=True)
-            self.pins[pin.id] = pin
+            self._add(node, None, None, auto=True)
 
     def _pages_with(self, match: Match) -> int:
         """Pages that all pins would hold if a match were pinned too."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -107,14 +107,14 @@ class GrammarCompiler:
         self._eos = eos
         self._timeout_s = timeout_s
         self._tokenizer: LLTokenizer | None = None
-        self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[tuple[Hashable, str], LLMatcher] = OrderedDict()
         self._pool: ThreadPoolExecutor | None = None
         self._open: dict[str, tuple[Future[LLMatcher], float]] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def start(self, rid: str, params: SamplingParams, tenant: str = "") -> None:
+    def start(self, rid: str, params: SamplingParams, tenant: Hashable = "") -> None:
         """Begin to compile what a request asks for; what is kept of it serves its tenant alone, as the time tells."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "ramet-grammar")
@@ -148,7 +148,7 @@ class GrammarCompiler:
             return InvalidRequest(f"the grammar cannot be followed: {_first_line(matcher.get_error())}")
         return Grammar(matcher)
 
-    def _compile(self, params: SamplingParams, tenant: str) -> LLMatcher:
+    def _compile(self, params: SamplingParams, tenant: Hashable) -> LLMatcher:
         source = _source(params)
         assert source is not None
         key = (tenant, source)

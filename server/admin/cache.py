@@ -10,7 +10,8 @@ from fastapi import APIRouter, Query
 from fastapi import Path as PathParameter
 from pydantic import ConfigDict, Field
 
-from runtime.errors import InvalidRequest
+from radix import Namespace
+from runtime.errors import InvalidRequest, PinRefused
 from server.auth.keys import Asker, CacheScope, Forbidden, Tenant
 from server.context import Context, Ctx
 from server.http import examples
@@ -90,12 +91,12 @@ Start = Annotated[
 @router.post("/nodes/{page}/pin", responses=examples.PIN)
 async def pin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
     """Pin the prefix that ends with a node. 404 if the node is gone, 409 over the budget."""
-    found = await context.engine.on_node("prefix", page, start)
-    if not found:
+    done = await context.engine.on_node("pin", page, start)
+    if not done["found"]:
         raise _gone(page)
-    tokens = array("i")
-    tokens.frombytes(found["tokens"])
-    return await context.engine.pin(tokens.tolist(), found["namespace"], None, None)
+    if "refused" in done:
+        raise PinRefused(done["refused"])
+    return done["pin"]
 
 
 @router.delete("/nodes/{page}/pin", responses=examples.UNPINNED)
@@ -154,7 +155,7 @@ async def tree(
 
 def _show(node: dict[str, Any], context: Context) -> dict[str, Any]:
     """A node with its tenant's name instead of the namespace, which holds a digest and a salt."""
-    tenant = context.tenant_name(node.pop("namespace"))
+    tenant = context.tenant_name(Namespace(*node.pop("namespace")).tenant)
     tokens = array("i")
     tokens.frombytes(node.pop("preview"))
     shown = {**node, "tenant": tenant}

@@ -17,6 +17,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, Response
 
+from radix import Namespace
 from runtime.errors import Overloaded, RametError
 from server.context import Context
 from server.http.sse import EventStream
@@ -152,7 +153,8 @@ class Feed:
         text = self._decode(tuple(tokens)) if tokens else ""
         # Whole seconds are what a colour shows; finer ones would make every tree a new one.
         idle = round(block["idle_s"])
-        return block | {"namespace": self._context.tenant_name(block["namespace"]), "idle_s": idle, "preview": text}
+        tenant = self._context.tenant_name(Namespace(*block["namespace"]).tenant)
+        return block | {"namespace": tenant, "idle_s": idle, "preview": text}
 
     @lru_cache(4 * _MOST_BLOCKS)  # noqa: B019 (one feed lives as long as its server)
     def _decode(self, tokens: tuple[int, ...]) -> str:

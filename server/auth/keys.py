@@ -19,6 +19,7 @@ from fastapi import Depends, Request
 from pydantic import Field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from radix import Namespace
 from runtime.errors import RametError
 from server.http.refusal import Refusal
 
@@ -32,6 +33,8 @@ ADMIN_PATHS = (
     *("/cache/", "/dashboard/", "/flush_cache", "/abort_request", "/server_info", "/get_server_info", METRICS_PATH),
     *("/pause", "/resume", "/shutdown"),
 )
+# Tenant of the cached pages that all keys share; no account is called so.
+PUBLIC = "public"
 # Below an admin's path, but everybody sees what is its own there.
 OWN_PATHS = frozenset({"/cache/tree"})
 
@@ -39,6 +42,7 @@ CacheScope = Annotated[
     Literal["private", "public"],
     Field(description="public: share cached pages with all keys that may; only for keys marked public"),
 ]
+_COMMENT = re.compile(r"(^|\s)#.*")  # a key may hold the sign
 _LINE = re.compile(
     r"(?P<name>[\w.-]{1,64})\s+(?P<key>\S{8,512})"
     r"(?P<flags>\s+metrics|(\s+(admin|public|quota=[1-9]\d{0,8}|max_priority=\d{1,9}))*)"
@@ -87,16 +91,16 @@ class Tenant:
 
     @property
     def account(self) -> str:
-        """What the engine calls the tenant: the part of all its namespaces before the slash."""
+        """The tenant of all its cache namespaces but the public ones."""
         return self.digest.hex()[:32]
 
-    def namespace(self, salt: str | None, scope: str) -> str:
+    def namespace(self, salt: str | None, scope: str) -> Namespace:
         """The cache namespace of a request. Raises Forbidden for a public scope that the key may not use."""
         if scope == "public":
             if not self.public:
                 raise Forbidden("this key may not use public prefixes", param="cache_scope")
-            return f"public/{salt or ''}"
-        return f"{self.account}/{salt or ''}"
+            return Namespace(PUBLIC, salt or "")
+        return Namespace(self.account, salt or "")
 
     def priority(self, asked: int) -> int:
         """The priority of a request that asks for one. Raises Forbidden for a higher one than the key may have."""
@@ -120,7 +124,7 @@ def read_keys(path: Path | None) -> list[Tenant]:
             ) from None
     tenants: list[Tenant] = []
     for number, line in enumerate(lines, start=1):
-        line = line.split("#")[0].strip()
+        line = _COMMENT.sub("", line).strip()
         if not line:
             continue
         found = _LINE.fullmatch(line)

@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from radix import EventLog, RadixTree, Stored, make_policy
+from radix import EventLog, Namespace, RadixTree, Stored, make_policy
 from radix.events import block_hashes
 
 
@@ -52,7 +52,7 @@ def test_a_mirror_after_ten_thousand_random_operations(page_size):
     mirror, locked, next_page = Mirror(4 * page_size), [], 0
     for step in range(10_000):
         tokens = array("i", [draw.randrange(3) for _ in range(draw.randrange(1, 12 * page_size))])
-        namespace = draw.choice(["", "", "tenant"])
+        namespace = draw.choice([Namespace(), Namespace(), Namespace("tenant")])
         kind = draw.random()
         if kind < 0.6:
             count = len(tokens) // page_size
@@ -75,7 +75,7 @@ def test_a_mirror_after_ten_thousand_random_operations(page_size):
 
 def test_hashes_are_chained_and_differ_between_namespaces():
     tokens = array("i", [1, 2, 1, 2]).tobytes()
-    first, second = block_hashes(tokens, 8, None, "")
+    first, second = block_hashes(tokens, 8, None, Namespace())
     assert first != second
-    assert block_hashes(tokens[8:], 8, first, "") == (second,)
-    assert not set(block_hashes(tokens, 8, None, "tenant")) & {first, second}
+    assert block_hashes(tokens[8:], 8, first, Namespace()) == (second,)
+    assert not set(block_hashes(tokens, 8, None, Namespace("tenant"))) & {first, second}

@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from radix import RadixTree, outline
+from radix import Namespace, RadixTree, outline
 
 PAGE = 4
 
@@ -30,7 +30,7 @@ class Filled:
         self.tree = RadixTree(PAGE)
         self.pages = 0
 
-    def add(self, tokens, namespace=""):
+    def add(self, tokens, namespace=Namespace()):
         """Insert whole pages of some tokens; returns the node, unlocked."""
         key = array("i", tokens).tobytes()
         match = self.tree.match(key, namespace)
@@ -58,7 +58,7 @@ def grow(filled, count, seed=1):
     for _ in range(count):
         head = rng.choice(heads)
         tail = [rng.randrange(50) for _ in range(PAGE * rng.randrange(1, 6))]
-        filled.add(head + tail, rng.choice(["a/", "b/"]))
+        filled.add(head + tail, rng.choice([Namespace("a"), Namespace("b")]))
     return filled.tree
 
 
@@ -79,7 +79,7 @@ def test_everything_is_shown_where_there_is_room(filled):
             above = above.parent
         assert block.start == before
     roots = [block for block in shown if block.parent is None]
-    assert {root.namespace for root in roots} == {"a/", "b/"}
+    assert {root.namespace for root in roots} == {Namespace("a"), Namespace("b")}
     assert sum(root.total for root in roots) == tree.num_pages * PAGE
     assert sum(root.nodes for root in roots) == tree.num_nodes
 

@@ -7,14 +7,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
-from radix import POLICIES, Hold, Quotas, RadixTree, make_policy
+from radix import POLICIES, Hold, Namespace, Quotas, RadixTree, make_policy
 
 
 def key(*tokens: int) -> bytes:
     return array("i", tokens).tobytes()
 
 
-def insert(tree: RadixTree, tokens: list[int], pages: list[int], namespace: str = ""):
+def insert(tree: RadixTree, tokens: list[int], pages: list[int], namespace: Namespace = Namespace()):
     return tree.insert(key(*tokens), array("i", pages), namespace)
 
 
@@ -84,9 +84,9 @@ def test_locked_path_survives_and_acquire_locks_only_what_matched():
 
 def test_namespaces_never_meet():
     tree = RadixTree(1)
-    insert(tree, [1, 2], [0, 1], "a")
-    assert list(tree.match(key(1, 2), "b").pages) == []
-    assert list(tree.match(key(1, 2), "a").pages) == [0, 1]
+    insert(tree, [1, 2], [0, 1], Namespace("a"))
+    assert list(tree.match(key(1, 2), Namespace("b")).pages) == []
+    assert list(tree.match(key(1, 2), Namespace("a")).pages) == [0, 1]
 
 
 @pytest.mark.parametrize("page_size", [1, 3])
@@ -100,6 +100,10 @@ def test_many_sequences_evicted_one_by_one_leave_nothing(page_size):
     assert sum(len(tree.evict(1)) for _ in range(total + 5)) == total
     tree.check()
     assert tree.num_nodes == 0
+
+
+T = Namespace("t")
+NAMESPACES = [Namespace(), T, T.for_entry("kind", "1")]
 
 
 class TreeMachine(RuleBasedStateMachine):
@@ -127,7 +131,11 @@ class TreeMachine(RuleBasedStateMachine):
         self.held: dict[tuple, int] = {}
         self.locked: list = []
 
-    @rule(target=sequences, tokens=st.lists(st.integers(0, 2), max_size=14), ns=st.sampled_from(["", "t"]))
+    @rule(
+        target=sequences,
+        tokens=st.lists(st.integers(0, 2), max_size=14),
+        ns=st.sampled_from(NAMESPACES),
+    )
     def sequence(self, tokens, ns):
         return tokens, ns
 
@@ -241,14 +249,14 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(coming=st.integers(0, 3))
     def make_room(self, coming):
-        freed = self.tree.make_room("t", coming)
-        assert all(prefix[0] == "t" for prefix, page in self.held.items() if page in freed)
+        freed = self.tree.make_room(T, coming)
+        assert all(prefix[0].owner == T for prefix, page in self.held.items() if page in freed)
         self.forget(freed)
         if self.quota is None:
             assert not freed
         else:
-            kept = sum(prefix[0] == "t" for prefix in set().union(*self.locked, *self.pinned))
-            assert sum(prefix[0] == "t" for prefix in self.held) <= max(self.quota - coming, kept)
+            kept = sum(prefix[0].owner == T for prefix in set().union(*self.locked, *self.pinned))
+            assert sum(prefix[0].owner == T for prefix in self.held) <= max(self.quota - coming, kept)
 
     @rule()
     def flush(self):
@@ -269,7 +277,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.tree.check()
         assert self.tree.num_pages == len(self.held)
         if self.quota is not None:
-            assert self.tree.quotas.pages("t") == sum(prefix[0] == "t" for prefix in self.held)
+            assert self.tree.quotas.pages(T) == sum(prefix[0].owner == T for prefix in self.held)
         assert set().union(*self.locked, *self.pinned) <= set(self.held)
         assert self.tree.num_locked_pages == len(set().union(*self.locked, *self.pinned))
         assert self.tree.num_pinned_pages == len(set().union(*self.pinned))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from array import array
 
-from radix import RadixTree, view
+from radix import Namespace, RadixTree, view
+
+A, B = Namespace("a"), Namespace("b")
 
 
 def key(*tokens: int) -> bytes:
@@ -14,15 +16,15 @@ def key(*tokens: int) -> bytes:
 def make_tree() -> RadixTree:
     clock = iter(range(1_000_000))
     tree = RadixTree(2, clock=lambda: float(next(clock)))
-    tree.insert(key(1, 2, 3, 4, 5, 6), array("i", [0, 1, 2]), "a", cost=3.0)
-    tree.insert(key(1, 2, 7, 8), array("i", [0, 3]), "a")
-    tree.insert(key(1, 2), array("i", [9]), "b")
+    tree.insert(key(1, 2, 3, 4, 5, 6), array("i", [0, 1, 2]), A, cost=3.0)
+    tree.insert(key(1, 2, 7, 8), array("i", [0, 3]), A)
+    tree.insert(key(1, 2), array("i", [9]), B)
     return tree
 
 
 def test_every_field():
     tree = make_tree()
-    tree.pin(tree.acquire(tree.match(key(1, 2, 7, 8), "a")))
+    tree.pin(tree.acquire(tree.match(key(1, 2, 7, 8), A)))
     nodes = {node.id: node for node in view(tree, preview_tokens=3)}
     assert set(nodes) == {0, 1, 3, 9}
     top, left, right, other = (nodes[i] for i in (0, 1, 3, 9))
@@ -32,13 +34,13 @@ def test_every_field():
     assert (right.hits, left.hits, right.locked, right.pinned, left.locked) == (1, 0, True, True, False)
     assert (top.cost_s, left.cost_s) == (1.0, 2.0)
     assert right.idle_s < right.age_s
-    assert other.namespace == "b"
+    assert other.namespace == B
 
 
 def test_levels_pages_and_namespaces():
     tree = make_tree()
     assert {node.id for node in view(tree, max_depth=1)} == {0, 9}
-    assert {node.id for node in view(tree, lambda namespace: namespace == "b")} == {9}
+    assert {node.id for node in view(tree, lambda namespace: namespace == B)} == {9}
     whole = view(tree)
     assert [node.depth for node in whole] == sorted(node.depth for node in whole)
     assert [view(tree, skip=i, limit=1)[0].id for i in range(4)] == [node.id for node in whole]

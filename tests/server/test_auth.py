@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import threading
 import time
@@ -289,3 +290,11 @@ def test_namespaces_cannot_be_forged():
     one, two = Tenant("one", b"1" * 32), Tenant("two", b"2" * 32)
     assert one.namespace("s", "private") != two.namespace("s", "private")
     assert one.namespace(f"../{'2' * 32}/s", "private") != two.namespace("s", "private")
+
+
+def test_a_key_may_hold_the_sign_of_a_comment(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("a abc#12345678 # whose key is whole\n  # nothing\nb 12345678#\n")
+    assert [t.digest for t in read_keys(path)] == [
+        hashlib.sha256(key).digest() for key in (b"abc#12345678", b"12345678#")
+    ]

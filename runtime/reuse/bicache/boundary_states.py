@@ -6,6 +6,8 @@ from collections import OrderedDict
 
 import torch
 
+from radix import Namespace
+
 
 class BoundaryStore:
     """Boundary states by encoding, rows and depth, the least recently used first to go.
@@ -20,16 +22,16 @@ class BoundaryStore:
     def __init__(self, max_bytes: int):
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._entries: OrderedDict[tuple[str, int, int], torch.Tensor] = OrderedDict()
+        self._entries: OrderedDict[tuple[Namespace | None, int, int], torch.Tensor] = OrderedDict()
 
-    def get(self, encoding: str, rows: int, depth: int) -> torch.Tensor | None:
+    def get(self, encoding: Namespace | None, rows: int, depth: int) -> torch.Tensor | None:
         """Float32 [rows, hidden], or None."""
         states = self._entries.get((encoding, rows, depth))
         if states is not None:
             self._entries.move_to_end((encoding, rows, depth))
         return states
 
-    def put(self, encoding: str, depth: int, states: torch.Tensor) -> None:
+    def put(self, encoding: Namespace | None, depth: int, states: torch.Tensor) -> None:
         """Keep states, if there is room for them at all."""
         key = (encoding, len(states), depth)
         if key in self._entries or states.nbytes > self.max_bytes:
@@ -40,7 +42,7 @@ class BoundaryStore:
             _, gone = self._entries.popitem(last=False)
             self.num_bytes -= gone.nbytes
 
-    def discard(self, encoding: str) -> None:
+    def discard(self, encoding: Namespace | None) -> None:
         """Drop the states of an encoding, whatever the depth."""
         for key in [key for key in self._entries if key[0] == encoding]:
             self.num_bytes -= self._entries.pop(key).nbytes

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from radix import Namespace
 from runtime.protocol import Pause
 from tests.runtime.engine.driver import Driver, make_core
 
@@ -67,7 +68,7 @@ def test_namespaces_share_nothing(tiny_dir):
     prompt = list(range(100, 213))
     driver = Driver(make_core(tiny_dir))
     for rid, namespace in (("a", "x"), ("b", "y"), ("c", "x"), ("d", "")):
-        driver.add(rid, prompt, namespace=namespace, max_new_tokens=2)
+        driver.add(rid, prompt, namespace=Namespace(namespace), max_new_tokens=2)
         driver.run()
     assert [driver.events[rid][0].cached_tokens for rid in "abcd"] == [0, 0, 112, 0]
 

@@ -8,6 +8,7 @@ from array import array
 
 import pytest
 
+from radix import Namespace
 from runtime.protocol import AddPin, GetPins, RemovePin
 from tests.runtime.engine.driver import Driver, make_core
 
@@ -152,11 +153,16 @@ def test_full_load_with_pins_and_holds_at_their_limits(tiny_dir, policy):
             pin(core, draw.choice(roots))
 
     for rid, prompt in prompts.items():
-        driver.add(rid, prompt, max_new_tokens=draw.choice([4, 60]), namespace=draw.choice(["", "t/1", "t/2"]))
+        driver.add(
+            rid,
+            prompt,
+            max_new_tokens=draw.choice([4, 60]),
+            namespace=draw.choice([Namespace(), Namespace("t", "1"), Namespace("t", "2")]),
+        )
     driver.run(between)
     state = core.admin.state()
     assert state["evicted_tokens_by_cause"]["quota"] > 0
-    assert core.cache.tree.quotas.pages("t/1") <= 60
+    assert core.cache.tree.quotas.pages(Namespace("t")) <= 60
     assert state["pages_pinned"] > 0
     assert state["holds_broken"] > 0
     for rid in list(prompts)[:8]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from radix import Namespace
 from runtime.config import make_config
 from runtime.engine.core import EngineCore
 from runtime.params import DiffusionParams, SamplingParams
@@ -30,7 +31,7 @@ class DenoiseDriver(Driver):
         rid: str,
         prompt: Sequence[int],
         sampling: dict[str, Any] | None = None,
-        namespace: str = "",
+        namespace: Namespace = Namespace(),
         **diffusion: Any,
     ) -> None:
         """Add a request; `diffusion` are fields of `DiffusionParams`."""

@@ -8,6 +8,7 @@ from array import array
 import pytest
 import torch
 
+from radix import Namespace
 from runtime.reuse.bicache.encodings import Encodings
 from runtime.reuse.bicache.plan import plan_denoise
 from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
@@ -212,7 +213,7 @@ def test_the_longest_encoded_prefix_is_discovered(deep_dir):
     assert driver.report(driver.last())["cached_tokens"] == 48
     driver.one(PREFIX[:40], gen_length=8)
     assert driver.report(driver.last())["cached_tokens"] == 16
-    driver.one(PROMPTS[2], gen_length=8, namespace="another/")
+    driver.one(PROMPTS[2], gen_length=8, namespace=Namespace("another"))
     assert driver.report(driver.last())["cached_tokens"] == 0, "tenants share nothing"
     driver.one(PROMPTS[2], gen_length=8, prefix_tokens=0)
     assert driver.report(driver.last())["cached_tokens"] == 0, "nothing is declared as shared"
@@ -261,7 +262,7 @@ def test_too_large_to_share_is_served_without(deep_dir):
 
 
 def test_pins_quotas_and_holds_see_encodings(deep_dir):
-    from runtime.protocol import AddPin, GetPins, RemovePin
+    from runtime.protocol import AddPin, GetPins, OnNode, RemovePin
 
     core = make_core(deep_dir, pool_tokens=320, hold_time=60.0)
     driver = DenoiseDriver(core)
@@ -275,16 +276,19 @@ def test_pins_quotas_and_holds_see_encodings(deep_dir):
         driver.one([*shared, 5], gen_length=8, prefix_tokens=32, depth=4)
     assert core.admin.state()["evicted_tokens"] > 0
     assert core.admin.state()["holds_broken"] > 0
-    namespace = Encodings.namespace("", key)
+    namespace = encoding_of(key, Namespace())
     assert len(core.cache.tree.match(key, namespace).pages) == 3, "pinned"
     assert core.handle(GetPins(1)).result["pinned_tokens"] == 48
-    again = core.handle(AddPin(1, key, namespace)).result["pin"]
-    assert core.handle(RemovePin(1, again["id"])).result == {"found": True}, "by the name that the tree gives it"
+    node = core.cache.tree.match(key[: 32 * 4], namespace).node
+    again = core.handle(OnNode(1, "pin", node.pages[0], 0)).result["pin"]
+    assert again["tokens"] == 48, "the node's own path, not an encoding of its own"
+    assert core.cache.pins.pins[again["id"]].namespace == namespace
+    assert core.handle(RemovePin(1, again["id"])).result == {"found": True}
     assert core.handle(RemovePin(1, pin["id"])).result == {"found": True}
     tenant = DenoiseDriver(make_core(deep_dir, tenant_quota=4))
     for i in range(4):
-        tenant.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4, namespace="t/")
-        tenant.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4, namespace="u/")
+        tenant.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4, namespace=Namespace("t"))
+        tenant.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4, namespace=Namespace("u"))
     assert tenant.core.admin.state()["evicted_tokens_by_cause"]["quota"] > 0
     assert tenant.core.cache.tree.num_pages == 8
 

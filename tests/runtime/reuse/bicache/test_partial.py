@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from radix import Namespace
 from runtime.reuse.bicache.encoding_index import EncodedIndex
 from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
 from tests.runtime.reuse.bicache.models import EOS
@@ -103,7 +104,7 @@ def test_it_is_off_unless_it_is_wanted_and_was_measured(deep_dir, measured):
     reuse(on, PREFIX, prefix_tokens=48)
     assert reuse(on, OTHER, partial=False) == (0, 0, 0)
     assert reuse(on, OTHER, reuse=False) == (0, 0, 0)
-    assert reuse(on, OTHER, namespace="another/") == (0, 0, 0), "tenants share nothing"
+    assert reuse(on, OTHER, namespace=Namespace("another")) == (0, 0, 0), "tenants share nothing"
 
 
 def test_a_declared_prefix_is_encoded_unless_the_request_prefers_a_beginning(measured):

@@ -1,0 +1,33 @@
+"""Namespaces: sequences of different ones never share a page."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Namespace(NamedTuple):
+    """A space of token sequences; `Namespace()` is everybody's.
+
+    Attributes:
+        tenant: account of an API key; empty where nobody is named.
+        salt: chosen by the client.
+        entry: `KIND:HASH` of an entry whose KV depends on more than the tokens before it; empty for exact prefixes.
+    """
+
+    tenant: str = ""
+    salt: str = ""
+    entry: str = ""
+
+    @property
+    def owner(self) -> Namespace:
+        """The tenant whose quota its pages count against; where nobody is named, every salt is a tenant."""
+        return Namespace(self.tenant, "" if self.tenant else self.salt)
+
+    def for_entry(self, kind: str, digest: str) -> Namespace:
+        """The namespace of an entry in this one."""
+        return Namespace(self.tenant, self.salt, f"{kind}:{digest}")
+
+    def to_bytes(self) -> bytes:
+        """An unambiguous form for hashing: every field behind its length."""
+        fields = [field.encode("utf-8", "surrogatepass") for field in self]
+        return b"".join(len(field).to_bytes(4, "little") + field for field in fields)
