@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span
+from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
 from runtime.engine.scheduler import Work
 from runtime.reuse.cascade import Stretch, stretches
 
@@ -73,9 +73,10 @@ def _attend(
         pages = np.frombuffer(tables[stretch.first], dtype=np.int32)[stretch.start : stretch.stop]
         rows = slice(starts[stretch.first], starts[stretch.last])
         if stretch.last - stretch.first > 1:
-            attention.add(rows, Span(pages, len(pages) * page_size), "full")
+            attention.add(rows, Span(pages, len(pages) * page_size))
         else:
-            attention.add(rows, Span(pages, ends[stretch.first] - stretch.start * page_size), "causal")
+            length = ends[stretch.first] - stretch.start * page_size
+            attention.add(rows, Span(pages, length), causal_visible(length, rows.stop - rows.start))
 
 
 def _wanted_rows(item: Work, rows: slice) -> range:

@@ -122,9 +122,9 @@ class _Rows:
         if stage.shared:
             own = slice(row, row + self.num_active) if stage.prefix == "apart" else rows
             skipped = self.item.request.prefix_len
-            attention.add(own, Span(self.own[skipped // self.page_size :], self.length - skipped), "full")
+            attention.add(own, Span(self.own[skipped // self.page_size :], self.length - skipped))
         else:
-            attention.add(rows, Span(self.own, self.length), "full")
+            attention.add(rows, Span(self.own, self.length))
 
 
 def plan_denoise(
@@ -195,7 +195,7 @@ def _group(rows: Sequence[_Rows], layers: range, total: int, page_size: int) -> 
             attention.edges[edge].rows = slice(first, row + count)
         elif shared is not None:
             first, edge = row, len(attention.edges)
-            attention.add(slice(row, row + count), Span(one.shared, len(one.shared) * page_size), "full")
+            attention.add(slice(row, row + count), Span(one.shared, len(one.shared) * page_size))
         last = shared
         one.attend(attention, stage, row)
         alive.append(np.arange(one.start, one.start + count))
