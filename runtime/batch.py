@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import torch
-
-EdgeMode = Literal["causal", "full", "masked"]
 
 
 @dataclass(slots=True)
@@ -34,17 +31,20 @@ class Edge:
     """A group of query rows that attends to a span.
 
     Attributes:
-        rows: which rows of the layer group ask: a slice where they are neighbours, else int64 [n].
+        rows: rows of the layer group: a slice if they are contiguous, else int64 [n].
         span: index into the plan's spans.
-        mode: `full`: every row sees the whole span. `causal`: the last row sees all of it, the row before one less,
-            and so on (the rows are the span's last ones). `masked`: `mask` says it.
-        mask: bool [n, length] for `masked`.
+        visible: int32 [n]; row i sees the first `visible[i]` rows of the span, 0 to its length. None: all rows see the
+            whole span.
     """
 
     rows: slice | torch.Tensor
     span: int
-    mode: EdgeMode
-    mask: torch.Tensor | None = None
+    visible: np.ndarray | None = None
+
+
+def causal_visible(length: int, rows: int) -> np.ndarray | None:
+    """`Edge.visible` of query rows that are the last `rows` rows of a span of `length`; None for one row."""
+    return None if rows == 1 else np.arange(length - rows + 1, length + 1, dtype=np.int32)
 
 
 @dataclass(slots=True)
@@ -55,10 +55,10 @@ class AttentionPlan:
     spans: list[Span] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
 
-    def add(self, rows: slice | torch.Tensor, span: Span, mode: EdgeMode, mask: torch.Tensor | None = None) -> None:
+    def add(self, rows: slice | torch.Tensor, span: Span, visible: np.ndarray | None = None) -> None:
         """Add a span and the one edge that reads it."""
         self.spans.append(span)
-        self.edges.append(Edge(rows, len(self.spans) - 1, mode, mask))
+        self.edges.append(Edge(rows, len(self.spans) - 1, visible))
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from loadgen.gpu.records import Figures, Item
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from runtime.batch import AttentionPlan, Span
@@ -83,13 +84,15 @@ class _Pages:
 
 
 def _plan(kind: str, pages: _Pages) -> AttentionPlan:
-    from runtime.batch import AttentionPlan
+    import numpy as np
+
+    from runtime.batch import AttentionPlan, causal_visible
 
     draw = random.randrange
     plan = AttentionPlan(0)
 
-    def add(rows: int, length: int, mode: Any = "causal") -> None:
-        plan.add(slice(plan.num_rows, plan.num_rows + rows), pages.span(length), mode)
+    def add(rows: int, length: int, visible: np.ndarray | None = None) -> None:
+        plan.add(slice(plan.num_rows, plan.num_rows + rows), pages.span(length), visible)
         plan.num_rows += rows
 
     if kind.endswith("decode"):
@@ -97,23 +100,23 @@ def _plan(kind: str, pages: _Pages) -> AttentionPlan:
             add(1, draw(1, 700))
     elif kind == "not causal":
         for _ in range(5):
-            add(draw(1, 300), draw(1, 1500), "full")
+            add(draw(1, 300), draw(1, 1500))
     elif kind == "masked":
-        import torch
-
-        plan.num_rows = 33
-        plan.add(slice(0, 33), pages.span(77), "masked", torch.rand(33, 77) < 0.5)
+        add(33, 777, np.random.default_rng(0).integers(500, 778, size=33).astype(np.int32))
+        plan.spans[0].shift = 321
     elif kind == "prefill":
         for _ in range(5):
             rows = draw(1, 300)
-            add(rows, rows + draw(1, 1200))
+            length = rows + draw(1, 1200)
+            add(rows, length, causal_visible(length, rows))
     else:
         for _ in range(9):
             rows = draw(1, 4)
-            add(rows, rows + draw(0, 200))
+            length = rows + draw(0, 200)
+            add(rows, length, causal_visible(length, rows))
         ends = [edge.rows.stop for edge in plan.edges if isinstance(edge.rows, slice)]
-        plan.add(slice(0, plan.num_rows), pages.span(16 * draw(1, 200)), "full")
-        plan.add(slice(0, ends[3]), pages.span(16 * draw(1, 40)), "full")
+        plan.add(slice(0, plan.num_rows), pages.span(16 * draw(1, 200)))
+        plan.add(slice(0, ends[3]), pages.span(16 * draw(1, 40)))
     return plan
 
 

@@ -10,7 +10,7 @@ import torch
 
 from runtime.batch import AttentionPlan, Edge, Span
 from runtime.execution.attention.backend import AttentionBackend
-from runtime.execution.attention.paged_index import flat_mask
+from runtime.execution.attention.paged_index import is_causal, visible_of, visible_pairs
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
 
@@ -25,7 +25,7 @@ class Part:
     Attributes:
         rows: of the layer group.
         slots: pool rows; a slice where they are neighbours (then nothing is gathered).
-        causal: whether these are the rows' own keys, visible up to the diagonal.
+        causal: whether row i sees the first i + 1 of as many keys as rows.
         shift: rotate the queries by minus this.
         bias: float [n, length], 0 or -inf; None: all visible.
         first: whether no earlier part has a result for these rows, so that there is nothing to merge with.
@@ -51,7 +51,7 @@ class CPUAttention(AttentionBackend):
         self.bias_dtype = pool.k.dtype if pool.k.dtype.itemsize > 1 else torch.float32
 
     def prepare(self, plan: AttentionPlan) -> list[Part]:
-        """Resolve spans to pool rows; a causal edge becomes the span's older part and its own square."""
+        """Resolve spans to pool rows."""
         touched = torch.zeros(plan.num_rows, dtype=torch.bool)
         parts: list[Part] = []
         for edge in plan.edges:
@@ -62,24 +62,24 @@ class CPUAttention(AttentionBackend):
         return parts
 
     def _parts(self, edge: Edge, span: Span, num_rows: int) -> list[Part]:
-        visible = self._visible(edge, span, num_rows)
-        if visible is not None:
-            bias = torch.zeros(visible.shape, device=self.device).masked_fill_(~visible, -math.inf)
-            slots = self._gathered(span, 0, span.length)
-            return [Part(edge.rows, slots, False, span.shift, bias.to(self.bias_dtype), False)]
-        if edge.mode == "full" or num_rows == 1:
-            return [Part(edge.rows, s, False, span.shift, None, False) for s in self._pieces(span, 0, span.length)]
-        older = span.length - num_rows
-        own = self._pieces(span, older, span.length)
-        square = own[0] if len(own) == 1 else self._gathered(span, older, span.length)
-        parts = [Part(edge.rows, square, True, span.shift, None, False)]
-        return parts + [Part(edge.rows, s, False, span.shift, None, False) for s in self._pieces(span, 0, older)]
-
-    def _visible(self, edge: Edge, span: Span, num_rows: int) -> torch.Tensor | None:
-        """Which pairs count, bool [num_rows, length]; None if the edge's mode says it all."""
-        if span.keep is None and edge.mode != "masked":
-            return None
-        return flat_mask(edge, span, num_rows).view(num_rows, span.length).to(self.device)
+        """The part of the span that all rows see, and the rest: a square where it is causal, else under a mask."""
+        visible = visible_of(edge, span, num_rows)
+        least, most = int(visible.min()), int(visible.max())
+        if not most:
+            return []
+        if num_rows > 1 and span.keep is None and is_causal(visible):
+            least -= 1  # the first row's own key
+            own = self._pieces(span, least, most)
+            slots = own[0] if len(own) == 1 else self._gathered(span, least, most)
+            rest = [Part(edge.rows, slots, True, span.shift, None, False)]
+        elif least < most or span.keep is not None:
+            least = least if span.keep is None else 0
+            seen = visible_pairs(visible, span)[:, least:most].to(self.device)
+            bias = torch.zeros(seen.shape, dtype=self.bias_dtype, device=self.device).masked_fill_(~seen, -math.inf)
+            rest = [Part(edge.rows, self._gathered(span, least, most), False, span.shift, bias, False)]
+        else:
+            rest = []
+        return rest + [Part(edge.rows, s, False, span.shift, None, False) for s in self._pieces(span, 0, least)]
 
     def _pieces(self, span: Span, start: int, stop: int) -> list[slice | torch.Tensor]:
         """Pool rows of a part of a span: views of its extents, or one gather where these are short."""

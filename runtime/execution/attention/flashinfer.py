@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime.batch import AttentionPlan, Edge
+from runtime.batch import AttentionPlan
 from runtime.execution.attention.backend import AttentionBackend
-from runtime.execution.attention.paged_index import PagedIndex, flat_mask, merge_table, paged_index, rows_of
+from runtime.execution.attention.paged_index import PagedIndex, by_call, flat_mask, merge_table, paged_index
 from runtime.execution.flashinfer_package import load_flashinfer
 from runtime.execution.transfers import Mark, pin, upload
 from runtime.kv.pool import KVPool
@@ -147,18 +147,14 @@ class FlashInferAttention(AttentionBackend):
 
     def prepare(self, plan: AttentionPlan) -> Calls:
         """Plan the wrappers."""
-        kinds: dict[str, list[Edge]] = {}
-        for edge in by_first_row(plan.edges, plan.num_rows):
-            masked = edge.mode == "masked" or plan.spans[edge.span].keep is not None
-            # One row sees the whole span whether the edge is causal or full.
-            single = edge.mode == "full" and len(rows_of(edge, plan.num_rows)) == 1
-            kinds.setdefault("masked" if masked else "causal" if single else edge.mode, []).append(edge)
-        indexes = [(kind, edges, paged_index(plan, edges, self.pool.page_size)) for kind, edges in kinds.items()]
+        indexes: list[PagedIndex] = []
         calls: list[Call] = []
-        for kind, edges, index in indexes:
+        for kind, part in by_call(plan, self.pool.page_size).items():
+            index = paged_index(part, self.pool.page_size)
             start = calls[-1].place.stop if calls else 0
-            calls.append(self._call(plan, edges, kind, index, slice(start, start + len(index.rows))))
-        rows = np.concatenate([index.rows for _, _, index in indexes])
+            calls.append(self._call(part, kind, index, slice(start, start + len(index.rows))))
+            indexes.append(index)
+        rows = np.concatenate([index.rows for index in indexes]) if indexes else np.empty(0, dtype=np.int64)
         if len(calls) == 1 and calls[0].cos_sin is None and np.array_equal(rows, np.arange(plan.num_rows)):
             return Calls(calls)
         return Calls(calls, upload(merge_table(rows, plan.num_rows), self.device), *self.room(len(rows)))
@@ -168,16 +164,13 @@ class FlashInferAttention(AttentionBackend):
         out = torch.zeros(results + 1, self.num_heads, self.pool.k.shape[-1], dtype=self.dtype, device=self.device)
         return out, torch.full(out.shape[:2], -torch.inf, dtype=torch.float32, device=self.device)
 
-    def _call(self, plan: AttentionPlan, edges: Sequence[Edge], kind: str, index: PagedIndex, place: slice) -> Call:
+    def _call(self, plan: AttentionPlan, kind: str, index: PagedIndex, place: slice) -> Call:
         if index.decode_only and kind != "masked":
             wrapper = self._wrapper("decode")
             self.plan_decode(wrapper, index)
         else:
-            mask = None
-            if kind == "masked":
-                flat = [flat_mask(e, plan.spans[e.span], len(rows_of(e, plan.num_rows))) for e in edges]
-                mask = upload(torch.cat(flat), self.device)
             wrapper = self._wrapper("prefill")
+            mask = upload(flat_mask(plan), self.device) if kind == "masked" else None
             self.plan_prefill(wrapper, index, kind == "causal", mask)
         cos_sin = None
         if index.shift.any():
@@ -239,12 +232,3 @@ class FlashInferAttention(AttentionBackend):
             out, lse = prepared.out[call.place], prepared.lse[call.place]
             call.wrapper.run(queries, pages, out=out, lse=lse, return_lse=True)
         return self._flashinfer.merge_states(prepared.out[prepared.table], prepared.lse[prepared.table])[0]
-
-
-def by_first_row(edges: Sequence[Edge], num_rows: int) -> list[Edge]:
-    """Edges in the order of their rows, so that one call's results come in it as well."""
-
-    def first(edge: Edge) -> int:
-        return edge.rows.indices(num_rows)[0] if isinstance(edge.rows, slice) else int(edge.rows[0])
-
-    return sorted(edges, key=first)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from runtime.batch import AttentionPlan, Edge
-from runtime.execution.attention.flashinfer import Call, Calls, FlashInferAttention, by_first_row
-from runtime.execution.attention.paged_index import PagedIndex, merge_table, paged_index
+from runtime.execution.attention.flashinfer import Call, Calls, FlashInferAttention
+from runtime.execution.attention.paged_index import PagedIndex, first_row, merge_table, paged_index, rows_of
 from runtime.execution.transfers import upload
 
 # Levels of shared pages above a row's own that a graph has room for; deeper plans run without a graph.
@@ -68,11 +68,11 @@ class GraphCalls:
     def _plan(self, plan: AttentionPlan) -> None:
         page_size = self.backend.pool.page_size
         alone, shared = split_edges(plan)
-        own = self._filled(paged_index(plan, alone, page_size), self.size, self.size)
+        own = self._filled(paged_index(replace(plan, edges=alone), page_size), self.size, self.size)
         self.backend.plan_decode(self.calls.calls[-1].wrapper, own)
         if self.calls.table is None:
             return
-        index = paged_index(plan, shared, page_size)
+        index = paged_index(replace(plan, edges=shared), page_size)
         rows = np.concatenate((index.rows, np.full(self.num_shared_rows - len(index.rows), -1)))
         index = self._filled(index, self.num_requests, self.num_shared_rows)
         call = self.calls.calls[0]
@@ -119,16 +119,15 @@ class GraphCalls:
 
 def split_edges(plan: AttentionPlan) -> tuple[list[Edge], list[Edge]]:
     """A decode plan's edges by first row: those of one row, which are its own, and those of several."""
-    edges = by_first_row(plan.edges, plan.num_rows)
-    alone = [edge for edge in edges if edge.mode == "causal"]
-    return alone, [edge for edge in edges if edge.mode == "full"]
+    edges = sorted(plan.edges, key=lambda edge: first_row(edge, plan.num_rows))
+    alone = [edge for edge in edges if len(rows_of(edge, plan.num_rows)) == 1]
+    return alone, [edge for edge in edges if len(rows_of(edge, plan.num_rows)) > 1]
 
 
 def is_decode(plan: AttentionPlan) -> bool:
     """Whether a plan is that of a causal decode step: one row of each request, which ends its own pages."""
-    if any(edge.mode == "masked" or not isinstance(edge.rows, slice) for edge in plan.edges):
+    if any(edge.visible is not None for edge in plan.edges):
         return False
     if any(span.shift or span.keep is not None for span in plan.spans):
         return False
-    alone = [edge.rows for edge in by_first_row(plan.edges, plan.num_rows) if edge.mode == "causal"]
-    return alone == [slice(row, row + 1) for row in range(plan.num_rows)]
+    return [first_row(edge, plan.num_rows) for edge in split_edges(plan)[0]] == list(range(plan.num_rows))

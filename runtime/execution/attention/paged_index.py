@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -42,10 +42,10 @@ class PagedIndex:
         return len(self.rows) == self.num_requests
 
 
-def paged_index(plan: AttentionPlan, edges: Sequence[Edge], page_size: int) -> PagedIndex:
-    """Index arrays of some edges of a plan, in order."""
-    rows = [rows_of(edge, plan.num_rows) for edge in edges]
-    spans = [plan.spans[edge.span] for edge in edges]
+def paged_index(plan: AttentionPlan, page_size: int) -> PagedIndex:
+    """Index arrays of a plan's edges, in order; without what these say about visibility."""
+    rows = [rows_of(edge, plan.num_rows) for edge in plan.edges]
+    spans = [plan.spans[edge.span] for edge in plan.edges]
     counts = [len(r) for r in rows]
     return PagedIndex(
         rows=np.concatenate(rows) if rows else np.empty(0, dtype=np.int64),
@@ -64,18 +64,78 @@ def rows_of(edge: Edge, num_rows: int) -> np.ndarray:
     return edge.rows.cpu().numpy()
 
 
-def flat_mask(edge: Edge, span: Span, num_rows: int) -> torch.Tensor:
-    """An edge's visible pairs as a flat bool tensor [rows * span.length]."""
-    if edge.mode == "masked":
-        assert edge.mask is not None
-        visible = edge.mask.clone()
-    else:
-        visible = torch.ones(num_rows, span.length, dtype=torch.bool)
-        if edge.mode == "causal":
-            visible = visible.tril(span.length - num_rows)
+def first_row(edge: Edge, num_rows: int) -> int:
+    """The row by which edges are sorted, so that one call's results come in the order of their rows."""
+    return edge.rows.indices(num_rows)[0] if isinstance(edge.rows, slice) else int(edge.rows[0])
+
+
+def visible_of(edge: Edge, span: Span, num_rows: int) -> np.ndarray:
+    """`Edge.visible` of an edge of `num_rows` rows, also where all see the whole span."""
+    return np.full(num_rows, span.length, dtype=np.int32) if edge.visible is None else edge.visible
+
+
+def is_causal(visible: np.ndarray) -> bool:
+    """Whether every row sees one row of the span more than the row before it."""
+    return bool(visible[0] > 0 and (np.diff(visible) == 1).all())
+
+
+def visible_pairs(visible: np.ndarray, span: Span) -> torch.Tensor:
+    """Mask of an edge, bool [rows, span.length], from `visible_of` and the span's `keep`."""
+    seen = torch.arange(span.length) < torch.from_numpy(visible)[:, None]
+    return seen if span.keep is None else seen & span.keep
+
+
+def flat_mask(plan: AttentionPlan) -> torch.Tensor:
+    """`visible_pairs` of all edges of a plan, flat, one after the other."""
+    masks = []
+    for edge in plan.edges:
+        span = plan.spans[edge.span]
+        visible = visible_of(edge, span, len(rows_of(edge, plan.num_rows)))
+        masks.append(visible_pairs(visible, span).flatten())
+    return torch.cat(masks)
+
+
+def by_call(plan: AttentionPlan, page_size: int) -> dict[str, AttentionPlan]:
+    """A plan cut into those of up to three batched calls, each with its edges in the order of their first rows.
+
+    - `full`: all rows of an edge see its whole span.
+    - `causal`: they are the last rows of the span (a single row is, too).
+    - `masked`: `visible` and `keep` say what they see. An edge that is neither of the above is cut: whole pages that
+      all its rows see become a full one.
+    """
+    found: dict[str, AttentionPlan] = {}
+    for edge in sorted(plan.edges, key=lambda edge: first_row(edge, plan.num_rows)):
+        for call, span, visible in _cut(edge, plan, page_size):
+            found.setdefault(call, AttentionPlan(plan.num_rows)).add(edge.rows, span, visible)
+    return {call: found[call] for call in ("full", "causal", "masked") if call in found}
+
+
+def _cut(edge: Edge, plan: AttentionPlan, page_size: int) -> Iterator[tuple[str, Span, np.ndarray | None]]:
+    """The parts of an edge: call, part of the span, and what the rows see of it."""
+    span, num_rows = plan.spans[edge.span], len(rows_of(edge, plan.num_rows))
+    if edge.visible is None and span.keep is None:
+        yield "causal" if num_rows == 1 else "full", span, None
+        return
+    visible = visible_of(edge, span, num_rows)
+    least, most = int(visible.min()), int(visible.max())
+
+    def part(start: int, stop: int) -> Span:
+        pages = span.pages[start // page_size : -(-stop // page_size)]
+        return replace(span, pages=pages, length=stop - start, keep=None if span.keep is None else span.keep[:stop])
+
+    if not most:
+        return
     if span.keep is not None:
-        visible &= span.keep
-    return visible.flatten()
+        yield "masked", part(0, most), visible
+    elif is_causal(visible):
+        yield "causal", part(0, most), visible
+    elif least == most:
+        yield "full", part(0, most), None
+    else:
+        whole = least // page_size * page_size
+        if whole:
+            yield "full", part(0, whole), None
+        yield "masked", part(whole, most), visible - whole
 
 
 def merge_table(rows: np.ndarray, num_rows: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2")
 
 # What `ramet_interface` of a library for these declarations says.
-_INTERFACE = 3
+_INTERFACE = 4
 
 
 def _fields(integers: str = "", pointers: str = "") -> list[tuple[str, type]]:
@@ -43,7 +43,7 @@ class Span(Structure):
 class Edge(Structure):
     """Rows that attend to a span; see `src/attention.h`."""
 
-    _fields_ = (("rows", c_void_p), ("num_rows", c_int64), ("span", c_int64), ("mode", c_int64), ("mask", c_void_p))
+    _fields_ = (("rows", c_void_p), ("num_rows", c_int64), ("span", c_int64), ("visible", c_void_p))
 
 
 class Shape(Structure):

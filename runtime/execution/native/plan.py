@@ -12,8 +12,6 @@ from runtime.execution.attention.paged_index import rows_of
 from runtime.execution.native import library as c
 from runtime.models.rope import RotaryEmbedding
 
-_MODES = {"full": 0, "causal": 1, "masked": 2}
-
 
 class NativePlan:
     """One plan's spans and edges as C arrays. What these point to lives as long as this object.
@@ -32,7 +30,7 @@ class NativePlan:
             to.pages = self._array(span.pages, np.int32)
             to.length = span.length
             if span.keep is not None:
-                to.keep = self._bytes(span.keep)
+                to.keep = self._tensor(span.keep)
             if span.shift:
                 angles = -span.shift * rope.inv_freq
                 to.turn = self._tensor(torch.cat((angles.cos(), angles.sin())))
@@ -44,18 +42,14 @@ class NativePlan:
             else:
                 rows = rows_of(edge, plan.num_rows)
                 to.rows, to.num_rows = self._array(rows, np.int32), len(rows)
-            to.span, to.mode = edge.span, _MODES[edge.mode]
-            if edge.mode == "masked":
-                assert edge.mask is not None
-                to.mask = self._bytes(edge.mask)
+            to.span = edge.span
+            if edge.visible is not None:
+                to.visible = self._array(edge.visible, np.int32)
 
     def _array(self, array: np.ndarray, dtype: type) -> int:
         array = np.ascontiguousarray(array, dtype=dtype)
         self._kept.append(array)
         return array.ctypes.data
-
-    def _bytes(self, mask: torch.Tensor) -> int:
-        return self._tensor(mask.to(torch.bool))
 
     def _tensor(self, tensor: torch.Tensor) -> int:
         tensor = tensor.contiguous()

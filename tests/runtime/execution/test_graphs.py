@@ -60,12 +60,12 @@ class World:
         """Requests with pages of their own, and stretches (first row, last row, pages) that are shared."""
         plan = AttentionPlan(rows)
         for first, last, pages in shared:
-            plan.add(slice(first, last), Span(self.pages(pages * PAGE), pages * PAGE), "full")
+            plan.add(slice(first, last), Span(self.pages(pages * PAGE), pages * PAGE))
         slots = []
         for row in reversed(range(rows)):  # the planner's order is not that of the rows
             length = 1 + (7 * row) % 23
             span = Span(self.pages(length), length)
-            plan.add(slice(row, row + 1), span, "causal")
+            plan.add(slice(row, row + 1), span)
             slots.insert(0, int(span.pages[-1]) * PAGE + (length - 1) % PAGE)
         tokens = torch.arange(100, 100 + rows)
         group = LayerGroup(range(self.spec.num_layers), None, torch.tensor(slots), plan)

@@ -29,7 +29,7 @@ def test_logits_and_kv_are_the_references(kind, native, tmp_path):
     tokens = torch.randint(0, MASK, (29,), generator=torch.Generator().manual_seed(3)).tolist() + [MASK] * 8
     n = len(tokens)
     plan = AttentionPlan(n)
-    plan.add(slice(0, n), Span(np.array([2, 0, 1], dtype=np.int32), n), "full")
+    plan.add(slice(0, n), Span(np.array([2, 0, 1], dtype=np.int32), n))
     slots = torch.tensor([[2, 0, 1][i // 16] * 16 + i % 16 for i in range(n)])
     batch = ForwardBatch(
         torch.tensor(tokens), torch.arange(n), [LayerGroup(range(4), None, slots, plan)], torch.arange(n)

@@ -11,7 +11,7 @@
 #define RAMET_API extern "C" __attribute__((visibility("default")))
 
 // Changes with every structure or function that the Python side knows: a library of another build is not used.
-RAMET_API int64_t ramet_interface() { return 3; }
+RAMET_API int64_t ramet_interface() { return 4; }
 
 // Whether this processor has what the library was compiled for.
 RAMET_API int64_t ramet_supported() {

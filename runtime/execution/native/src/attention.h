@@ -7,8 +7,6 @@
 
 namespace ramet {
 
-enum class Mode : int64_t { kFull, kCausal, kMasked };
-
 // A run of rows in the pool; see Span in runtime/batch.py.
 struct Span {
     const int32_t* pages;
@@ -22,8 +20,7 @@ struct Edge {
     const int32_t* rows;
     int64_t num_rows;
     int64_t span;
-    Mode mode;
-    const uint8_t* mask;  // [num_rows, length], for kMasked
+    const int32_t* visible;  // [num_rows], how many of the span's first rows each sees; null: all
 };
 
 struct Shape {
@@ -70,7 +67,7 @@ class Attention {
             int64_t parts = std::max<int64_t>((keys + step / 2) / step, 1);
             step = round_up((keys + parts - 1) / parts, kKeys);
             parts = std::max<int64_t>((keys + step - 1) / step, 1);
-            const bool few = reads_in_place(edge, rows);
+            const bool few = reads_in_place(edge, from, rows);
             for (int64_t part = 0; part < parts; ++part) {
                 const int64_t begin = part * step, end = std::min(begin + step, keys);
                 const int64_t blocks = (end - begin + kFewKeys - 1) / kFewKeys;
@@ -176,24 +173,32 @@ class Attention {
 
     int64_t tiles(int64_t rows) const { return (rows * group_ + kMaxRows - 1) / kMaxRows; }
 
-    // Call visit(edge, first row, rows, keys that the last of them sees) for runs of rows.
+    // The fewest and the most keys that rows [from, to) of an edge see.
+    std::pair<int64_t, int64_t> limits(const Edge& edge, int64_t from, int64_t to) const {
+        const int64_t length = spans_[edge.span].length;
+        if (edge.visible == nullptr) return {length, length};
+        auto [least, most] = std::minmax_element(edge.visible + from, edge.visible + to);
+        return {*least, *most};
+    }
+
+    // Call visit(edge, first row, rows, keys that any of them sees) for runs of rows that see something.
     template <class Visit>
     void for_each_rows(int64_t num_edges, int64_t most_rows, const Visit& visit) const {
         for (int64_t e = 0; e < num_edges; ++e) {
             const Edge& edge = edges_[e];
-            int64_t length = spans_[edge.span].length;
             for (int64_t from = 0; from < edge.num_rows; from += most_rows) {
-                int64_t rows = std::min(most_rows, edge.num_rows - from);
-                visit(edge, from, rows, edge.mode == Mode::kCausal ? length - edge.num_rows + from + rows : length);
+                const int64_t rows = std::min(most_rows, edge.num_rows - from);
+                const int64_t keys = limits(edge, from, from + rows).second;
+                if (keys > 0) visit(edge, from, rows, keys);
             }
         }
     }
 
-    // Whether to read keys and values as they lie; that wants all of them to be seen.
-    bool reads_in_place(const Edge& edge, int64_t rows) const {
-        const bool sees_all = edge.mode == Mode::kFull || (edge.mode == Mode::kCausal && rows == 1);
-        const bool few = rows * group_ <= 2 * kFewRows;
-        return few && sees_all && spans_[edge.span].keep == nullptr && shape_.dim % kPanel == 0;
+    // Whether to read keys and values as they lie; that wants each row to see all of the piece's.
+    bool reads_in_place(const Edge& edge, int64_t from, int64_t rows) const {
+        if (rows * group_ > 2 * kFewRows || shape_.dim % kPanel != 0) return false;
+        const auto [least, most] = limits(edge, from, from + rows);
+        return least == most && spans_[edge.span].keep == nullptr;
     }
 
     template <class T>
@@ -379,22 +384,16 @@ class Attention {
     bool visible(const Piece& piece, const Span& span, int64_t from, int64_t to, int64_t begin, int64_t count,
                  Scratch& s, const float** bias) const {
         const Edge& edge = *piece.edge;
-        bool causal = edge.mode == Mode::kCausal, masked = edge.mode == Mode::kMasked;
-        auto limit = [&](int64_t f) {  // keys of the block that a row sees at most
-            int64_t keys = causal ? span.length - edge.num_rows + piece.from + f / group_ + 1 : span.length;
-            return std::clamp<int64_t>(keys - begin, 0, count);
-        };
-        if (limit(to - 1) == 0) return false;
-        if (limit(from) == kKeys && !masked && span.keep == nullptr) return true;
+        const int64_t first = piece.from + from / group_, last = piece.from + (to - 1) / group_;
+        const auto [least, most] = limits(edge, first, last + 1);
+        if (most <= begin) return false;
+        if (least >= begin + kKeys && span.keep == nullptr) return true;
         float* out = s.bias.data();
         *bias = out;
         for (int64_t f = from; f < to; ++f, out += kKeys) {
-            int64_t seen = limit(f);
-            const uint8_t* mask = masked ? edge.mask + (piece.from + f / group_) * span.length + begin : nullptr;
+            const int64_t keys = edge.visible == nullptr ? span.length : edge.visible[piece.from + f / group_];
+            const int64_t seen = std::clamp<int64_t>(keys - begin, 0, count);
             for (int64_t i = 0; i < kKeys; ++i) out[i] = i < seen ? 0 : kMinusInfinity;
-            if (mask != nullptr) {
-                for (int64_t i = 0; i < seen; ++i) out[i] = mask[i] ? out[i] : kMinusInfinity;
-            }
             if (span.keep != nullptr) {
                 for (int64_t i = 0; i < seen; ++i) out[i] = span.keep[begin + i] ? out[i] : kMinusInfinity;
             }

@@ -1,28 +1,25 @@
 """The attention interface against plain softmax attention over explicitly moved keys."""
 
-import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from runtime.batch import AttentionPlan, Edge, Span
+from runtime.batch import AttentionPlan, Span, causal_visible
 from runtime.execution.attention.cpu import CPUAttention, attend, merge
-from runtime.execution.attention.paged_index import flat_mask, merge_table, paged_index, rows_of
+from runtime.execution.attention.paged_index import by_call, merge_table, paged_index, rows_of, visible_pairs
 from runtime.kv.pool import KVPool
-from runtime.models.rope import RotaryEmbedding, rotate
+from runtime.models.rope import RotaryEmbedding
 from runtime.models.spec import RopeSpec
+from tests.runtime.execution.attention.dense import Pages, dense_attention, random_plan
 
 HEADS, KV_HEADS, DIM = 6, 2, 16
 ROPE = RotaryEmbedding(RopeSpec(theta=10000.0), DIM, torch.device("cpu"))
 
 
-def turn(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    return rotate(x, *ROPE.cos_sin(positions))
-
-
 class World:
-    """A pool with random rows at known positions, and plain attention over it in float64."""
+    """A pool with random rows, torch's backend over it, and plain attention."""
 
     def __init__(self, seed: int, num_pages: int = 40, page_size: int = 4):
         self.generator = torch.Generator().manual_seed(seed)
@@ -31,47 +28,17 @@ class World:
         self.pool.k.normal_(generator=self.generator)
         self.pool.v.normal_(generator=self.generator)
         self.backend = CPUAttention(self.pool, ROPE)
-        self.free = list(range(num_pages))
+        self.pages = Pages(self.pool, self.random)
+        self.span = self.pages.span
 
-    def span(self, length: int, scattered: bool, **options) -> Span:
-        count = -(-length // self.pool.page_size)
-        if scattered:
-            self.random.shuffle(self.free)
-        else:
-            self.free.sort()
-        pages, self.free = self.free[:count], self.free[count:]
-        return Span(np.array(pages, dtype=np.int32), length, **options)
-
-    def slots(self, span: Span) -> torch.Tensor:
-        pages = torch.from_numpy(span.pages).long()
-        return (pages[:, None] * self.pool.page_size + torch.arange(self.pool.page_size)).flatten()[: span.length]
-
-    def plain(self, plan: AttentionPlan, q: torch.Tensor) -> torch.Tensor:
-        """Every row over the union of what its edges show it, keys moved (not queries), in float64."""
-        out = torch.zeros_like(q, dtype=torch.float64)
-        for row in range(plan.num_rows):
-            keys, values = [], []
-            for edge in plan.edges:
-                rows = rows_of(edge, plan.num_rows).tolist()
-                if row not in rows:
-                    continue
-                span, at = plan.spans[edge.span], rows.index(row)
-                seen = flat_mask(edge, span, len(rows)).view(len(rows), span.length)[at]
-                slots = self.slots(span)[seen]
-                k = self.pool.k[0][slots]
-                keys.append(turn(k, torch.full((len(k),), span.shift)))
-                values.append(self.pool.v[0][slots])
-            k, v = torch.cat(keys).double(), torch.cat(values).double()
-            if len(k):
-                k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v))
-                scores = torch.einsum("hd,shd->hs", q[row].double(), k) / math.sqrt(DIM)
-                out[row] = torch.einsum("hs,shd->hd", scores.softmax(-1), v)
-        return out
+    def causal(self, plan: AttentionPlan, rows: slice, length: int, scattered: bool, **options) -> None:
+        visible = causal_visible(length, rows.stop - rows.start)
+        plan.add(rows, self.span(length, scattered, **options), visible)
 
     def check(self, plan: AttentionPlan) -> None:
         q = torch.randn(plan.num_rows, HEADS, DIM, generator=self.generator)
         got = self.backend.run(self.backend.prepare(plan), q, 0)
-        torch.testing.assert_close(got.double(), self.plain(plan, q), atol=2e-6, rtol=2e-5)
+        torch.testing.assert_close(got.double(), dense_attention(plan, q, self.pool, ROPE), atol=2e-6, rtol=2e-5)
 
 
 @pytest.mark.parametrize("scattered", [False, True])
@@ -79,7 +46,7 @@ class World:
 def test_causal_request(scattered, rows, length):
     world = World(rows * 100 + length)
     plan = AttentionPlan(rows)
-    plan.add(slice(0, rows), world.span(length, scattered), "causal")
+    world.causal(plan, slice(0, rows), length, scattered)
     world.check(plan)
 
 
@@ -92,37 +59,37 @@ def test_long_extents_are_read_as_views(start, stop):
     pieces = world.backend._pieces(span, start, stop)
     assert all(isinstance(piece, slice) for piece in pieces)
     read = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
-    assert read.tolist() == world.slots(span)[start:stop].tolist()
+    assert read.tolist() == [int(pages[i // 4]) * 4 + i % 4 for i in range(start, stop)]
     plan = AttentionPlan(stop - start)
-    plan.add(slice(0, stop - start), span, "causal")
+    plan.add(slice(0, stop - start), span, causal_visible(stop, stop - start))
     world.check(plan)
 
 
 def test_mixed_batch_of_prefill_and_decode():
     world = World(1)
     plan = AttentionPlan(9)
-    plan.add(slice(0, 1), world.span(17, True), "causal")
-    plan.add(slice(1, 6), world.span(12, False), "causal")
-    plan.add(slice(6, 9), world.span(3, True), "causal")
+    world.causal(plan, slice(0, 1), 17, True)
+    world.causal(plan, slice(1, 6), 12, False)
+    world.causal(plan, slice(6, 9), 3, True)
     world.check(plan)
 
 
 def test_shared_span_with_private_tails():
     world = World(2)
     plan = AttentionPlan(5)
-    plan.add(slice(0, 5), world.span(16, False), "full")
-    plan.add(slice(0, 1), world.span(3, True), "causal")
-    plan.add(slice(1, 2), world.span(9, True), "causal")
-    plan.add(slice(2, 5), world.span(6, True), "causal")
+    plan.add(slice(0, 5), world.span(16, False))
+    world.causal(plan, slice(0, 1), 3, True)
+    world.causal(plan, slice(1, 2), 9, True)
+    world.causal(plan, slice(2, 5), 6, True)
     world.check(plan)
 
 
 def test_shift_moves_keys_by_turning_queries():
     world = World(3)
     plan = AttentionPlan(4)
-    plan.add(slice(0, 4), world.span(11, True, shift=37), "full")
-    plan.add(slice(0, 4), world.span(8, False, shift=-5), "full")
-    plan.add(slice(0, 4), world.span(4, False), "causal")
+    plan.add(slice(0, 4), world.span(11, True, shift=37))
+    plan.add(slice(0, 4), world.span(8, False, shift=-5))
+    world.causal(plan, slice(0, 4), 4, False)
     world.check(plan)
 
 
@@ -130,48 +97,44 @@ def test_keep_masks_rows_of_a_span():
     world = World(4)
     keep = torch.rand(14, generator=world.generator) < 0.5
     plan = AttentionPlan(6)
-    plan.add(slice(0, 6), world.span(14, True, keep=keep, shift=3), "full")
-    plan.add(slice(0, 6), world.span(10, False, keep=torch.arange(10) != 2), "causal")
+    plan.add(slice(0, 6), world.span(14, True, keep=keep, shift=3))
+    world.causal(plan, slice(0, 6), 10, False, keep=torch.arange(10) != 2)
     world.check(plan)
 
 
-def test_masked_edges_and_scattered_rows():
+def test_scattered_rows_see_prefixes_of_a_span():
     world = World(5)
-    mask = torch.rand(3, 9, generator=world.generator) < 0.4
-    mask[1] = False
     plan = AttentionPlan(6)
-    plan.add(torch.tensor([5, 0, 2]), world.span(9, True), "masked", mask)
-    plan.add(slice(1, 5), world.span(7, False), "full")
+    plan.add(torch.tensor([5, 0, 2]), world.span(9, True), np.array([4, 9, 0], dtype=np.int32))
+    plan.add(slice(1, 5), world.span(7, False))
     world.check(plan)
 
 
 def test_a_row_that_sees_nothing_gives_zeros():
     world = World(6)
     plan = AttentionPlan(2)
-    plan.add(slice(0, 2), world.span(5, False), "masked", torch.tensor([[True] * 5, [False] * 5]))
+    plan.add(slice(0, 2), world.span(5, False), np.array([5, 0], dtype=np.int32))
     q = torch.randn(2, HEADS, DIM)
     out = world.backend.run(world.backend.prepare(plan), q, 0)
     assert out[1].abs().max() == 0
     assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_random_plans(seed):
-    world = World(seed + 50, num_pages=80)
-    num_rows = int(world.random.integers(1, 12))
-    plan = AttentionPlan(num_rows)
-    plan.add(slice(0, num_rows), world.span(int(world.random.integers(1, 20)), True), "full")
-    for _ in range(int(world.random.integers(1, 6))):
-        count = int(world.random.integers(1, num_rows + 1))
-        rows = torch.randperm(num_rows, generator=world.generator)[:count]
-        length = int(world.random.integers(count, count + 20))
-        span = world.span(length, bool(world.random.integers(2)), shift=int(world.random.integers(-50, 50)))
-        if world.random.integers(2):
-            span.keep = torch.rand(length, generator=world.generator) < 0.7
-        mode = ["causal", "full", "masked"][int(world.random.integers(3))]
-        mask = torch.rand(count, length, generator=world.generator) < 0.5 if mode == "masked" else None
-        plan.add(rows, span, mode, mask)
+def test_only_what_some_rows_do_not_see_is_under_a_mask():
+    world = World(8, num_pages=100)
+    plan = AttentionPlan(3)
+    plan.add(slice(0, 3), world.span(300, False), np.array([299, 290, 300], dtype=np.int32))
+    masked, whole = world.backend.prepare(plan)
+    assert masked.bias.shape == (3, 10)
+    assert whole.slots == slice(0, 290)
     world.check(plan)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("seed", range(30))
+def test_random_plans(seed, page_size):
+    world = World(seed + 50, num_pages=400 // page_size + 7, page_size=page_size)
+    world.check(random_plan(world.pages, int(world.random.integers(1, 12)), 60))
 
 
 def test_partial_results_merge_exactly():
@@ -204,10 +167,10 @@ def test_index_arrays_against_a_brute_force_reading(page_size):
         count = -(-length // page_size)
         pages, free = free[:count], free[count:]
         shift = int(random.integers(0, 9))
-        plan.add(rows, Span(np.array(pages, dtype=np.int32), length, shift), "full")
+        plan.add(rows, Span(np.array(pages, dtype=np.int32), length, shift))
         slots = [int(pages[i // page_size]) * page_size + i % page_size for i in range(length)]
         wanted.append((rows_of(plan.edges[-1], 10).tolist(), slots, shift))
-    index = paged_index(plan, plan.edges, page_size)
+    index = paged_index(plan, page_size)
     for i, (rows, slots, shift) in enumerate(wanted):
         queries = slice(index.qo_indptr[i], index.qo_indptr[i + 1])
         assert index.rows[queries].tolist() == rows
@@ -218,10 +181,29 @@ def test_index_arrays_against_a_brute_force_reading(page_size):
         assert read[:used] == slots
     assert index.qo_indptr.dtype == index.kv_indptr.dtype == index.kv_indices.dtype == np.int32
     assert not index.decode_only
-    assert paged_index(plan, plan.edges[:1], page_size).decode_only
+    assert paged_index(replace(plan, edges=plan.edges[:1]), page_size).decode_only
 
 
-def test_flat_mask_of_a_causal_edge_is_aligned_to_the_end():
-    edge = Edge(slice(0, 2), 0, "causal")
+def test_edges_are_cut_into_as_little_under_a_mask_as_whole_pages_allow():
+    plan = AttentionPlan(4)
+    span = Span(np.arange(10, 20, dtype=np.int32), 38)
+    plan.add(slice(0, 4), span, causal_visible(38, 4))
+    plan.add(slice(0, 4), span, np.array([7, 8, 9, 10], dtype=np.int32))
+    plan.add(slice(0, 4), span, np.array([17, 30, 15, 17], dtype=np.int32))
+    plan.add(slice(0, 4), span, np.full(4, 5, dtype=np.int32))
+    plan.add(slice(2, 3), span)
+    plan.add(slice(2, 4), span, np.zeros(2, dtype=np.int32))
+    calls = by_call(plan, 4)
+    found = {call: [(len(s.pages), int(s.pages[0]), s.length) for s in part.spans] for call, part in calls.items()}
+    assert found == {
+        "full": [(3, 10, 12), (2, 10, 5)],
+        "causal": [(10, 10, 38), (3, 10, 10), (10, 10, 38)],
+        "masked": [(5, 13, 18)],
+    }
+    assert calls["masked"].edges[0].visible.tolist() == [5, 18, 3, 5]
+
+
+def test_pairs_that_are_visible_are_kept_rows_of_a_prefix():
     span = Span(np.array([0], dtype=np.int32), 4, keep=torch.tensor([True, False, True, True]))
-    assert flat_mask(edge, span, 2).view(2, 4).tolist() == [[True, False, True, False], [True, False, True, True]]
+    seen = visible_pairs(np.array([3, 4, 0]), span)
+    assert seen.tolist() == [[True, False, True, False], [True, False, True, True], [False] * 4]

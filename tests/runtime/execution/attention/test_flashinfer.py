@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.batch import AttentionPlan, Span
-from runtime.execution.attention.cpu import CPUAttention
+from runtime.batch import AttentionPlan, causal_visible
 from runtime.execution.attention.flashinfer import FlashInferAttention
 from runtime.execution.ops import FlashInferOps, Ops
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.spec import RopeSpec
+from tests.runtime.execution.attention.dense import Pages, dense_attention, random_plan
 from tests.runtime.execution.attention.stand_in import Wrapper, stand_in
 from tests.runtime.execution.attention.whole_engines import check_whole_engines
 
@@ -42,26 +42,26 @@ def replaced(monkeypatch):
 class World:
     """A pool of random rows, our backend and the reference."""
 
-    def __init__(self, device: torch.device, page_size: int, dtype: torch.dtype = torch.bfloat16):
+    def __init__(self, device: torch.device, page_size: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0):
+        torch.manual_seed(seed)
         self.device, self.page_size = device, page_size
         self.pool = KVPool(1, 8192 // page_size, page_size, KV_HEADS, DIM, dtype, device)
         self.pool.k.copy_(torch.randn(self.pool.k.shape))
         self.pool.v.copy_(torch.randn(self.pool.v.shape))
-        rope = RotaryEmbedding(ROPE, DIM, device)
-        self.ours = FlashInferAttention(self.pool, rope, HEADS)
-        self.reference = CPUAttention(self.pool, rope)
-        self.free = torch.randperm(self.pool.num_pages).tolist()
+        self.rope = RotaryEmbedding(ROPE, DIM, device)
+        self.ours = FlashInferAttention(self.pool, self.rope, HEADS)
+        self.pages = Pages(self.pool, np.random.default_rng(seed))
+        self.span = self.pages.span
 
-    def span(self, length: int, **options) -> Span:
-        pages = [self.free.pop() for _ in range(-(-length // self.page_size))]
-        return Span(np.array(pages, dtype=np.int32), length, **options)
+    def causal(self, plan: AttentionPlan, rows: slice, length: int) -> None:
+        plan.add(rows, self.span(length), causal_visible(length, rows.stop - rows.start))
 
     def check(self, *plans: AttentionPlan) -> list:
         prepared = self.ours.prepare_step(plans)
         for plan, ready in zip(plans, prepared, strict=True):
             q = torch.randn(plan.num_rows, HEADS, DIM).to(self.device, torch.bfloat16)
-            got = self.ours.run(ready, q, 0).float()
-            wanted = self.reference.run(self.reference.prepare(plan), q, 0).float()
+            got = self.ours.run(ready, q, 0).cpu().double()
+            wanted = dense_attention(plan, q, self.pool, self.rope)
             assert (got - wanted).norm() / wanted.norm() < 1e-2
         return prepared
 
@@ -69,47 +69,48 @@ class World:
 def decode(world: World) -> AttentionPlan:
     plan = AttentionPlan(7)
     for row in range(7):
-        plan.add(slice(row, row + 1), world.span(17 + 40 * row), "causal")
+        world.causal(plan, slice(row, row + 1), 17 + 40 * row)
     return plan
 
 
 def prefill(world: World) -> AttentionPlan:
     plan = AttentionPlan(7)
-    plan.add(slice(0, 5), world.span(105), "causal")
-    plan.add(slice(5, 7), world.span(2), "causal")
+    world.causal(plan, slice(0, 5), 105)
+    world.causal(plan, slice(5, 7), 2)
     return plan
 
 
 def cascade(world: World) -> AttentionPlan:
     """Three levels: all share a root, some of them more; two of the rows are one request's."""
     plan = AttentionPlan(7)
-    plan.add(slice(0, 7), world.span(320), "full")
-    plan.add(slice(0, 3), world.span(96), "full")
-    plan.add(slice(5, 7), world.span(48), "full")
+    plan.add(slice(0, 7), world.span(320))
+    plan.add(slice(0, 3), world.span(96))
+    plan.add(slice(5, 7), world.span(48))
     for rows, length in ((slice(0, 1), 7), (slice(1, 3), 33), (slice(3, 4), 1), (slice(4, 5), 90), (slice(5, 7), 2)):
-        plan.add(rows, world.span(length), "causal")
+        world.causal(plan, rows, length)
     return plan
 
 
 def shifted(world: World) -> AttentionPlan:
     plan = AttentionPlan(7)
-    plan.add(slice(0, 7), world.span(301, shift=11), "full")
-    plan.add(torch.tensor([6, 0, 1]), world.span(33), "causal")
-    plan.add(torch.tensor([3, 2, 4, 5]), world.span(4), "causal")
+    plan.add(slice(0, 7), world.span(301, shift=11))
+    plan.add(torch.tensor([6, 0, 1]), world.span(33), causal_visible(33, 3))
+    plan.add(torch.tensor([3, 2, 4, 5]), world.span(4), causal_visible(4, 4))
     return plan
 
 
 def masked(world: World) -> AttentionPlan:
     plan = AttentionPlan(7)
-    plan.add(slice(0, 7), world.span(50, keep=torch.rand(50) < 0.5), "full")
-    plan.add(slice(0, 7), world.span(20), "masked", torch.rand(7, 20) < 0.5)
+    plan.add(slice(0, 7), world.span(50, keep=torch.rand(50) < 0.5))
+    plan.add(slice(0, 7), world.span(60), np.array([20, 33, 60, 1, 0, 59, 17], dtype=np.int32))
+    plan.add(slice(1, 6), world.span(60), np.array([40, 33, 60, 35, 59], dtype=np.int32))
     return plan
 
 
 def bidirectional(world: World) -> AttentionPlan:
     plan = AttentionPlan(7)
-    plan.add(slice(0, 4), world.span(131), "full")
-    plan.add(slice(4, 7), world.span(3), "full")
+    plan.add(slice(0, 4), world.span(131))
+    plan.add(slice(4, 7), world.span(3))
     return plan
 
 
@@ -118,6 +119,13 @@ def bidirectional(world: World) -> AttentionPlan:
 def test_results_are_the_references(device, page_size, kind):
     world = World(device, page_size)
     world.check(kind(world))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("seed", range(30))
+def test_random_plans(device, seed, page_size):
+    world = World(device, page_size, seed=seed)
+    world.check(random_plan(world.pages, int(world.pages.random.integers(1, 20)), 150))
 
 
 def test_groups_of_a_step_do_not_share_wrappers(device):
@@ -134,8 +142,8 @@ def test_fp8_pages(device):
 def test_a_row_that_sees_nothing_gives_zeros(device):
     world = World(device, 16)
     plan = AttentionPlan(2)
-    plan.add(slice(0, 2), world.span(5), "masked", torch.tensor([[True] * 5, [False] * 5]))
-    plan.add(slice(0, 1), world.span(9), "full")
+    plan.add(slice(0, 2), world.span(5), np.array([5, 0], dtype=np.int32))
+    plan.add(slice(0, 1), world.span(9))
     (ready,) = world.ours.prepare_step([plan])
     out = world.ours.run(ready, torch.randn(2, HEADS, DIM).to(world.device, torch.bfloat16), 0)
     assert out.isfinite().all()

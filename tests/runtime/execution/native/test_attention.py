@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.batch import AttentionPlan, Span
-from runtime.execution.attention.paged_index import flat_mask, rows_of
+from runtime.batch import AttentionPlan, Edge, causal_visible
 from runtime.execution.native import library as c
 from runtime.execution.native.decoder import Team
 from runtime.execution.native.plan import NativePlan
 from runtime.kv.pool import KVPool
-from runtime.models.rope import RotaryEmbedding, rotate
+from runtime.models.rope import RotaryEmbedding
 from runtime.models.spec import RopeSpec
+from tests.runtime.execution.attention.dense import Pages, dense_attention, random_plan
 
 
 class World:
@@ -28,41 +28,14 @@ class World:
         self.pool = KVPool(1, 6000 // page_size, page_size, kv_heads, dim, dtype, torch.device("cpu"))
         for tensor in (self.pool.k, self.pool.v):
             tensor.copy_(torch.randn(tensor.shape, generator=self.generator))
-        self.free = list(range(self.pool.num_pages))
+        self.pages = Pages(self.pool, self.random)
+        self.span = self.pages.span
 
-    def span(self, length, scattered=True, **options):
-        count = -(-length // self.pool.page_size)
-        if scattered:
-            self.random.shuffle(self.free)
-        else:
-            self.free.sort()
-        pages, self.free = self.free[:count], self.free[count:]
-        return Span(np.array(pages, dtype=np.int32), length, **options)
-
-    def mask(self, *shape, share=0.5):
-        return torch.rand(shape, generator=self.generator) < share
+    def causal(self, plan, rows, length, scattered=True, **options):
+        plan.add(rows, self.span(length, scattered, **options), causal_visible(length, rows.stop - rows.start))
 
     def plain(self, plan, q):
-        scores = [[] for _ in range(plan.num_rows)]
-        values = [[] for _ in range(plan.num_rows)]
-        group = self.heads // self.kv_heads
-        for edge in plan.edges:
-            rows, span = rows_of(edge, plan.num_rows).tolist(), plan.spans[edge.span]
-            pages = torch.from_numpy(span.pages).long()
-            slots = (pages[:, None] * self.pool.page_size + torch.arange(self.pool.page_size)).flatten()[: span.length]
-            shift = torch.full((span.length,), span.shift)
-            k = rotate(self.pool.k[0][slots].double(), *(t.double() for t in self.rope.cos_sin(shift)))
-            k, v = (t.double().repeat_interleave(group, 1) for t in (k, self.pool.v[0][slots]))
-            seen = flat_mask(edge, span, len(rows)).view(len(rows), span.length)
-            products = torch.einsum("nhd,mhd->nhm", q[rows].double(), k) / self.dim**0.5
-            for row, visible, product in zip(rows, seen, products, strict=True):
-                scores[row].append(product[:, visible])
-                values[row].append(v[visible])
-        out = torch.zeros(q.shape, dtype=torch.float64)
-        for row in range(plan.num_rows):
-            if scores[row] and (s := torch.cat(scores[row], 1)).shape[1]:
-                out[row] = torch.einsum("hm,mhd->hd", s.softmax(-1), torch.cat(values[row]))
-        return out
+        return dense_attention(plan, q, self.pool, self.rope)
 
     def run(self, plan, q):
         team = Team(self.library, self.threads)
@@ -91,7 +64,7 @@ class World:
 def test_causal_request(library, dtype, threads, page_size, rows, length):
     world = World(library, page_size=page_size, dtype=dtype, threads=threads)
     plan = AttentionPlan(rows)
-    plan.add(slice(0, rows), world.span(length), "causal")
+    world.causal(plan, slice(0, rows), length)
     world.check(plan)
 
 
@@ -101,8 +74,8 @@ def test_causal_request(library, dtype, threads, page_size, rows, length):
 def test_any_shape_of_heads(library, dtype, dim, heads, kv_heads):
     world = World(library, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype)
     plan = AttentionPlan(5)
-    plan.add(slice(0, 5), world.span(70), "full")
-    plan.add(slice(0, 5), world.span(9), "causal")
+    plan.add(slice(0, 5), world.span(70))
+    world.causal(plan, slice(0, 5), 9)
     world.check(plan)
 
 
@@ -112,18 +85,18 @@ def test_any_shape_of_heads(library, dtype, dim, heads, kv_heads):
 def test_decode_reads_keys_in_place(library, dtype, heads, kv_heads, length):
     world = World(library, page_size=16, heads=heads, kv_heads=kv_heads, dim=64, dtype=dtype)
     plan = AttentionPlan(3)
-    plan.add(slice(0, 2), world.span(33), "full")
+    plan.add(slice(0, 2), world.span(33))
     for row in range(3):
-        plan.add(slice(row, row + 1), world.span(length + row, shift=5 * row), "causal")
+        world.causal(plan, slice(row, row + 1), length + row, shift=5 * row)
     world.check(plan)
 
 
 def test_mixed_batch_of_prefill_and_decode(library):
     world = World(library)
     plan = AttentionPlan(90)
-    plan.add(slice(0, 1), world.span(17), "causal")
-    plan.add(slice(1, 89), world.span(120, False), "causal")
-    plan.add(slice(89, 90), world.span(700), "causal")
+    world.causal(plan, slice(0, 1), 17)
+    world.causal(plan, slice(1, 89), 120, False)
+    world.causal(plan, slice(89, 90), 700)
     world.check(plan)
 
 
@@ -133,18 +106,18 @@ def test_mixed_batch_of_prefill_and_decode(library):
 def test_shared_span_with_private_tails(library, dtype, threads, sharing):
     world = World(library, threads=threads, dtype=dtype)
     plan = AttentionPlan(sharing)
-    plan.add(slice(0, sharing), world.span(1000), "full")
+    plan.add(slice(0, sharing), world.span(1000))
     for row in range(sharing):
-        plan.add(slice(row, row + 1), world.span(1 + row % 9), "causal")
+        world.causal(plan, slice(row, row + 1), 1 + row % 9)
     world.check(plan)
 
 
 def test_shift_moves_keys_by_turning_queries(library):
     world = World(library)
     plan = AttentionPlan(4)
-    plan.add(slice(0, 4), world.span(11, shift=37), "full")
-    plan.add(slice(0, 4), world.span(300, shift=-5), "full")
-    plan.add(slice(0, 4), world.span(4), "causal")
+    plan.add(slice(0, 4), world.span(11, shift=37))
+    plan.add(slice(0, 4), world.span(300, shift=-5))
+    world.causal(plan, slice(0, 4), 4)
     world.check(plan)
 
 
@@ -152,19 +125,17 @@ def test_shift_moves_keys_by_turning_queries(library):
 def test_keep_masks_rows_of_a_span(library, length):
     world = World(library)
     plan = AttentionPlan(6)
-    plan.add(slice(0, 6), world.span(length, keep=world.mask(length), shift=3), "full")
-    plan.add(slice(0, 6), world.span(10, keep=torch.arange(10) != 2), "causal")
+    plan.add(slice(0, 6), world.span(length, keep=torch.from_numpy(world.random.random(length) < 0.5), shift=3))
+    world.causal(plan, slice(0, 6), 10, keep=torch.arange(10) != 2)
     world.check(plan)
 
 
 @pytest.mark.parametrize("length", [9, 64, 700])
-def test_masked_edges_and_scattered_rows(library, length):
+def test_scattered_rows_see_prefixes_of_a_span(library, length):
     world = World(library)
-    mask = world.mask(3, length, share=0.1)
-    mask[1] = False
     plan = AttentionPlan(6)
-    plan.add(torch.tensor([5, 0, 2]), world.span(length), "masked", mask)
-    plan.add(slice(1, 5), world.span(7), "full")
+    plan.add(torch.tensor([5, 0, 2]), world.span(length), np.array([length // 2, length, 0], dtype=np.int32))
+    plan.add(slice(1, 5), world.span(7))
     world.check(plan)
 
 
@@ -172,13 +143,20 @@ def test_masked_edges_and_scattered_rows(library, length):
 def test_a_row_that_sees_nothing_gives_zeros(library, length):
     world = World(library)
     plan = AttentionPlan(3)
-    mask = torch.ones(2, length, dtype=torch.bool)
-    mask[1] = False
-    plan.add(slice(0, 2), world.span(length), "masked", mask)
+    plan.add(slice(0, 2), world.span(length), np.array([length, 0], dtype=np.int32))
     q = torch.randn(3, world.heads, world.dim)
     out = world.run(plan, q)
     assert out[1:].abs().max() == 0
     torch.testing.assert_close(out.double(), world.plain(plan, q), atol=3e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("seen", [0, 1, 63, 64, 300])
+def test_rows_that_see_the_same_prefix(library, seen):
+    world = World(library, dim=64)
+    plan = AttentionPlan(80)
+    plan.add(slice(0, 2), world.span(300), np.full(2, seen, dtype=np.int32))
+    plan.add(slice(0, 80), world.span(301), np.full(80, seen, dtype=np.int32))
+    world.check(plan)
 
 
 def test_scores_that_exp_cannot_take(library):
@@ -186,7 +164,7 @@ def test_scores_that_exp_cannot_take(library):
     world = World(library)
     world.pool.k.mul_(100)
     plan = AttentionPlan(7)
-    plan.add(slice(0, 7), world.span(800), "causal")
+    world.causal(plan, slice(0, 7), 800)
     q = torch.randn(7, world.heads, world.dim)
     torch.testing.assert_close(world.run(plan, q).double(), world.plain(plan, q), atol=1e-3, rtol=1e-3)
 
@@ -194,27 +172,13 @@ def test_scores_that_exp_cannot_take(library):
 def test_a_span_may_have_several_edges(library):
     world = World(library)
     plan = AttentionPlan(8)
-    plan.add(slice(0, 3), world.span(90), "full")
-    plan.edges.append(type(plan.edges[0])(slice(5, 8), 0, "causal"))
+    plan.add(slice(0, 3), world.span(90))
+    plan.edges.append(Edge(slice(5, 8), 0, causal_visible(90, 3)))
     world.check(plan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_plans(library, seed, dtype):
     world = World(library, seed=seed, dtype=dtype, page_size=[1, 4, 16][seed % 3], threads=1 + seed % 2)
-    draw = world.random
-    num_rows = int(draw.integers(1, 100))
-    plan = AttentionPlan(num_rows)
-    if seed % 4:
-        plan.add(slice(0, num_rows), world.span(int(draw.integers(1, 900))), "full")
-    for _ in range(int(draw.integers(1, 6))):
-        count = int(draw.integers(1, num_rows + 1))
-        rows = torch.randperm(num_rows, generator=world.generator)[:count]
-        length = int(draw.integers(count, count + 300))
-        span = world.span(length, bool(draw.integers(2)), shift=int(draw.integers(-50, 50)))
-        if draw.integers(2):
-            span.keep = world.mask(length, share=0.7)
-        mode = ["causal", "full", "masked"][int(draw.integers(3))]
-        plan.add(rows, span, mode, world.mask(count, length) if mode == "masked" else None)
-    world.check(plan)
+    world.check(random_plan(world.pages, int(world.random.integers(1, 100)), [60, 900][seed % 2]))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span
+from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
 from runtime.execution.attention.cpu import CPUAttention
 from runtime.execution.llama import LlamaModel
 from runtime.execution.native.decoder import NativeDecoder
@@ -51,12 +51,12 @@ def mixed_batch(layers):
     plan, slots, row, page = AttentionPlan(len(tokens)), [], 0, 0
     for count, length in zip(counts, lengths, strict=True):
         s = span(page, -(-length // PAGE), length)
-        plan.add(slice(row, row + count), s, "causal")
+        plan.add(slice(row, row + count), s, causal_visible(length, count))
         slots += slots_of(s, length - count)
         row, page = row + count, page + len(s.pages)
     keep = torch.ones(17, dtype=torch.bool)
     keep[3:6] = False
-    plan.add(torch.tensor([79, 80]), span(page, 5, 17, shift=5, keep=keep), "full")
+    plan.add(torch.tensor([79, 80]), span(page, 5, 17, shift=5, keep=keep))
     slots[75] = -1
     group = LayerGroup(range(layers), None, torch.tensor(slots), plan)
     return ForwardBatch(tokens, positions, [group], torch.tensor([69, 80, 3, 79]))
@@ -67,10 +67,10 @@ def fewer_rows_later(layers):
     torch.manual_seed(2)
     s = span(0, 3, 12)
     first = AttentionPlan(12)
-    first.add(slice(0, 12), s, "causal")
+    first.add(slice(0, 12), s, causal_visible(12, 12))
     alive = torch.tensor([1, 5, 6, 11])
     rest = AttentionPlan(4)
-    rest.add(slice(0, 4), s, "masked", torch.arange(12)[None] <= alive[:, None])
+    rest.add(slice(0, 4), s, alive.numpy().astype(np.int32) + 1)
     slots = torch.tensor(slots_of(s, 0))
     groups = [
         LayerGroup(range(1), None, slots, first),

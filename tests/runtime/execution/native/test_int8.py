@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span
+from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
 from runtime.errors import ModelError
 from runtime.execution.native.library import load_best
 from runtime.models.tokenizer import Tokenizer
@@ -19,7 +19,7 @@ def log_probabilities(core, ids):
     """Of the tokens that may follow each of `ids`, float32 [n, vocab]."""
     plan = AttentionPlan(len(ids))
     pages = np.arange(-(-len(ids) // core.executor.pool.page_size), dtype=np.int32)
-    plan.add(slice(0, len(ids)), Span(pages, len(ids)), "causal")
+    plan.add(slice(0, len(ids)), Span(pages, len(ids)), causal_visible(len(ids), len(ids)))
     here = torch.arange(len(ids))
     group = LayerGroup(range(core.executor.spec.num_layers), None, here, plan)
     return core.executor.run(ForwardBatch(torch.tensor(ids), here, [group], here)).log_softmax(-1)

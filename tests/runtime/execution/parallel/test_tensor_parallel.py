@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -157,8 +158,8 @@ def test_shards_add_up(tiny_dir, size):
 def test_orders_survive_the_way():
     plan = AttentionPlan(3)
     pages = torch.arange(4, dtype=torch.int32).numpy()
-    plan.add(slice(0, 3), Span(pages, 13, shift=-2, keep=torch.arange(13) % 2 == 0), "full")
-    plan.add(torch.tensor([2, 0]), Span(pages[:1], 2), "masked", torch.tensor([[True, False], [True, True]]))
+    plan.add(slice(0, 3), Span(pages, 13, shift=-2, keep=torch.arange(13) % 2 == 0))
+    plan.add(torch.tensor([2, 0]), Span(pages[:1], 2), np.array([1, 2], dtype=np.int32))
     rows = torch.tensor([0, 2])
     load, save = HiddenRows(rows, torch.randn(2, 5)), HiddenRows(rows, torch.empty(2, 5))
     group = LayerGroup(range(1, 3), rows, torch.tensor([7, -1]), plan, [load], [save])
@@ -177,5 +178,7 @@ def test_orders_survive_the_way():
         assert ours.keep is None or torch.equal(ours.keep, theirs.keep)
     assert back.attention.edges[0].rows == slice(0, 3)
     assert back.attention.edges[1].rows.tolist() == [2, 0]
-    assert torch.equal(back.attention.edges[1].mask, plan.edges[1].mask)
+    assert back.attention.edges[0].visible is None
+    assert back.attention.edges[1].visible.dtype == np.int32
+    assert back.attention.edges[1].visible.tolist() == [1, 2]
     assert decode_order(encode_order(CopyRows(3, 4, 5))) == CopyRows(3, 4, 5)

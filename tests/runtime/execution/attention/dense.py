@@ -1,0 +1,91 @@
+"""Plain attention by an attention plan, and random plans: the reference of every backend."""
+
+import math
+
+import numpy as np
+import torch
+
+from runtime.batch import AttentionPlan, Span, causal_visible
+
+
+def dense_attention(plan, q, pool, rope):
+    """Softmax over all that a row's edges show it, in float64 on the CPU; keys are moved, not queries.
+
+    A row that sees nothing gives zeros.
+    """
+    group = q.shape[1] // pool.k.shape[2]
+    scores = [[] for _ in range(plan.num_rows)]
+    values = [[] for _ in range(plan.num_rows)]
+    for edge in plan.edges:
+        span, rows = plan.spans[edge.span], torch.arange(plan.num_rows)[edge.rows]
+        pages = torch.from_numpy(span.pages).long()
+        slots = (pages[:, None] * pool.page_size + torch.arange(pool.page_size)).flatten()[: span.length]
+        k, v = (t[0][slots.to(t.device)].cpu().double().repeat_interleave(group, 1) for t in (pool.k, pool.v))
+        k = moved(k, span.shift, rope)
+        products = torch.einsum("nhd,mhd->nhm", q[rows.to(q.device)].cpu().double(), k) / math.sqrt(q.shape[-1])
+        counts = span.keep is None or span.keep
+        for i, row in enumerate(rows.tolist()):
+            limit = span.length if edge.visible is None else int(edge.visible[i])
+            seen = (torch.arange(span.length) < limit) & counts
+            scores[row].append(products[i][:, seen])
+            values[row].append(v[seen])
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    for row in range(plan.num_rows):
+        if scores[row] and (s := torch.cat(scores[row], 1)).shape[1]:
+            out[row] = torch.einsum("hm,mhd->hd", s.softmax(-1), torch.cat(values[row]))
+    return out
+
+
+def moved(x, shift, rope):
+    """Rows [n, heads, dim], rotated for some positions, `shift` positions further on, in float64."""
+    angles = shift * rope.inv_freq.cpu().double()
+    a, b = x.double().chunk(2, -1)
+    return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+
+
+class Pages:
+    """Spans of pages that no other span has."""
+
+    def __init__(self, pool, random):
+        self.page_size, self.random, self.free = pool.page_size, random, list(range(pool.num_pages))
+
+    def span(self, length, scattered=True, **options):
+        count = -(-length // self.page_size)
+        if scattered:
+            self.random.shuffle(self.free)
+        else:
+            self.free.sort()
+        pages, self.free = self.free[:count], self.free[count:]
+        return Span(np.array(pages, dtype=np.int32), length, **options)
+
+
+def visible_at_random(random, rows, length):
+    """Every pattern that a planner may ask for, and some that none asks for."""
+    kind = random.choice(["all", "causal", "run", "any", "sorted", "same"])
+    if kind == "all":
+        return None
+    if kind == "causal" and rows <= length:
+        return causal_visible(length, rows)
+    if kind == "run" and rows <= length:
+        first = int(random.integers(1, length - rows + 2))
+        return np.arange(first, first + rows, dtype=np.int32)
+    if kind == "same":
+        return np.full(rows, random.integers(length + 1), dtype=np.int32)
+    visible = random.integers(length + 1, size=rows).astype(np.int32)
+    return np.sort(visible) if kind == "sorted" else visible
+
+
+def random_plan(pages, num_rows, longest):
+    """Edges over rows that overlap, as slices and scattered, shifted and thinned; some rows may see nothing."""
+    random, plan = pages.random, AttentionPlan(num_rows)
+    for _ in range(int(random.integers(1, 7))):
+        count, length = int(random.integers(1, num_rows + 1)), int(random.integers(1, longest))
+        first = int(random.integers(num_rows - count + 1))
+        rows = slice(first, first + count)
+        if random.integers(2):
+            rows = torch.from_numpy(random.permutation(num_rows)[:count])
+        span = pages.span(length, bool(random.integers(2)), shift=int(random.choice([0, 0, 1, -50, 4321])))
+        if not random.integers(3):
+            span.keep = torch.from_numpy(random.random(length) < 0.7)
+        plan.add(rows, span, visible_at_random(random, count, length))
+    return plan
