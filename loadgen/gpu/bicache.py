@@ -91,7 +91,7 @@ class _Denoise(Drive):
             for _ in range(_INTERVAL + 1):
                 self.step()
             times = [self.step() for _ in range(sizes.steps)]
-            depth = next(iter(self.core.requests.values())).depth if self.core.requests else 0  # type: ignore[attr-defined]
+            depth = next(iter(self.core.requests.values())).reuse.depth if self.core.requests else 0
         finally:
             self.end()
         step_s = statistics.mean(times)

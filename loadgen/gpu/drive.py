@@ -23,8 +23,9 @@ class Drive:
 
     def __init__(self, path: Path, **options: Any):
         """`options`: as of `ramet serve`."""
-        from runtime.config import make_config
         from runtime.engine.cores import open_core
+
+        from runtime.config import make_config
 
         self.core: EngineCore = open_core(make_config(model=str(path), **options), path)
         self._draw, self._count = random.Random(0), 0

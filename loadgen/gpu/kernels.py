@@ -74,10 +74,11 @@ def _sampling() -> None:
     import torch
 
     from runtime.params import SamplingParams
-    from runtime.request import Request
+    from runtime.request import Request, Sequence
     from runtime.sampling.batched import BatchedSampler
 
     sampler = BatchedSampler(4096, torch.device("cuda"))
     params = SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01)
-    asking = Request("r", array("i", [1]), 1, params, frozenset(), 9)
+    nobody: Any = None  # neither strategy nor decoding: the sampler asks for neither
+    asking = Request("r", Sequence(array("i", [1])), 1, params, frozenset(), 9, nobody, nobody)
     sampler.sample(torch.randn(1, 4096, device="cuda"), [asking]).read()

@@ -28,8 +28,8 @@ from runtime.models.resolve import resolve_model
 from runtime.params import DiffusionParams, SamplingParams
 
 if TYPE_CHECKING:
-    from runtime.engine.denoise_core import DiffusionCore
     from runtime.engine.offline import Engine
+    from runtime.reuse.bicache.strategy import BiCache
 
 _GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 # A reserved token of the default model's vocabulary, which no text has.
@@ -67,16 +67,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print a table."""
     # Not at the top: the other commands read these options, too, and do without torch.
-    from runtime.engine.denoise_core import DiffusionCore
     from runtime.engine.offline import Engine
+    from runtime.reuse.bicache.strategy import BiCache
 
     with tempfile.TemporaryDirectory() as directory:
         model = arguments.model or _without_mask(Path(directory))
         with Engine(model, dtype=arguments.dtype) as engine:
-            if not isinstance(engine.core, DiffusionCore):
+            if not isinstance(bicache := engine.core.strategy, BiCache):
                 raise ModelError(f"{engine.info.architecture} is no diffusion model")
             cases = _cases(arguments, engine.core.executor.spec.num_layers)
-            seconds = _measure(arguments, cases, engine, engine.core)
+            seconds = _measure(arguments, cases, engine, bicache)
             first = {case.name: _first_steps(arguments, case, engine) for case in cases if not case.is_recomputed}
     length = arguments.prefix + arguments.prompt + arguments.gen_length
     refreshes = -(-arguments.steps // arguments.refresh_interval)
@@ -124,19 +124,17 @@ def _cases(arguments: argparse.Namespace, layers: int) -> list[Case]:
     ]
 
 
-def _measure(
-    arguments: argparse.Namespace, cases: list[Case], engine: Engine, core: DiffusionCore
-) -> list[list[float]]:
+def _measure(arguments: argparse.Namespace, cases: list[Case], engine: Engine, bicache: BiCache) -> list[list[float]]:
     """Seconds of each run by case; the cases take turns, and each has run once before."""
     from runtime.reuse.bicache.boundary_states import BoundaryStore
 
     draw = random.Random(0)
     tokens = [draw.randrange(engine.info.vocab_size) for _ in range(arguments.prefix + arguments.prompt)]
     seconds: list[list[float]] = [[] for _ in cases]
-    kept, none = core.boundaries, BoundaryStore(0)
+    kept, none = bicache.boundaries, BoundaryStore(0)
     for again in range(arguments.repeat + 1):
         for case, values in zip(cases, seconds, strict=True):
-            core.boundaries = core.scheduler.boundaries = none if case.is_recomputed else kept
+            bicache.boundaries = none if case.is_recomputed else kept
             start = time.perf_counter()
             for _ in engine.stream_all([Submission(tokens, _GREEDY, diffusion=case.params)]):
                 pass

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ from runtime.engine.scheduler import Scheduler
 from runtime.kv.cache import PagedCache
 from runtime.kv.pool import KVPool
 from runtime.params import SamplingParams
-from runtime.request import Request
+from runtime.request import Request, Sequence, Work
+from runtime.reuse.prefix import PrefixStrategy
 
 _VOCABULARY = 1 << 17
 _BLOCK_TOKENS = 512  # of Mooncake's hashes
@@ -169,7 +170,7 @@ class Simulation:
     def run(self) -> dict[str, float]:
         """All of the load; gives mean, median and 99th percentile of TTFT (seconds), share of prompts cached, time."""
         self._schedule(next(self._stream, None))
-        while self._due or self.scheduler.running or self.scheduler.waiting:
+        while self._due or self.scheduler.running or self.scheduler.waiting or self.scheduler.blocked:
             self._receive()
             work = self.scheduler.schedule()
             if not work:
@@ -178,7 +179,7 @@ class Simulation:
             rows = sum(item.count for item in work)
             self.now += (self._arguments.step_ms + rows * self._arguments.row_ms) / 1000
             for item in work:
-                self._advance(item.request, item.count)
+                self._advance(item)
         times = np.array(self._ended.ttft_s)
         return {
             "mean": float(times.mean()),
@@ -197,16 +198,13 @@ class Simulation:
     def _receive(self) -> None:
         while self._due and self._due[0][0] <= self.now:
             at_s, sequence, arrival = heappop(self._due)
-            self.scheduler.add(_request(sequence, arrival.tokens, arrival.output, at_s))
+            self.scheduler.add(_request(sequence, arrival.tokens, arrival.output, at_s, self.cache))
             self._schedule(next(self._stream, None))
 
-    def _advance(self, request: Request, count: int) -> None:
-        prefilled, samples = request.num_remaining > 1, count == request.num_remaining
-        request.num_computed += count
-        if prefilled:
-            self.cache.commit(request)
-            self.scheduler.computed(request)
-        if not samples:
+    def _advance(self, work: Work) -> None:
+        request = work.request
+        _book(self.scheduler, work)
+        if not work.samples:
             return
         request.tokens.append(random.randrange(_VOCABULARY))
         if not request.first_token_s:
@@ -233,11 +231,27 @@ def _make(
     return cache, Scheduler(config, cache)
 
 
-def _request(sequence: int, tokens: array[int], output: int, at_s: float) -> Request:
-    limit = len(tokens) + max(output, 1)
-    request = Request(f"{sequence}", tokens, len(tokens), SamplingParams(), frozenset(), limit)
-    request.sequence, request.arrival_s = sequence, at_s
-    return request
+def _request(serial: int, tokens: array[int], output: int, at_s: float, cache: PagedCache) -> Request:
+    nothing: Any = None  # no tokens are chosen
+    return Request(
+        rid=f"{serial}",
+        sequence=Sequence(tokens),
+        prompt_len=len(tokens),
+        sampling=SamplingParams(),
+        stop_ids=frozenset(),
+        max_tokens=len(tokens) + max(output, 1),
+        strategy=PrefixStrategy(cache, 1),
+        decoding=nothing,
+        serial=serial,
+        arrival_s=at_s,
+    )
+
+
+def _book(scheduler: Scheduler, work: Work) -> None:
+    prefills = work.prefills
+    work.request.strategy.book(work, [], 0.0)
+    if prefills:
+        scheduler.computed(work.request)
 
 
 def _costs(arguments: argparse.Namespace, draw: random.Random) -> dict[str, dict[str, float]]:
@@ -263,21 +277,17 @@ def _cost(
     times = []
     for i in range(waiting + arguments.running):
         tokens = draw.choice(prefixes) + array("i", draw.choices(range(_VOCABULARY), k=64))
-        scheduler.add(_request(i, tokens, 1 << 20, 0.001 * i))
+        scheduler.add(_request(i, tokens, 1 << 20, 0.001 * i, cache))
     for step in range(150):
         if scheduler.running and len(scheduler.running) == arguments.running:
             scheduler.remove(scheduler.running[0])
             tokens = draw.choice(prefixes) + array("i", draw.choices(range(_VOCABULARY), k=64))
-            scheduler.add(_request(1 << 20 | step, tokens, 1 << 20, 0.001 * step))
+            scheduler.add(_request(1 << 20 | step, tokens, 1 << 20, 0.001 * step, cache))
         start = time.perf_counter()
         work = scheduler.schedule()
         times.append(time.perf_counter() - start)
         for item in work:
-            prefilled = item.request.num_remaining > 1
-            item.request.num_computed += item.count
-            if prefilled:
-                cache.commit(item.request)
-                scheduler.computed(item.request)
+            _book(scheduler, item)
             if not item.request.num_remaining:
                 item.request.tokens.append(1)
     return 1e6 * statistics.median(times[50:])

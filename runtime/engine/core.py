@@ -6,8 +6,10 @@ import logging
 import time
 from array import array
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 
+from radix.node import TOKEN_BYTES
 from runtime.config import Config
 from runtime.diffusion.decoding import CanvasDecoding
 from runtime.engine.admin import Admin
@@ -30,6 +32,7 @@ from runtime.protocol import (
     ModelInfo,
     Outbound,
     Reply,
+    Shutdown,
     StepEvents,
     TokenEvent,
 )
@@ -88,6 +91,7 @@ class EngineCore:
         self._in_flight: InFlight | None = None
         self._serial = 0
         self._pinning: dict[str, AddPin] = {}
+        self._pin_serials = count(1)
         self._replies: list[Reply] = []
 
     def _describe_model(self, path: Path) -> ModelInfo:
@@ -159,7 +163,7 @@ class EngineCore:
             return StepEvents(self.abort(message.rid))
         if isinstance(message, AddPin):
             return self.pin(message)
-        return self.admin.handle(message)
+        return None if isinstance(message, Shutdown) else self.admin.handle(message)
 
     def take_replies(self) -> list[Reply]:
         """Answers to calls that took some steps, since the last call."""
@@ -236,23 +240,30 @@ class EngineCore:
 
     def pin(self, message: AddPin) -> Reply | None:
         """Keep the whole pages of a prefix; they are computed first where they are missing, and answered for then."""
-        key = message.tokens[: self._whole(len(message.tokens) // 4) * 4]
-        tokens = array("i", key)
-        namespace = self.strategy.entry(key, message.namespace)
-        answer = self.cache.pins.pin(tokens, namespace, message.name, message.ttl_s)
+        answer = self._pin(message)
         if "missing_tokens" not in answer:
             return Reply(message.call, answer)
-        rid = f"pin {message.call}"
-        if rid in self._pinning:
-            refused = "the prefix was evicted as soon as it was computed; try again when the server is less busy"
-            return Reply(message.call, {"refused": refused})
         sampling = SamplingParams(max_new_tokens=0, temperature=0).model_dump(exclude={"stop"})
+        rid = f"pin {next(self._pin_serials)}"
         self._pinning[rid] = message
-        self.add(AddRequest(rid, key, sampling, message.namespace, diffusion={"prefix_tokens": len(tokens)}))
+        self.add(AddRequest(rid, message.tokens, sampling, message.namespace, diffusion={}))
         return None
 
-    def _whole(self, num_tokens: int) -> int:
-        return num_tokens // self.info.page_size * self.info.page_size
+    def _answer_pin(self, message: AddPin, finish: Finish) -> None:
+        """Pin what was computed for it."""
+        answer: dict[str, Any] = {"refused": finish.message or "the prefix could not be computed"}
+        if finish.type not in ("error", "abort"):
+            answer = self._pin(message)
+        if "missing_tokens" in answer:
+            answer = {"refused": "the prefix was evicted as soon as it was computed; try again when less is running"}
+        self._replies.append(Reply(message.call, answer))
+
+    def _pin(self, message: AddPin) -> dict[str, Any]:
+        """See `PinBoard.pin`."""
+        whole = len(message.tokens) // TOKEN_BYTES // self.info.page_size * self.info.page_size
+        tokens = array("i", message.tokens[: whole * TOKEN_BYTES])
+        namespace = self.strategy.entry(tokens.tobytes(), message.namespace)
+        return self.cache.pins.pin(tokens, namespace, message.name, message.ttl_s)
 
     # -- steps -----------------------------------------------------------------------------------------------
 
@@ -439,8 +450,6 @@ class EngineCore:
         self.scheduler.remove(request, keep)
         if (message := self._pinning.get(request.rid)) is None:
             return [event or TokenEvent(request.rid, [], finish, cached_tokens=max(request.cached_tokens, 0))]
-        failed = Reply(message.call, {"refused": finish.message or "the prefix could not be computed"})
-        reply = failed if finish.type in ("error", "abort") else self.pin(message)
         del self._pinning[request.rid]
-        self._replies.append(reply or failed)
+        self._answer_pin(message, finish)
         return []

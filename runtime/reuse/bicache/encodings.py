@@ -6,10 +6,9 @@ import hashlib
 from array import array
 from dataclasses import dataclass
 
-from radix import Match, Namespace, RadixTree, path
+from radix import Match, Namespace, RadixTree, ShallowMeta, path
 from radix.node import TOKEN_BYTES
 from runtime.reuse.bicache.encoding_index import EncodingIndex
-from radix import ShallowMeta
 
 # Encodings that are remembered beyond those in the tree, before those are looked up that the tree has lost.
 _SLACK = 1024

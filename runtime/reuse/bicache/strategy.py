@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from radix import Namespace, path
+from radix import Namespace, ShallowMeta, path
 from runtime.config import DiffusionConfig
 from runtime.kv.cache import PagedCache
 from runtime.models.spec import ModelSpec
@@ -19,7 +19,6 @@ from runtime.reuse.bicache.boundary_states import BoundaryStore
 from runtime.reuse.bicache.depth_table import NO_TABLE, DepthTable, choose_table
 from runtime.reuse.bicache.encodings import Beginning, Encodings, encoding_of
 from runtime.reuse.bicache.plan import Share, next_work, plan_rows
-from radix import ShallowMeta
 from runtime.reuse.build import RowSet
 from runtime.reuse.strategy import Found, Strategy
 

@@ -141,7 +141,7 @@ def test_random_lives_are_those_in_step(tiny_dir, prompts, free, seed, page_size
             wait(future for future, _ in driver.core.grammars._open.values())  # the same lives on any machine
         if draw.random() < 0.08 and driver.core.requests:
             rid = draw.choice(list(driver.core.requests))
-            in_flight += driver.core._flight is not None
+            in_flight += driver.core._in_flight is not None
             aborted.add(rid)
             driver.abort(rid)
         if draw.random() < 0.03:
@@ -255,7 +255,7 @@ def test_a_step_that_fails_in_flight_is_run_again_with_all_behind_it(tiny_dir, p
     read, reads = Sampled.read, []
 
     def fail(sampled):
-        reads.append(driver.core._flight is not None)
+        reads.append(driver.core._in_flight is not None)
         if reads[-1] and sum(reads) == bad:
             raise RuntimeError("the device says no")
         return read(sampled)
@@ -316,7 +316,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(tiny_dir, prompts, f
 def test_aborted_with_a_step_in_flight_and_back_under_the_same_name(tiny_dir, prompts, free):
     driver = Overlapping(tiny_dir, page_size=2)
     driver.add("a", prompts[0], max_new_tokens=NEW)
-    while driver.core._flight is None:
+    while driver.core._in_flight is None:
         driver.step()
     driver.abort("a")
     assert driver.core.busy, "what is in flight has to be dropped"
@@ -332,7 +332,7 @@ def test_aborted_with_a_step_in_flight_and_back_under_the_same_name(tiny_dir, pr
 def test_a_paused_engine_ends_what_is_in_flight_and_launches_nothing(tiny_dir, prompts, free):
     driver = Overlapping(tiny_dir)
     driver.add("a", prompts[0], max_new_tokens=NEW)
-    while driver.core._flight is None:
+    while driver.core._in_flight is None:
         driver.step()
     driver.core.handle(Pause(1, True))
     launched = driver.log.count("run")
@@ -378,13 +378,13 @@ def test_a_device_that_is_lost_ends_the_engine(tiny_dir, monkeypatch):
     """Otherwise every later request would fail, one by one."""
     driver = Overlapping(tiny_dir)
     driver.add("a", [1, 2, 3], max_new_tokens=NEW)
-    while driver.core._flight is None:
+    while driver.core._in_flight is None:
         driver.step()
 
     def fail():
         raise RuntimeError("an illegal memory access was encountered")
 
-    driver.core._flight.sampled.read = fail
+    driver.core._in_flight.sampled.read = fail
     monkeypatch.setattr("runtime.engine.core.is_lost", lambda device: device == CPU)
     with pytest.raises(EngineDead, match="cpu cannot be used"):
         driver.step()

@@ -1,4 +1,4 @@
-"""Who is admitted next."""
+"""The order of admission."""
 
 from __future__ import annotations
 
@@ -8,35 +8,38 @@ from itertools import count
 
 import pytest
 
-from runtime.engine.queue import Waiting
+from runtime.engine.queue import WaitingQueue
 from runtime.params import SamplingParams
-from runtime.request import Request
+from runtime.request import Request, Sequence
+from runtime.reuse.strategy import Found
 from tests.runtime.engine.driver import Driver, make_core
 
 
 class Queue:
-    """A `Waiting` over a made-up cache: what is found of a request is what `found` says for its first token."""
+    """A `WaitingQueue` over a made-up cache, which has `found` of a request by its first token."""
 
     def __init__(self, policy: str, overtake_share: float = 0.1):
         self.found: dict[int, int] = {}
         self.matched: list[str] = []
-        self.waiting = Waiting(policy, overtake_share, 2048, 1, self.match)
-        self.sequence = count()
+        self.waiting = WaitingQueue(policy, overtake_share, 2048, 1)
+        self.serial = count()
 
-    def match(self, request: Request) -> int:
+    def find(self, request: Request) -> Found:
         self.matched.append(request.rid)
-        return self.found.get(request.tokens[0], 0)
+        return Found(self.found.get(request.tokens[0], 0))
 
     def add(self, rid: str, tokens: list[int], priority: int = 0) -> Request:
         request = Request(
             rid,
-            array("i", tokens),
+            Sequence(array("i", tokens)),
             len(tokens),
             SamplingParams(),
             frozenset(),
             len(tokens) + 1,
+            strategy=self,
+            decoding=None,
             priority=priority,
-            sequence=next(self.sequence),
+            serial=next(self.serial),
         )
         self.waiting.add(request)
         return request
@@ -95,13 +98,13 @@ def test_balanced_overtakes_within_its_bound(scarce):
         queue.add(str(i), [7 if draw.random() < 0.5 else 1] * draw.randrange(901, 1000))
         if i >= 500:
             request = next(queue.waiting.candidates(lambda: scarce))
-            overtakings += any(other.sequence < request.sequence for other in queue.waiting)
+            overtakings += any(other.serial < request.serial for other in queue.waiting)
             queue.waiting.admit(request, scarce)
             let_in.append(request)
     assert overtakings > 100
     for at in range(0, len(let_in), 50):
-        before, mine = let_in[:at], let_in[at].sequence
-        late, due = ([r for r in before if (r.sequence > mine) == side] for side in (True, False))
+        before, mine = let_in[:at], let_in[at].serial
+        late, due = ([r for r in before if (r.serial > mine) == side] for side in (True, False))
         assert cost(late) <= cost(due) / 9 + 4 * 2048
         assert not scarce or len(late) <= len(due) / 9 + 4
 

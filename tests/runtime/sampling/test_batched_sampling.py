@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from runtime.params import SamplingParams
-from runtime.request import Request
+from runtime.request import Request, Sequence
 from runtime.sampling.batched import BatchedSampler
 from runtime.sampling.sampled import BadLogits
 from runtime.sampling.sampler import Sampler, filter_probs
@@ -23,6 +23,10 @@ SETTINGS = [
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU and FlashInfer")
 
 
+def request(params: SamplingParams) -> Request:
+    return Request("r", Sequence(array("i", [1])), 1, params, frozenset(), 100, None, None)
+
+
 @pytest.fixture(params=["stand-in", pytest.param("cuda", marks=GPU)])
 def device(request, monkeypatch):
     if request.param == "cuda":
@@ -33,7 +37,16 @@ def device(request, monkeypatch):
 
 def requests(**more) -> list[Request]:
     return [
-        Request("r", array("i", [1]), 1, SamplingParams(**{"temperature": 1.0, **given, **more}), frozenset(), 100)
+        Request(
+            "r",
+            Sequence(array("i", [1])),
+            1,
+            SamplingParams(**{"temperature": 1.0, **given, **more}),
+            frozenset(),
+            100,
+            None,
+            None,
+        )
         for given in SETTINGS
     ]
 
@@ -76,7 +89,7 @@ def test_bad_rows_fail_alone_and_adjusted_ones_go_their_own_way(device):
 def test_without_seed_draws_follow_the_distribution(device):
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]] * 5).to(device)
     sampler, counts = BatchedSampler(4, device), torch.zeros(4)
-    asking = [Request("r", array("i", [1]), 1, SamplingParams(temperature=1.0), frozenset(), 100) for _ in range(5)]
+    asking = [request(SamplingParams(temperature=1.0)) for _ in range(5)]
     for _ in range(400):
         for token in sampler.sample(logits, asking).read():
             counts[token] += 1

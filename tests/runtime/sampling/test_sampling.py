@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from runtime.errors import InvalidRequest
 from runtime.params import SamplingParams
-from runtime.request import Request
+from runtime.request import Request, Sequence
 from runtime.sampling.sampler import Sampler, filter_probs
 from tests.runtime.engine.driver import Driver, make_core
 
@@ -20,7 +20,9 @@ CPU = torch.device("cpu")
 
 def request(tokens=(1,), prompt_len=1, **params) -> Request:
     sampling = SamplingParams(**params)
-    return Request("r", array("i", tokens), prompt_len, sampling, frozenset(sampling.stop_token_ids), 100)
+    return Request(
+        "r", Sequence(array("i", tokens)), prompt_len, sampling, frozenset(sampling.stop_token_ids), 100, None, None
+    )
 
 
 @settings(max_examples=100, deadline=None)

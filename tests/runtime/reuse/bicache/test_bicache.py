@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from radix import Namespace
-from runtime.reuse.bicache.encodings import Encodings
-from runtime.reuse.bicache.plan import plan_denoise
+from runtime.reuse.bicache.encodings import encoding_of
+from runtime.reuse.build import build
 from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
 from tests.runtime.reuse.bicache.models import EOS, save_tiny
 from tests.runtime.reuse.bicache.reference import PlainBiCache, PlainModel, dream, llada, naive
@@ -133,9 +133,9 @@ def test_guidance_is_lladas_with_and_without_reuse(any_dir, any_plain, native):
 def pages_read(core, rid, layer):
     """Pages that the attention of a layer reads in a request's next step, and those that it writes."""
     request = core.requests[rid]
-    item = request.work(core.executor.spec.num_layers)
+    work = request.strategy.work(request, 4096)
     spec = core.executor.spec
-    batch = plan_denoise([item], spec.num_layers, spec.hidden_size, 16, torch.device("cpu"))
+    batch = build(request.strategy.rows(work), spec.num_layers, 16, spec.hidden_size, torch.device("cpu")).batch
     group = next(g for g in batch.groups if layer in g.layers)
     read = {int(page) for edge in group.attention.edges for page in group.attention.spans[edge.span].pages}
     rows = len(batch.tokens) if group.rows is None else len(group.rows)
@@ -151,7 +151,7 @@ def test_exactly_the_first_layers_read_the_trees_pages(deep_dir, depth):
     driver.denoise("r", PROMPTS[1], gen_length=16, prefix_tokens=48, depth=depth, refresh_interval=3)
     tree = {page for node in core.cache.tree.nodes() for page in node.pages}
     assert len(tree) == 3
-    core.scheduler._admit()
+    core.scheduler._admit([], 256)
     for step in range(4):
         for layer in range(6):
             read, written, rows, wanted = pages_read(core, "r", layer)
@@ -160,7 +160,7 @@ def test_exactly_the_first_layers_read_the_trees_pages(deep_dir, depth):
             refreshing = step % 3 == 0 and depth < 6
             prefix_rows = 48 if refreshing and layer >= depth - 1 else 0
             assert rows == 9 + 16 + prefix_rows, (step, layer)
-            own_prefix = set(core.requests["r"].pages[3:6])
+            own_prefix = set(core.requests["r"].sequence.pages[:3])
             assert bool(own_prefix & written) == (refreshing and layer >= depth)
             assert wanted <= 16
         driver.step()
@@ -249,7 +249,7 @@ def test_a_full_pool_evicts_encodings_and_gives_the_same(deep_dir):
     small, tokens = run(160)
     large, wanted = run(2048)
     assert tokens == wanted
-    assert small.state()["evicted_tokens"] > 0
+    assert small.admin.state()["evicted_tokens"] > 0
     assert large.counters["encoded_prefixes"] == 5
 
 
@@ -267,10 +267,13 @@ def test_pins_quotas_and_holds_see_encodings(deep_dir):
     core = make_core(deep_dir, pool_tokens=320, hold_time=60.0)
     driver = DenoiseDriver(core)
     key = array("i", PREFIX).tobytes()
-    assert core.handle(AddPin(1, key)).result == {"missing_tokens": 48}
-    driver.one(PROMPTS[1], gen_length=8, prefix_tokens=48, depth=4)
-    pin = core.handle(AddPin(1, key)).result["pin"]
+    assert core.handle(AddPin(1, key)) is None, "it is encoded first"
+    driver.run()
+    (reply,) = core.take_replies()
+    pin = reply.result["pin"]
     assert pin["tokens"] == 48
+    assert core.counters["encoded_prefixes"] == 1
+    assert core.counters["denoise_steps"] == 0
     for i in range(8):
         shared = [i * 30 + j for j in range(32)]
         driver.one([*shared, 5], gen_length=8, prefix_tokens=32, depth=4)
@@ -301,6 +304,6 @@ def test_what_was_forgotten_is_found_out(deep_dir, monkeypatch):
         driver.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4)
         if i < 5:
             driver.flush()
-    assert core.encodings._num_known <= 3
+    assert core.strategy.encodings._num_known <= 3
     driver.one([*range(5, 45)], gen_length=8)
     assert driver.report(driver.last())["cached_tokens"] == 32

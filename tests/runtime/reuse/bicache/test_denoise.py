@@ -122,28 +122,31 @@ def test_logits_that_are_no_numbers_end_their_request_alone(any_dir, monkeypatch
     same = {"gen_length": 8, "steps": 4, "depth": 2, **setting}
     shared = PROMPTS[3][:32]
     wanted = plain.one([*shared, 1], prefix_tokens=32, **same)
-    core, run, plan = driver.core, driver.core.executor.run, driver.core._plan
-    steps = []
+    core, decoding = driver.core, driver.core.decoding
+    book, batch_sizes, run = decoding.book, [], core.executor.run
 
-    def poisoned(batch):
-        logits = run(batch).clone()
-        for item in steps[-1]:
-            if item.request.rid == "bad" and item.request.num_steps == 2:
-                logits[item.logits.start, 7] = value
-        return logits
+    def poisoned(work, logits, *chosen):
+        if work.request.rid == "bad" and work.request.canvas.num_steps == 1:
+            logits = [logits[0].clone(), *logits[1:]]
+            logits[0][0, 7] = value
+        return book(work, logits, *chosen)
 
-    monkeypatch.setattr(core, "_plan", lambda work: steps.append(work) or plan(work))
-    monkeypatch.setattr(core.executor, "run", poisoned)
+    def counted(batch):
+        batch_sizes.append(len(core.scheduler.running))
+        return run(batch)
+
+    monkeypatch.setattr(decoding, "book", poisoned)
+    monkeypatch.setattr(core.executor, "run", counted)
     driver.denoise("bad", [*shared, 2], prefix_tokens=32, **same)
     driver.denoise("sound", PROMPTS[2], **same)
     driver.run()
-    assert max(map(len, steps)) == 2
+    assert max(batch_sizes) == 2
     assert driver.tokens["sound"] == plain.one(PROMPTS[2], **same)
     assert driver.finish["bad"].type == "error"
     assert "not finite" in driver.finish["bad"].message
     state = core.admin.state()
     assert (state["bad_logits"], state["failed_requests"], state["pages_private"]) == (1, 1, 0)
-    assert state["tree_nodes"] == core.boundaries.num_bytes == 0
+    assert state["tree_nodes"] == core.strategy.boundaries.num_bytes == 0
     assert driver.one([*shared, 1], prefix_tokens=32, **same) == wanted
 
 

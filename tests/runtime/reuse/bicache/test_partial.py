@@ -8,7 +8,7 @@ import random
 import pytest
 
 from radix import Namespace
-from runtime.reuse.bicache.encoding_index import EncodedIndex
+from runtime.reuse.bicache.encoding_index import EncodingIndex
 from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
 from tests.runtime.reuse.bicache.models import EOS
 from tests.runtime.reuse.bicache.reference import PlainBiCache, PlainPartial
@@ -82,13 +82,13 @@ def test_the_table_says_how_deep(measured):
     assert reuse(driver, PREFIX[:19] + other) == (0, 0, 0), "less than half was not measured"
     assert reuse(driver, PREFIX[:40] + other) == (40, 40, 4)
     assert driver.core.counters["partial_matches"] == 3
-    assert "#" in driver.core.table.version
-    assert driver.core.table.version != make_core_version(measured)
+    assert "#" in driver.core.strategy.table.version
+    assert driver.core.strategy.table.version != make_core_version(measured)
 
 
 def make_core_version(measured):
     """The version of the same table without what was measured for beginnings."""
-    table = measured().table
+    table = measured().strategy.table
     return type(table)(table.name, table.depths).version
 
 
@@ -126,12 +126,12 @@ def test_what_is_left_of_an_evicted_encoding_is_used(measured):
     assert reuse(driver, [*PREFIX, 5]) == (32, 48, 2), "two of three pages"
     driver.flush()
     assert reuse(driver, [*PREFIX, 5]) == (0, 0, 0)
-    assert core.encodings._index.neighbours("", b"") == [], "what is gone is forgotten"
+    assert core.strategy.encodings._index.neighbours(Namespace(), b"") == [], "what is gone is forgotten"
 
 
 def test_the_neighbour_in_order_begins_most_alike():
     """Against looking at every encoding."""
-    index, keys = EncodedIndex(), []
+    index, keys = EncodingIndex(), []
     rng = random.Random(4)
     for i in range(300):
         key = bytes(rng.choice(b"abc") for _ in range(rng.randrange(1, 12)))

@@ -187,7 +187,7 @@ def test_the_command_writes_a_table_that_the_engine_takes(default_model_dir, tmp
     assert driver.report(driver.last())["encoded_tokens"] == 64
     assert driver.report(driver.last())["shallow_depth"] == table["truncated"]["50"]["depths"]["40"]
     node = next(core.cache.tree.nodes())
-    assert node.shallow.profile == core.table.version
+    assert node.shallow.profile == core.strategy.table.version
     assert node.shallow.similarity == pytest.approx(table["similarity"]["80"])
     (tmp_path / "t.json").rename(path / "depth_table.json")
     assert make_core(path).table.name == "profiled, cosine", "a table in the model's directory is its own"
@@ -257,7 +257,7 @@ def test_tables_of_other_models_and_broken_ones(deep_dir, tmp_path, caplog):
         with pytest.raises(ModelError, match=what):
             read_table(path, spec)
     path.write_text(json.dumps({"model": model, "depths": {"0": 1, "50": 4}}))
-    assert make_core(deep_dir, depth_table=path).table.depth(0.6) == 4
+    assert make_core(deep_dir, depth_table=path).strategy.table.depth(0.6) == 4
 
 
 def test_a_table_may_have_an_interval_of_its_own(deep_dir, tmp_path):
