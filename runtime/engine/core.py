@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from radix.node import TOKEN_BYTES
 from runtime.config import Config
