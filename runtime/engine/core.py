@@ -53,6 +53,7 @@ from runtime.protocol import (
 )
 from runtime.request import Request
 from runtime.reuse.prefix import plan_prefix
+from runtime.sampling.batched import make_sampler
 from runtime.sampling.grammar import GrammarCompiler
 from runtime.sampling.logprobs import report_logprobs
 from runtime.sampling.sampled import BadLogits, Sampled
@@ -78,7 +79,8 @@ class EngineCore:
         self.inspector = Inspector(self.cache)
         self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens)
         spec = self.executor.spec
-        self.sampler = self.executor.make_sampler()
+        executor = self.executor
+        self.sampler = make_sampler(executor.backend_name, spec.vocab_size, executor.device, executor.argmax)
         self._flight: Flight | None = None
         self.info = ModelInfo(
             name=model_name(config.model, path),

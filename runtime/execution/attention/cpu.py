@@ -12,7 +12,7 @@ from runtime.batch import AttentionPlan, Edge, Span
 from runtime.execution.attention.backend import AttentionBackend
 from runtime.execution.attention.paged_index import is_causal, visible_of, visible_pairs
 from runtime.kv.pool import KVPool
-from runtime.models.rope import RotaryEmbedding
+from runtime.models.rope import RotaryEmbedding, rotate
 
 # Extents are read as views if they have this many rows on average: below, one gather beats several kernel calls.
 _VIEW_FROM_ROWS = 128
@@ -26,7 +26,7 @@ class Part:
         rows: of the layer group.
         slots: pool rows; a slice where they are neighbours (then nothing is gathered).
         causal: whether row i sees the first i + 1 of as many keys as rows.
-        shift: rotate the queries by minus this.
+        cos_sin: rotation of the queries, float32 [1, head_dim / 2] each; None: as they are.
         bias: float [n, length], 0 or -inf; None: all visible.
         first: whether no earlier part has a result for these rows, so that there is nothing to merge with.
     """
@@ -34,7 +34,7 @@ class Part:
     rows: slice | torch.Tensor
     slots: slice | torch.Tensor
     causal: bool
-    shift: int
+    cos_sin: tuple[torch.Tensor, torch.Tensor] | None
     bias: torch.Tensor | None
     first: bool
 
@@ -67,19 +67,20 @@ class CPUAttention(AttentionBackend):
         least, most = int(visible.min()), int(visible.max())
         if not most:
             return []
+        cos_sin = self.rope.shift(torch.tensor([-span.shift], device=self.device)) if span.shift else None
         if num_rows > 1 and span.keep is None and is_causal(visible):
             least -= 1  # the first row's own key
             own = self._pieces(span, least, most)
             slots = own[0] if len(own) == 1 else self._gathered(span, least, most)
-            rest = [Part(edge.rows, slots, True, span.shift, None, False)]
+            rest = [Part(edge.rows, slots, True, cos_sin, None, False)]
         elif least < most or span.keep is not None:
             least = least if span.keep is None else 0
             seen = visible_pairs(visible, span)[:, least:most].to(self.device)
             bias = torch.zeros(seen.shape, dtype=self.bias_dtype, device=self.device).masked_fill_(~seen, -math.inf)
-            rest = [Part(edge.rows, self._gathered(span, least, most), False, span.shift, bias, False)]
+            rest = [Part(edge.rows, self._gathered(span, least, most), False, cos_sin, bias, False)]
         else:
             rest = []
-        return rest + [Part(edge.rows, s, False, span.shift, None, False) for s in self._pieces(span, 0, least)]
+        return rest + [Part(edge.rows, s, False, cos_sin, None, False) for s in self._pieces(span, 0, least)]
 
     def _pieces(self, span: Span, start: int, stop: int) -> list[slice | torch.Tensor]:
         """Pool rows of a part of a span: views of its extents, or one gather where these are short."""
@@ -124,8 +125,8 @@ class CPUAttention(AttentionBackend):
         self, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         q = q[part.rows]
-        if part.shift:
-            q = self.rope.shift(q, -part.shift)
+        if part.cos_sin is not None:
+            q = rotate(q, *part.cos_sin)
         k, v = k[part.slots].to(q.dtype), v[part.slots].to(q.dtype)
         n, heads, dim = q.shape
         kv_heads = k.shape[1]

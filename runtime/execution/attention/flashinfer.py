@@ -174,9 +174,7 @@ class FlashInferAttention(AttentionBackend):
             self.plan_prefill(wrapper, index, kind == "causal", mask)
         cos_sin = None
         if index.shift.any():
-            shift = upload(torch.from_numpy(-index.shift), self.device)
-            angles = shift.float()[:, None] * self.rope.inv_freq
-            cos_sin = angles.cos(), angles.sin()
+            cos_sin = self.rope.shift(upload(torch.from_numpy(-index.shift), self.device))
         return Call(wrapper, self._place(index.rows), cos_sin, place)
 
     def _place(self, rows: np.ndarray) -> slice | torch.Tensor:
