@@ -129,8 +129,8 @@ class Executor:
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """One step; returns float32 logits [S, vocab] of the batch's `logits_rows`, valid until the next step."""
-        graph = None if self._graphs is None else self._graphs.find(batch)
-        return self._forward(batch) if graph is None else graph.run(batch)
+        logits = None if self._graphs is None else self._graphs.run(batch)
+        return self._forward(batch) if logits is None else logits
 
     def on_death(self, call: Callable[[EngineDead], None]) -> None:
         """Have `call` called, by a thread of its own, if processes that this one computes with end before `close`."""
