@@ -128,7 +128,12 @@ class Executor:
         return 2048 if self.device.type == "cuda" else 256
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """One step; returns float32 logits [S, vocab] of the batch's `logits_rows`, valid until the next step."""
+        """One step; returns float32 logits [S, vocab] of the batch's `logits_rows`, valid until the next step.
+
+        Raises ValueError for a position behind the context: FlashInfer would read behind its table of angles.
+        """
+        if int(batch.positions.max()) >= self.context_length:
+            raise ValueError(f"position {int(batch.positions.max())} is outside a context of {self.context_length}")
         logits = None if self._graphs is None else self._graphs.run(batch)
         return self._forward(batch) if logits is None else logits
 

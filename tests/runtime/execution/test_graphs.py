@@ -9,6 +9,7 @@ import torch
 
 from runtime.batch import AttentionPlan, ForwardBatch, HiddenRows, LayerGroup, Span
 from runtime.execution.attention.flashinfer import FlashInferAttention
+from runtime.execution.attention.graph_calls import decode_plan
 from runtime.execution.graphs import DecodeGraphs
 from runtime.execution.llama import LlamaModel
 from runtime.execution.ops import FlashInferOps
@@ -193,6 +194,13 @@ def test_other_steps_run_without_a_graph(tiny_dir, device):
     saving.groups[0].save.append(HiddenRows(torch.tensor([0]), torch.empty(1, world.spec.hidden_size)))
     assert world.graphs.run(saving) is None
     assert not world.captured()
+
+
+def test_the_longest_span_that_a_row_reads_alone_is_its_own(tiny_dir, device):
+    world = World(tiny_dir, device, [4])
+    plan = decode_plan(world.plan(3, [(slice(0, 3), 9, 0)], [(1, 30, 0), (2, 40, 2), (0, 1, 0)]), PAGE)
+    assert [span.length for span in plan.own.spans] == [1, 30, 15]
+    assert [plan.shared.spans[edge.span].length for edge in plan.shared.edges] == [1, 36, 8, 40]
 
 
 def test_layouts_are_bounded(tiny_dir, device, monkeypatch):
