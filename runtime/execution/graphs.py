@@ -19,12 +19,12 @@ from runtime.kv.pool import KVPool
 # Page table entries that a call of a graph has room for: 16 MiB of them.
 _MOST_PAGES = 1 << 22
 
-# Combinations of layer groups that graphs are captured for: each takes memory, and several sizes.
+# Combinations of layer groups for which graphs are captured: each takes memory, once for every size.
 _MOST_LAYOUTS = 8
 
 
 class GroupShape(NamedTuple):
-    """Properties of a layer group that its part of a graph is made for.
+    """Properties of a layer group that are fixed in a graph.
 
     Attributes:
         layers: indices of the layers.
@@ -40,7 +40,7 @@ class GroupShape(NamedTuple):
 class DecodeGraph:
     """A decode step of up to `size` rows with fixed buffers.
 
-    The rows that a step has fewer compute some token into the pool's spare page.
+    Rows that a step does not have compute some token into the pool's spare page.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class DecodeGraph:
         max_pages: int,
         memory: Any,
     ):
-        """`max_pages`: see `GraphCalls`. `memory`: of torch's graphs, which share it: none runs while another does."""
+        """`max_pages`: see `GraphCalls`. `memory`: pool shared by all graphs, as one runs at a time."""
         self.size, self._memory = size, memory
         self._model, self._pool, self._backend = model, pool, backend
         device = pool.k.device
         self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
-        # Positions of all rows, and slots of all rows in each group, in one transfer.
+        # Positions, and the slots of each group, in one transfer.
         self._places = torch.zeros(1 + len(shapes), size, dtype=torch.int64, device=device)
         self._groups: list[tuple[range, GraphCalls, Attend]] = []
         for shape, slots in zip(shapes, self._places[1:], strict=True):
@@ -68,7 +68,7 @@ class DecodeGraph:
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, plans: Sequence[DecodePlan]) -> torch.Tensor:
-        """A step whose plans fit; float32 logits [rows, vocab], which the next step overwrites."""
+        """Run a step whose plans fit; float32 logits [rows, vocab], overwritten by the next step."""
         with self._backend.planning():
             for (_, calls, _), plan in zip(self._groups, plans, strict=True):
                 calls.plan(plan)
@@ -79,7 +79,7 @@ class DecodeGraph:
         for slots, group in zip(places[1:], batch.groups, strict=True):
             slots[:rows] = group.kv_write.where(group.kv_write >= 0, spare)
         self._places.copy_(upload(places, self._places.device), non_blocking=True)
-        # The device's already where the step before chose them and nobody has read them.
+        # Already on the device if an earlier step chose them and the host has not read them.
         self._tokens[:rows].copy_(upload(batch.tokens, self._tokens.device), non_blocking=True)
         if self._replay is None:
             self._replay = capture(self._compute, self._memory, self._tokens.device)
@@ -93,15 +93,15 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """The ladder of sizes; a graph is captured when it is first used.
+    """Decode graphs for a ladder of batch sizes, each captured when it is first used.
 
-    Steps run without a graph if
-    - a layer group has not all rows, or loads or saves hidden states;
-    - logits are not wanted of each row, in order;
-    - there are more rows than the largest size, or more page table entries than there is room for;
-    - a row reads more than two spans besides its own, or the rows together more than there are rows;
-    - `decode_plan` has no place for what a row reads;
-    - there have been `_MOST_LAYOUTS` other combinations of layer groups.
+    A step runs without a graph if
+    - a layer group does not have all rows, or loads or saves hidden states;
+    - the logits of each row, in order, are not what is wanted;
+    - it has more rows than the largest size, or more page table entries than a graph;
+    - a row reads more than two spans besides its own, or all rows together more than the largest size;
+    - `decode_plan` cannot split the plan of a group;
+    - graphs were captured for `_MOST_LAYOUTS` other combinations of layer groups.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, tuple[GroupShape, ...]], DecodeGraph] = {}
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """`DecodeGraph.run` of the smallest graph that fits; None if the step is to be computed without one."""
+        """`DecodeGraph.run` of the smallest graph that fits; None if the step has to run without one."""
         rows = len(batch.tokens)
         if rows > self.sizes[-1] or not torch.equal(batch.logits_rows, torch.arange(rows)):
             return None

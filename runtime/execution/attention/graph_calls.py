@@ -13,13 +13,13 @@ from runtime.execution.attention.flashinfer import Call, Calls, FlashInferAttent
 from runtime.execution.attention.paged_index import PagedIndex, by_call, first_row, merge_table, paged_index, rows_of
 from runtime.execution.transfers import upload
 
-# Spans besides its own that a graph has room for, for each row; plans with more run without a graph.
+# Spans of each row, besides its own, that a graph has room for; plans with more run without a graph.
 _LEVELS = 2
 
 
 @dataclass(slots=True)
 class DecodePlan:
-    """A decode step's attention plan, as the two calls of a graph compute it.
+    """A decode step's attention plan, split into the two calls of a graph.
 
     Attributes:
         own: one edge for each row, in order: the longest unshifted span that only this row reads.
@@ -31,11 +31,11 @@ class DecodePlan:
 
     @property
     def is_shifted(self) -> bool:
-        """Whether queries are rotated by a shift."""
+        """Whether some queries are rotated by a shift."""
         return any(span.shift for span in self.shared.spans)
 
     def fits(self, size: int, max_pages: int) -> bool:
-        """Whether there is room in a graph of `size` rows and `max_pages` page table entries for each call."""
+        """Whether a graph of `size` rows and `max_pages` page table entries a call has room for it."""
         depth = np.zeros(self.own.num_rows, dtype=np.int64)
         for edge in self.shared.edges:
             depth[rows_of(edge, len(depth))] += 1
@@ -47,8 +47,8 @@ class DecodePlan:
 def decode_plan(plan: AttentionPlan, page_size: int) -> DecodePlan | None:
     """Split the plan of a decode step; None for plans that no graph computes.
 
-    Those are plans with thinned spans, with several rows that see different prefixes of a span, and with rows that
-    read no unshifted span alone.
+    No graph computes spans with `keep`, rows that see different prefixes of a span, and rows without an unshifted
+    span that they alone read.
     """
     calls = by_call(plan, page_size)
     single, several = (calls.get(call, AttentionPlan(plan.num_rows)) for call in ("causal", "full"))
@@ -72,20 +72,20 @@ def decode_plan(plan: AttentionPlan, page_size: int) -> DecodePlan | None:
 
 
 class GraphCalls:
-    """One decode call of `size` rows and, with `shared`, a call before it over the other spans that rows read.
+    """A decode call of `size` rows and, with `shared`, a prefill call before it over the other spans.
 
-    Missing rows and requests are filled up: these read the one row of the spare page.
+    Missing rows and requests are filled up with some that read one row of the spare page.
 
     Attributes:
-        calls: the calls of each layer; their buffers stay where they are.
+        calls: calls of each layer; their buffers keep their addresses.
     """
 
     def __init__(self, backend: FlashInferAttention, size: int, shared: bool, shifted: bool, max_pages: int):
-        """`shifted`: the first call rotates its queries. `max_pages`: page table entries of a call."""
+        """`shifted`: the prefill call rotates its queries. `max_pages`: page table entries of each call."""
         self.backend, self.size, self.max_pages = backend, size, max_pages
-        # The filling is one more request.
+        # The filling is at least one request.
         self.num_requests = size + 1 if shared else 0
-        # FlashInfer sizes a graph's grid for requests of one row at least, so the filling has one for each.
+        # FlashInfer sizes a graph's grid for requests of at least one row, so the filling has one for each.
         self.num_shared_rows = _LEVELS * size + self.num_requests if shared else 0
         device = backend.device
         total = self.num_shared_rows + size
@@ -116,7 +116,7 @@ class GraphCalls:
         return {"use_cuda_graph": True, **buffers}
 
     def plan(self, plan: DecodePlan) -> None:
-        """Plan the wrappers for a step that fits; its rows come first. Called within the backend's `planning`."""
+        """Plan the wrappers for a step that `fits`, within the backend's `planning`; its rows come first."""
         page_size = self.backend.pool.page_size
         own = self._filled(paged_index(plan.own, page_size), self.size, self.size)
         self.backend.plan_decode(self.calls.calls[-1].wrapper, own)
@@ -133,7 +133,7 @@ class GraphCalls:
             shifts = upload(torch.from_numpy(-index.shift), self.backend.device)
             for buffer, values in zip(call.cos_sin, self.backend.rope.shift(shifts), strict=True):
                 buffer.copy_(values)
-        # Rows of the filling go to a row behind all others, which nobody reads.
+        # Results of the filling belong to a row behind all others, which is not read.
         targets = np.concatenate((np.where(rows < 0, self.size, rows), np.arange(self.size)))
         table = np.full(self.calls.table.shape, len(targets), dtype=np.int64)
         found = merge_table(targets, self.size + 1)[: self.size].numpy()
@@ -144,7 +144,7 @@ class GraphCalls:
         buffer.copy_(upload(torch.from_numpy(values), self.backend.device), non_blocking=True)
 
     def _filled(self, index: PagedIndex, requests: int, rows: int) -> PagedIndex:
-        """An index with more requests, which read the spare page: the last one has all rows that are missing."""
+        """An index with requests of the spare page added; the last one has all remaining rows."""
         more = requests - index.num_requests
         if not more:
             return index
