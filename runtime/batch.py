@@ -1,4 +1,4 @@
-"""What the engine executes in one step: token rows, layer groups, and the attention plan of each group."""
+"""The plan of one step: token rows, layer groups, and the attention plan of each group."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 @dataclass(slots=True)
 class Span:
-    """A run of KV rows that exist in the pool.
+    """KV rows in the pool.
 
     Attributes:
-        pages: int32 page ids in order; the span starts at row 0 of the first one.
-        length: number of rows, so that the last page may be partly used.
-        shift: how many positions further on the rows are reused than they were computed for. Keys are stored
-            rotated and RoPE is relative, so a query is rotated by `-shift` instead of moving any key.
-        keep: bool [length], which rows count; None: all.
+        pages: int32 page ids in order; the span starts at row 0 of the first page.
+        length: number of rows; the last page may be partly used.
+        shift: distance in positions from where the rows were computed to where they are reused. Keys are stored
+            rotated and RoPE is relative, so the queries are rotated by `-shift` and the keys stay as they are.
+        keep: bool [length], False for rows that are left out; None: no row is.
     """
 
     pages: np.ndarray
@@ -49,7 +49,7 @@ def causal_visible(length: int, rows: int) -> np.ndarray | None:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """Query groups x spans; partial results of a row merge by log-sum-exp. The same meaning on every backend."""
+    """Attention of a layer group: query rows x spans. A row's partial results are merged by log-sum-exp."""
 
     num_rows: int
     spans: list[Span] = field(default_factory=list)
@@ -67,7 +67,7 @@ class HiddenRows:
 
     Attributes:
         rows: int64 [n], flat rows of the step.
-        states: float32 [n, hidden], contiguous; the device's.
+        states: float32 [n, hidden], contiguous, on the device.
     """
 
     rows: torch.Tensor
@@ -81,10 +81,10 @@ class LayerGroup:
     Attributes:
         layers: the range of layer indices.
         rows: int64 [T'], the flat rows that are alive in these layers; None: all.
-        kv_write: int64 [T'], the pool slot that takes each row's new K and V; -1: not written.
-        attention: the plan; rows of its edges count within this group.
-        load: states that rows enter the first layer with, instead of what they had; for rows that join here.
-        save: takes the states with which rows leave the last layer.
+        kv_write: int64 [T'], the pool slot of each row's new K and V; -1: not written.
+        attention: its rows are indices into `rows`.
+        load: states with which rows enter the first layer, in place of their own.
+        save: filled with the states with which rows leave the last layer.
     """
 
     layers: range
@@ -97,13 +97,14 @@ class LayerGroup:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """One step of the model over many requests. Its tensors are the host's, except where it says otherwise.
+    """One step of the model over many requests. Tensors are on the host except where noted.
 
     Attributes:
-        tokens: int64 [T], the flat rows of all requests; the device's if a step chose them that was not read yet.
-        positions: int64 [T], explicit position ids; they need not be contiguous.
+        tokens: int64 [T], the flat rows of all requests; on the device if an earlier step chose them and the host has
+            not read them.
+        positions: int64 [T], position ids; they need not be contiguous.
         groups: cover all layers in order.
-        logits_rows: int64 [S], the flat rows for which the head runs.
+        logits_rows: int64 [S], the flat rows whose logits are computed.
     """
 
     tokens: torch.Tensor

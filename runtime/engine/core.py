@@ -42,6 +42,7 @@ from runtime.reuse.bicache.strategy import BiCache
 from runtime.reuse.build import build
 from runtime.reuse.prefix import PrefixStrategy
 from runtime.reuse.strategy import Strategy
+from runtime.sampling.batched import make_sampler
 from runtime.sampling.decoding import Decoding, NextToken
 from runtime.sampling.grammar import GrammarCompiler
 from runtime.sampling.sampled import BadLogits
@@ -116,7 +117,8 @@ class EngineCore:
         executor, spec = self.executor, self.executor.spec
         if spec.diffusion is None:
             self.add_strategy(PrefixStrategy(self.cache, spec.num_layers))
-            return NextToken(executor.make_sampler())
+            sampler = make_sampler(executor.backend_name, spec.vocab_size, executor.device, executor.argmax)
+            return NextToken(sampler)
         bicache = BiCache.load(self.config.diffusion, path, spec, self.cache)
         self.add_strategy(bicache)
         self.info.diffusion = bicache.info

@@ -27,8 +27,6 @@ from runtime.kv.pool import KVPool
 from runtime.models.shards import Shard, split_spec
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_weights, random_weights
-from runtime.sampling.batched import BatchedSampler
-from runtime.sampling.sampler import Sampler, argmax
 
 log = logging.getLogger("ramet.engine")
 
@@ -40,10 +38,12 @@ class Executor:
     """Runs `ForwardBatch`es.
 
     Attributes:
-        backend_name: what computes attention: `native-` and an instruction set, `cpu` (torch) or `flashinfer`.
+        backend_name: attention kernels: `native-` and an instruction set, `cpu` (torch) or `flashinfer`.
         least_saved_tokens: rows of shared KV from which on it pays to read them once, see `stretches`.
+        argmax: the highest tokens, int64 [n], of logits [n, vocab]; the first one among equals.
     """
 
+    argmax: Callable[[torch.Tensor], torch.Tensor]
     least_saved_tokens = AttentionBackend.least_saved_tokens
 
     def __init__(self, config: Config, path: Path, group: Group | None = None):
@@ -73,7 +73,7 @@ class Executor:
         if library is not None:
             threads, int8 = config.engine.threads or ALL_THREADS, config.model.quantization == "int8"
             native = NativeDecoder(library, model, self.pool, threads, int8)
-            self.backend_name, self._forward, self._argmax = native.name, native.forward, native.argmax
+            self.backend_name, self._forward, self.argmax = native.name, native.forward, native.argmax
             # After each of torch's parallel operations its threads spin for a while, on the cores of the kernels'.
             torch.set_num_threads(1)
         else:
@@ -81,7 +81,7 @@ class Executor:
             self.backend_name = attention.name
             self.least_saved_tokens = attention.least_saved_tokens
             self._forward = partial(model.forward, pool=self.pool, backend=attention)
-            self._argmax = argmax
+            self.argmax = partial(torch.argmax, dim=-1)
             if isinstance(attention, FlashInferAttention) and graphs:
                 self._graphs = DecodeGraphs(model, self.pool, attention, graphs, self.context_length)
 
@@ -128,15 +128,14 @@ class Executor:
         return 2048 if self.device.type == "cuda" else 256
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """One step; returns float32 logits [S, vocab] of the batch's `logits_rows`, valid until the next step."""
-        graph = None if self._graphs is None else self._graphs.find(batch)
-        return self._forward(batch) if graph is None else graph.run(batch)
+        """One step; returns float32 logits [S, vocab] of the batch's `logits_rows`, valid until the next step.
 
-    def make_sampler(self) -> Sampler:
-        """What chooses tokens where the logits are."""
-        if self.backend_name == "flashinfer":
-            return BatchedSampler(self.spec.vocab_size, self.device)
-        return Sampler(self.spec.vocab_size, self.device, self._argmax)
+        Raises ValueError for a position behind the context: FlashInfer would read behind its table of angles.
+        """
+        if int(batch.positions.max()) >= self.context_length:
+            raise ValueError(f"position {int(batch.positions.max())} is outside a context of {self.context_length}")
+        logits = None if self._graphs is None else self._graphs.run(batch)
+        return self._forward(batch) if logits is None else logits
 
     def on_death(self, call: Callable[[EngineDead], None]) -> None:
         """Have `call` called, by a thread of its own, if processes that this one computes with end before `close`."""

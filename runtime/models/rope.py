@@ -33,21 +33,27 @@ class RotaryEmbedding:
         angles = positions.float()[:, None] * self.inv_freq
         return angles.cos() * self.amplitude, angles.sin() * self.amplitude
 
-    def shift(self, x: torch.Tensor, delta: int) -> torch.Tensor:
-        """Rotate [rows, heads, head_dim], rotated for some positions already, `delta` positions further on."""
-        angles = (delta * self.inv_freq)[None]
-        return rotate(x, angles.cos(), angles.sin())
+    def shift(self, shifts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, float32 [T, head_dim / 2], that move rotated rows by int64 [T] positions.
+
+        The rows have the amplitude already. Angles are float64: they add to the float32 ones of the positions.
+        """
+        angles = shifts.double()[:, None] * self.inv_freq
+        return angles.cos().float(), angles.sin().float()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate [rows, heads, head_dim] by half-split RoPE with cos and sin [rows, head_dim / 2]."""
-    half = x.shape[-1] // 2
-    cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
-    first, second = x[..., :half], x[..., half:]
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    """Rotate [rows, heads, head_dim] by half-split RoPE with float32 cos and sin [rows or 1, head_dim / 2].
+
+    The arithmetic is float32: cos and sin rounded to bfloat16 would turn by another angle.
+    """
+    half, cos, sin = x.shape[-1] // 2, cos[:, None], sin[:, None]
+    wide = x.float()
+    first, second = wide[..., :half], wide[..., half:]
+    out = torch.empty_like(wide, memory_format=torch.contiguous_format)
     torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
-    return out
+    return out.to(x.dtype)
 
 
 def _llama3(inv_freq: torch.Tensor, rope: RopeSpec) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from types import ModuleType
 
 import torch
 
@@ -12,6 +14,13 @@ from runtime.request import Request
 from runtime.sampling.sampler import Sampler, race
 
 
+def make_sampler(
+    backend_name: str, vocab_size: int, device: torch.device, argmax: Callable[[torch.Tensor], torch.Tensor]
+) -> Sampler:
+    """The sampler for an executor's logits: batched if its attention backend is FlashInfer."""
+    return (BatchedSampler if backend_name == "flashinfer" else Sampler)(vocab_size, device, argmax)
+
+
 class BatchedSampler(Sampler):
     """Like `Sampler`; requests without grammar, bias or penalties are drawn in a few kernels.
 
@@ -19,9 +28,9 @@ class BatchedSampler(Sampler):
     it from the row in the batch, so that a seed would not give the same tokens twice.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device):
-        super().__init__(vocab_size, device)
-        self._kernels = load_flashinfer().sampling
+    @cached_property
+    def _kernels(self) -> ModuleType:
+        return load_flashinfer().sampling
 
     def _draw_all(self, logits: torch.Tensor, requests: Sequence[Request], ahead: int) -> torch.Tensor:
         """See `Sampler._draw_all`."""

@@ -20,8 +20,8 @@ log = logging.getLogger("ramet.engine")
 _WORD = (1 << 64) - 1
 
 
-def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """The highest tokens [n] of logits [n, vocab]."""
+def highest(logits: torch.Tensor) -> torch.Tensor:
+    """The highest tokens, int64 [n], of logits [n, vocab]."""
     return logits.argmax(-1)
 
 
@@ -31,14 +31,14 @@ class Sampler:
     Args:
         vocab_size: columns of the logits.
         device: where the logits are.
-        argmax: the highest tokens [n] of logits [n, vocab].
+        argmax: `highest`, or the kernels' own.
     """
 
     def __init__(
         self,
         vocab_size: int,
         device: torch.device,
-        argmax: Callable[[torch.Tensor], torch.Tensor] = argmax,
+        argmax: Callable[[torch.Tensor], torch.Tensor] = highest,
     ):
         self.vocab_size = vocab_size
         self.device = device

@@ -1,4 +1,4 @@
-"""The attention interface: a plan is prepared once per layer group, then run by each of its layers."""
+"""The interface of attention backends: a plan is prepared once per layer group, then run by each of its layers."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ class AttentionBackend(ABC):
     """Runs attention plans over the paged pool."""
 
     name: str
-    # Rows of shared KV that must be saved for an edge of its own to pay for the merge of its partial results.
+    # Reads of KV rows that an edge over shared pages must save to pay for the merge of its partial results.
     least_saved_tokens = 256
 
     def prepare_step(self, plans: Sequence[AttentionPlan]) -> list[Any]:
-        """`prepare` the plans of all layer groups of a step; what earlier steps prepared is not run any more."""
+        """`prepare` the plans of all layer groups of a step; results for earlier steps become invalid."""
         return [self.prepare(plan) for plan in plans]
 
     @abstractmethod
     def prepare(self, plan: AttentionPlan) -> Any:
-        """Turn a plan into whatever `run` needs (index arrays, wrapper plans); called once per layer group."""
+        """Index arrays, wrapper plans or kernel arguments for `run`."""
 
     @abstractmethod
     def run(self, prepared: Any, q: torch.Tensor, layer: int) -> torch.Tensor:
         """Attention of one layer.
 
         Args:
-            prepared: what `prepare` returned.
+            prepared: result of `prepare`.
             q: [T', heads, head_dim], rotated for its own positions.
-            layer: index of the layer, whose new K and V are in the pool already.
+            layer: index of the layer; its new K and V are in the pool already.
 
         Returns:
             [T', heads, head_dim] in q's dtype. A row without any visible key gives zeros.

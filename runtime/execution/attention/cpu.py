@@ -1,4 +1,4 @@
-"""Attention in torch: correct for any plan on any device, and without gathering where pages are neighbours."""
+"""Attention in torch, on any device; contiguous pages are read without a gather."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from runtime.batch import AttentionPlan, Edge, Span
 from runtime.execution.attention.backend import AttentionBackend
 from runtime.execution.attention.paged_index import is_causal, visible_of, visible_pairs
 from runtime.kv.pool import KVPool
-from runtime.models.rope import RotaryEmbedding
+from runtime.models.rope import RotaryEmbedding, rotate
 
-# Extents are read as views if they have this many rows on average: below, one gather beats several kernel calls.
+# Mean rows of an extent from which on extents are read as views; below, one gather beats several kernel calls.
 _VIEW_FROM_ROWS = 128
 
 
@@ -23,18 +23,18 @@ class Part:
     """One kernel call: query rows against some pool rows.
 
     Attributes:
-        rows: of the layer group.
-        slots: pool rows; a slice where they are neighbours (then nothing is gathered).
+        rows: rows of the layer group.
+        slots: pool rows; a slice if they are contiguous.
         causal: whether row i sees the first i + 1 of as many keys as rows.
-        shift: rotate the queries by minus this.
+        cos_sin: rotation of the queries, float32 [1, head_dim / 2] each; None: as they are.
         bias: float [n, length], 0 or -inf; None: all visible.
-        first: whether no earlier part has a result for these rows, so that there is nothing to merge with.
+        first: whether these rows have no result of an earlier part to merge with.
     """
 
     rows: slice | torch.Tensor
     slots: slice | torch.Tensor
     causal: bool
-    shift: int
+    cos_sin: tuple[torch.Tensor, torch.Tensor] | None
     bias: torch.Tensor | None
     first: bool
 
@@ -51,7 +51,7 @@ class CPUAttention(AttentionBackend):
         self.bias_dtype = pool.k.dtype if pool.k.dtype.itemsize > 1 else torch.float32
 
     def prepare(self, plan: AttentionPlan) -> list[Part]:
-        """Resolve spans to pool rows."""
+        """See `AttentionBackend.prepare`; spans are resolved to pool rows."""
         touched = torch.zeros(plan.num_rows, dtype=torch.bool)
         parts: list[Part] = []
         for edge in plan.edges:
@@ -67,22 +67,25 @@ class CPUAttention(AttentionBackend):
         least, most = int(visible.min()), int(visible.max())
         if not most:
             return []
+        cos_sin = self.rope.shift(torch.tensor([-span.shift], device=self.device)) if span.shift else None
+
+        def part(slots: slice | torch.Tensor, causal: bool = False, bias: torch.Tensor | None = None) -> Part:
+            return Part(edge.rows, slots, causal, cos_sin, bias, first=False)
+
+        rest: list[Part] = []
         if num_rows > 1 and span.keep is None and is_causal(visible):
-            least -= 1  # the first row's own key
+            least -= 1  # the square begins with the last key that the first row sees
             own = self._pieces(span, least, most)
-            slots = own[0] if len(own) == 1 else self._gathered(span, least, most)
-            rest = [Part(edge.rows, slots, True, span.shift, None, False)]
+            rest = [part(own[0] if len(own) == 1 else self._gathered(span, least, most), causal=True)]
         elif least < most or span.keep is not None:
             least = least if span.keep is None else 0
             seen = visible_pairs(visible, span)[:, least:most].to(self.device)
             bias = torch.zeros(seen.shape, dtype=self.bias_dtype, device=self.device).masked_fill_(~seen, -math.inf)
-            rest = [Part(edge.rows, self._gathered(span, least, most), False, span.shift, bias, False)]
-        else:
-            rest = []
-        return rest + [Part(edge.rows, s, False, span.shift, None, False) for s in self._pieces(span, 0, least)]
+            rest = [part(self._gathered(span, least, most), bias=bias)]
+        return rest + [part(slots) for slots in self._pieces(span, 0, least)]
 
     def _pieces(self, span: Span, start: int, stop: int) -> list[slice | torch.Tensor]:
-        """Pool rows of a part of a span: views of its extents, or one gather where these are short."""
+        """Pool rows of a part of a span: slices of its extents, or all its slots if these are short."""
         page_size = self.pool.page_size
         if start == stop:
             return []
@@ -124,14 +127,14 @@ class CPUAttention(AttentionBackend):
         self, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         q = q[part.rows]
-        if part.shift:
-            q = self.rope.shift(q, -part.shift)
+        if part.cos_sin is not None:
+            q = rotate(q, *part.cos_sin)
         k, v = k[part.slots].to(q.dtype), v[part.slots].to(q.dtype)
         n, heads, dim = q.shape
         kv_heads = k.shape[1]
         groups = heads // kv_heads
-        # Heads that share keys form one batch entry: as further query rows where all see the same keys, as heads
-        # over keys of stride 0 where a diagonal is needed. Either way no key is copied.
+        # Heads that share keys form one batch entry: as further query rows if all rows see the same keys, as heads
+        # over keys of stride 0 under a diagonal. Neither copies a key.
         grouped = q.view(n, kv_heads, groups, dim).permute(1, 2, 0, 3)
         keys, values = k.transpose(0, 1)[:, None], v.transpose(0, 1)[:, None]
         bias = None if part.bias is None else part.bias.to(q.dtype)
@@ -153,11 +156,11 @@ def attend(
     Args:
         q: [batch, heads, n, dim]; k, v: [batch, heads, m, dim].
         causal: row i sees keys 0..i (n == m).
-        bias: [n, m], added to the scores; None: nothing.
+        bias: [n, m], added to the scores.
 
     Returns:
-        out [batch, heads, n, dim], and float32 natural lse [batch, heads, n]; zeros and -inf for a row that sees
-        nothing.
+        out [batch, heads, n, dim], and lse float32 [batch, heads, n] (natural logarithm); zeros and -inf for a row
+        without visible keys.
     """
     if q.device.type == "cpu":
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
@@ -178,7 +181,7 @@ def attend(
 def merge(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge two partial results of the same rows: out [n, heads, dim], lse [n, heads], exactly."""
+    """Merge two partial results of the same rows: out [n, heads, dim] float32, lse [n, heads]."""
     lse = torch.logaddexp(lse_a, lse_b)
     base = torch.where(torch.isneginf(lse), 0.0, lse)
     weight_a, weight_b = (lse_a - base).exp(), (lse_b - base).exp()

@@ -18,10 +18,10 @@ from runtime.execution.transfers import Mark, pin, upload
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding, rotate
 
-# What FlashInfer recommends; partial results of split KV may want more.
+# FlashInfer's recommendation; partial results of split KV may need more.
 _WORKSPACE_BYTES = 128 << 20
 
-# Reading shared pages once takes another call and a merge in every layer: about as long as reading this much.
+# Reading shared pages once costs another call and a merge in every layer: about the time of reading this much.
 _MERGE_BYTES = 32 << 20
 
 
@@ -30,9 +30,9 @@ class Call:
     """One planned wrapper.
 
     Attributes:
-        rows: of the layer group, for which it answers; in order and as a slice where they are neighbours.
-        cos_sin: how its queries are turned first.
-        place: where its partial results go.
+        rows: rows of the layer group whose queries it gets; a slice if they are contiguous.
+        cos_sin: rotation of the queries by their spans' shifts, float32 [rows, head_dim / 2] each.
+        place: its partial results within `Calls.out`.
     """
 
     wrapper: Any
@@ -43,12 +43,13 @@ class Call:
 
 @dataclass(slots=True)
 class Calls:
-    """What each layer of a group runs.
+    """Planned calls of each layer of a group.
 
     Attributes:
-        calls: if there is no `table`, one that answers for all rows in order.
-        table: int64 [rows, n], each row's partial results; what is missing is the last one, which is empty.
-        out, lse: room for all partial results, [E + 1, heads, dim] and float32 [E + 1, heads] (base 2).
+        calls: without a `table`, a single one for all rows in order.
+        table: int64 [rows, n], see `merge_table`.
+        out, lse: buffers of the E partial results, [E + 1, heads, dim] and float32 [E + 1, heads] (base 2); the last
+            one is empty.
     """
 
     calls: list[Call]
@@ -58,16 +59,15 @@ class Calls:
 
 
 class FlashInferAttention(AttentionBackend):
-    """A cascade: every edge is a virtual request of a batched call, however many levels of sharing there are.
+    """A cascade: every edge is a virtual request of a batched call, for any number of levels of sharing.
 
-    One call takes the edges that see their whole span, one the causal ones, one those with a mask. A row's partial
-    results, one for each level that it reads, merge by log-sum-exp. A plan without sharing takes one call and no merge.
+    `by_call` says which edges form a call. A plan without sharing takes one call and no merge.
     """
 
     name = "flashinfer"
 
     def __init__(self, pool: KVPool, rope: RotaryEmbedding, num_heads: int, dtype: torch.dtype = torch.bfloat16):
-        """`num_heads`: query heads; `dtype`: of the queries."""
+        """`num_heads` and `dtype` are those of the queries."""
         self.pool = pool
         self.rope = rope
         self.num_heads = num_heads
@@ -79,7 +79,7 @@ class FlashInferAttention(AttentionBackend):
         self._num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 1
         self._workspace = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.reserve(0, 0)
-        # A wrapper's plan lies in pinned memory of its own until the device copies it, in the order of the stream.
+        # The device copies a wrapper's plan from pinned memory of that wrapper, in the order of the stream.
         self._plans_copied = Mark(self.device)
         self._wrappers: dict[str, list[Any]] = {"prefill": [], "decode": []}
         self._used = dict.fromkeys(self._wrappers, 0)
@@ -92,10 +92,10 @@ class FlashInferAttention(AttentionBackend):
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """Plan a step's wrappers, which may be those of an earlier step, within this.
+        """Context in which a step's wrappers are planned, also those of an earlier step.
 
-        Waits until the device has what was planned before, which it takes as soon as it begins with that step: so it
-        waits only for a host that is more than one step ahead.
+        Waits until the device has copied earlier plans. It does so when it begins their step, so that only a host
+        that is more than one step ahead waits.
         """
         self._plans_copied.wait()
         try:
@@ -104,9 +104,10 @@ class FlashInferAttention(AttentionBackend):
             self._plans_copied.set()
 
     def reserve(self, requests: int, rows: int) -> None:
-        """Make room for the partial results of calls by graphs of so many requests and rows; 0: for other calls.
+        """Enlarge the workspace for a graph's call of so many requests and rows; 0: for calls without a graph.
 
-        FlashInfer gives each tile of query rows that could be, in a graph, or runs at once, else, room in float32.
+        FlashInfer keeps float32 partial results of each tile of query rows that is possible (in a graph) or that runs
+        at the same time (without).
         """
         _, kv_heads, head_dim = self.pool.k.shape[1:]
         group = self.num_heads // kv_heads
@@ -115,13 +116,13 @@ class FlashInferAttention(AttentionBackend):
         tiles = max(2 * self._num_sms // kv_heads, -(-rows * group // tile) + requests - 1)
         size = max(_WORKSPACE_BYTES, tiles * tile * self.num_heads * (head_dim + 1) * 4)
         if size > len(self._workspace):
-            # Kernels run one after the other, so all wrappers may share it. The split kernels count in it from zero.
-            # Wrappers that were made before keep the smaller one.
+            # Kernels run one after the other, so that all wrappers share it; older ones keep the smaller workspace.
+            # The split kernels count in it from zero.
             self._workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def _wrapper(self, kind: str) -> Any:
-        # A plan lies in buffers of its wrapper and is copied from there while the step runs: each call of a step needs
-        # a wrapper of its own, those of other layer groups included.
+        # A plan is copied from its wrapper's buffers while the step runs: each call of a step, in any layer group,
+        # needs a wrapper of its own.
         wrappers, index = self._wrappers[kind], self._used[kind]
         self._used[kind] += 1
         if index == len(wrappers):
@@ -129,24 +130,24 @@ class FlashInferAttention(AttentionBackend):
         return wrappers[index]
 
     def make_prefill(self, **buffers: Any) -> Any:
-        """A wrapper for several queries a request; `buffers`: what a CUDA graph needs."""
+        """A wrapper for several queries a request; `buffers`: those of a CUDA graph."""
         return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace, kv_layout="NHD", backend="fa2", **buffers
         )
 
     def make_decode(self, **buffers: Any) -> Any:
-        """A wrapper for one query a request; `buffers`: what a CUDA graph needs."""
+        """A wrapper for one query a request; `buffers`: those of a CUDA graph."""
         return self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace, kv_layout="NHD", use_tensor_cores=self.uses_tensor_cores, backend="fa2", **buffers
         )
 
     @property
     def uses_tensor_cores(self) -> bool:
-        """Whether enough query heads share their keys for decode to be a matrix product."""
+        """Whether enough query heads share keys for decode to be a matrix product."""
         return self.num_heads // self.pool.k.shape[2] >= 4
 
     def prepare(self, plan: AttentionPlan) -> Calls:
-        """Plan the wrappers."""
+        """See `AttentionBackend.prepare`."""
         indexes: list[PagedIndex] = []
         calls: list[Call] = []
         for kind, part in by_call(plan, self.pool.page_size).items():
@@ -160,7 +161,7 @@ class FlashInferAttention(AttentionBackend):
         return Calls(calls, upload(merge_table(rows, plan.num_rows), self.device), *self.room(len(rows)))
 
     def room(self, results: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for partial results, and an empty one behind them."""
+        """Buffers for partial results, with an empty one at their end."""
         out = torch.zeros(results + 1, self.num_heads, self.pool.k.shape[-1], dtype=self.dtype, device=self.device)
         return out, torch.full(out.shape[:2], -torch.inf, dtype=torch.float32, device=self.device)
 
@@ -174,9 +175,7 @@ class FlashInferAttention(AttentionBackend):
             self.plan_prefill(wrapper, index, kind == "causal", mask)
         cos_sin = None
         if index.shift.any():
-            shift = upload(torch.from_numpy(-index.shift), self.device)
-            angles = shift.float()[:, None] * self.rope.inv_freq
-            cos_sin = angles.cos(), angles.sin()
+            cos_sin = self.rope.shift(upload(torch.from_numpy(-index.shift), self.device))
         return Call(wrapper, self._place(index.rows), cos_sin, place)
 
     def _place(self, rows: np.ndarray) -> slice | torch.Tensor:
@@ -196,7 +195,7 @@ class FlashInferAttention(AttentionBackend):
         )
 
     def plan_prefill(self, wrapper: Any, index: PagedIndex, causal: bool, mask: torch.Tensor | None) -> None:
-        """Plan a prefill wrapper; `mask`: bool, flat, all pairs of one request after those of another."""
+        """Plan a prefill wrapper; `mask`: see `flat_mask`."""
         wrapper.plan(
             pin(torch.from_numpy(index.qo_indptr), self.device),
             pin(torch.from_numpy(index.kv_indptr), self.device),
@@ -211,7 +210,7 @@ class FlashInferAttention(AttentionBackend):
         )
 
     def _shape(self) -> tuple[int, int, int, int]:
-        """Query heads, key-value heads, head_dim and page size."""
+        """Query heads, KV heads, head_dim and page size."""
         _, _, kv_heads, head_dim = self.pool.k.shape
         return self.num_heads, kv_heads, head_dim, self.pool.page_size
 

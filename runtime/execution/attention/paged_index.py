@@ -1,4 +1,4 @@
-"""The index arrays by which paged kernels read an attention plan, and by which their partial results are merged."""
+"""Index arrays by which paged kernels read an attention plan, and by which their partial results are merged."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class PagedIndex:
     """A batch of virtual requests, one for each edge.
 
     Attributes:
-        rows: int64 [Q], the plan's row behind every query of the batch.
-        qo_indptr: int32 [n + 1], where each virtual request's queries begin.
-        kv_indptr: int32 [n + 1], where its pages begin in `kv_indices`.
+        rows: int64 [Q], the plan's row of each query of the batch.
+        qo_indptr: int32 [n + 1], the first query of each virtual request.
+        kv_indptr: int32 [n + 1], its first page in `kv_indices`.
         kv_indices: int32, page ids.
-        last_page_len: int32 [n], rows used of its last page.
-        shift: int64 [Q], how far each query is rotated back.
+        last_page_len: int32 [n], used rows of its last page.
+        shift: int64 [Q], the span's shift for each query.
     """
 
     rows: np.ndarray
@@ -33,7 +33,7 @@ class PagedIndex:
 
     @property
     def num_requests(self) -> int:
-        """Virtual requests."""
+        """Number of virtual requests."""
         return len(self.last_page_len)
 
     @property
@@ -43,7 +43,7 @@ class PagedIndex:
 
 
 def paged_index(plan: AttentionPlan, page_size: int) -> PagedIndex:
-    """Index arrays of a plan's edges, in order; without what these say about visibility."""
+    """Index arrays of a plan's edges, in order; `visible` and `keep` are not part of them."""
     rows = [rows_of(edge, plan.num_rows) for edge in plan.edges]
     spans = [plan.spans[edge.span] for edge in plan.edges]
     counts = [len(r) for r in rows]
@@ -58,24 +58,24 @@ def paged_index(plan: AttentionPlan, page_size: int) -> PagedIndex:
 
 
 def rows_of(edge: Edge, num_rows: int) -> np.ndarray:
-    """An edge's rows as int64."""
+    """An edge's rows, int64 [n]; `num_rows`: of the plan."""
     if isinstance(edge.rows, slice):
         return np.arange(*edge.rows.indices(num_rows), dtype=np.int64)
     return edge.rows.cpu().numpy()
 
 
 def first_row(edge: Edge, num_rows: int) -> int:
-    """The row by which edges are sorted, so that one call's results come in the order of their rows."""
+    """An edge's first row, by which edges are sorted: the results of one call are then in the order of the rows."""
     return edge.rows.indices(num_rows)[0] if isinstance(edge.rows, slice) else int(edge.rows[0])
 
 
 def visible_of(edge: Edge, span: Span, num_rows: int) -> np.ndarray:
-    """`Edge.visible` of an edge of `num_rows` rows, also where all see the whole span."""
+    """`Edge.visible` of an edge of `num_rows` rows; its span's length for all rows if that is None."""
     return np.full(num_rows, span.length, dtype=np.int32) if edge.visible is None else edge.visible
 
 
 def is_causal(visible: np.ndarray) -> bool:
-    """Whether every row sees one row of the span more than the row before it."""
+    """Whether each row sees one row of the span more than the row before it."""
     return bool(visible[0] > 0 and (np.diff(visible) == 1).all())
 
 
@@ -86,7 +86,7 @@ def visible_pairs(visible: np.ndarray, span: Span) -> torch.Tensor:
 
 
 def flat_mask(plan: AttentionPlan) -> torch.Tensor:
-    """`visible_pairs` of all edges of a plan, flat, one after the other."""
+    """`visible_pairs` of all edges of a plan, flattened and concatenated."""
     masks = []
     for edge in plan.edges:
         span = plan.spans[edge.span]
@@ -96,12 +96,11 @@ def flat_mask(plan: AttentionPlan) -> torch.Tensor:
 
 
 def by_call(plan: AttentionPlan, page_size: int) -> dict[str, AttentionPlan]:
-    """A plan cut into those of up to three batched calls, each with its edges in the order of their first rows.
+    """Split a plan into those of up to three batched calls, each with its edges in the order of their first rows.
 
     - `full`: all rows of an edge see its whole span.
-    - `causal`: they are the last rows of the span (a single row is, too).
-    - `masked`: `visible` and `keep` say what they see. An edge that is neither of the above is cut: whole pages that
-      all its rows see become a full one.
+    - `causal`: an edge's rows are the last ones of its span; single rows belong here.
+    - `masked`: all other edges. The whole pages that all rows of such an edge see are cut off as a `full` edge.
     """
     found: dict[str, AttentionPlan] = {}
     for edge in sorted(plan.edges, key=lambda edge: first_row(edge, plan.num_rows)):
@@ -111,7 +110,7 @@ def by_call(plan: AttentionPlan, page_size: int) -> dict[str, AttentionPlan]:
 
 
 def _cut(edge: Edge, plan: AttentionPlan, page_size: int) -> Iterator[tuple[str, Span, np.ndarray | None]]:
-    """The parts of an edge: call, part of the span, and what the rows see of it."""
+    """Parts of an edge: the call, a part of the span, and `Edge.visible` for it."""
     span, num_rows = plan.spans[edge.span], len(rows_of(edge, plan.num_rows))
     if edge.visible is None and span.keep is None:
         yield "causal" if num_rows == 1 else "full", span, None
@@ -139,14 +138,10 @@ def _cut(edge: Edge, plan: AttentionPlan, page_size: int) -> Iterator[tuple[str,
 
 
 def merge_table(rows: np.ndarray, num_rows: int) -> torch.Tensor:
-    """Which partial results belong to each row.
-
-    Args:
-        rows: int64 [E], the row of each partial result.
-        num_rows: rows of the result.
+    """The partial results of each row, for rows int64 [E] of E partial results.
 
     Returns:
-        int64 [num_rows, n], for the most results n that a row has, in their order; E where a row has fewer.
+        int64 [num_rows, n], in ascending order, where n is the largest number of results of a row; padded with E.
     """
     counts = np.bincount(rows, minlength=num_rows)
     order = np.argsort(rows, kind="stable")

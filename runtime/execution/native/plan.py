@@ -32,8 +32,7 @@ class NativePlan:
             if span.keep is not None:
                 to.keep = self._tensor(span.keep)
             if span.shift:
-                angles = -span.shift * rope.inv_freq
-                to.turn = self._tensor(torch.cat((angles.cos(), angles.sin())))
+                to.turn = self._tensor(torch.cat(rope.shift(torch.tensor([-span.shift]))))
         every_row = self._array(np.arange(plan.num_rows, dtype=np.int32), np.int32)
         for to, edge in zip(self.edges, plan.edges, strict=True):
             if isinstance(edge.rows, slice) and edge.rows.step in (None, 1):

@@ -1,13 +1,15 @@
 """Decode steps with fixed buffers: filled up, replayed, with and without shared pages, against the model without."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span
+from runtime.batch import AttentionPlan, ForwardBatch, HiddenRows, LayerGroup, Span
 from runtime.execution.attention.flashinfer import FlashInferAttention
+from runtime.execution.attention.graph_calls import decode_plan
 from runtime.execution.graphs import DecodeGraphs
 from runtime.execution.llama import LlamaModel
 from runtime.execution.ops import FlashInferOps
@@ -56,20 +58,40 @@ class World:
     def pages(self, tokens: int) -> np.ndarray:
         return np.array([self.free.pop() for _ in range(-(-tokens // PAGE))], dtype=np.int32)
 
-    def batch(self, rows: int, shared=()) -> ForwardBatch:
-        """Requests with pages of their own, and stretches (first row, last row, pages) that are shared."""
+    def plan(self, rows: int, shared=(), alone=()) -> AttentionPlan:
+        """Requests with pages of their own, and what they read besides.
+
+        Args:
+            rows: one of each request.
+            shared: (rows, pages, shift) of spans that several rows read.
+            alone: (row, rows of the span, shift) of spans that one row reads besides its own.
+        """
         plan = AttentionPlan(rows)
-        for first, last, pages in shared:
-            plan.add(slice(first, last), Span(self.pages(pages * PAGE), pages * PAGE))
-        slots = []
+        for readers, pages, shift in shared:
+            plan.add(readers, Span(self.pages(pages * PAGE), pages * PAGE, shift))
+        for row, length, shift in alone:
+            plan.add(slice(row, row + 1), Span(self.pages(length), length, shift))
         for row in reversed(range(rows)):  # the planner's order is not that of the rows
             length = 1 + (7 * row) % 23
-            span = Span(self.pages(length), length)
-            plan.add(slice(row, row + 1), span)
-            slots.insert(0, int(span.pages[-1]) * PAGE + (length - 1) % PAGE)
+            plan.add(slice(row, row + 1), Span(self.pages(length), length))
+        return plan
+
+    def batch(self, rows: int, shared=(), alone=()) -> ForwardBatch:
+        plan = self.plan(rows, shared, alone)
+        slots = []
+        for span in reversed(plan.spans[-rows:]):
+            slots.append(int(span.pages[-1]) * PAGE + (span.length - 1) % PAGE)
         tokens = torch.arange(100, 100 + rows)
         group = LayerGroup(range(self.spec.num_layers), None, torch.tensor(slots), plan)
         return ForwardBatch(tokens, torch.arange(rows) * 3 + 5, [group], torch.arange(rows))
+
+    def cut(self, batch: ForwardBatch, layer: int, later: AttentionPlan) -> ForwardBatch:
+        """The batch with another plan from a layer on, in which the first row's KV is not written."""
+        (group,) = batch.groups
+        slots = group.kv_write.clone()
+        slots[0] = -1
+        groups = [replace(group, layers=range(layer)), LayerGroup(range(layer, group.layers.stop), None, slots, later)]
+        return replace(batch, groups=groups)
 
     def check(self, batch: ForwardBatch) -> None:
         before = self.pool.k.clone(), self.pool.v.clone()
@@ -77,56 +99,119 @@ class World:
         after = self.pool.k.clone(), self.pool.v.clone()
         self.pool.k.copy_(before[0])
         self.pool.v.copy_(before[1])
-        graph = self.graphs.find(batch)
-        assert graph is not None
-        got = graph.run(batch)
+        got = self.graphs.run(batch)
+        assert got is not None
         assert got.shape == wanted.shape
         torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-4)
         spare = 300 * PAGE
         for found, want in zip((self.pool.k, self.pool.v), after, strict=True):
             torch.testing.assert_close(found[:, :spare], want[:, :spare], atol=1e-5, rtol=1e-4)
 
+    def captured(self) -> set:
+        """Size and, of every layer group, whether spans are shared and shifted."""
+        found = set()
+        for size, shapes in self.graphs._graphs:
+            found.add((size, *((shape.shared, shape.shifted) for shape in shapes)))
+        return found
+
 
 def test_steps_of_any_size_are_filled_up(tiny_dir, device):
     world = World(tiny_dir, device, [1, 2, 8])
     for rows in (1, 2, 5, 8, 3, 1):
         world.check(world.batch(rows))
-    assert {key for key in world.graphs._graphs} == {(1, False), (2, False), (8, False)}
+    assert world.captured() == {(1, (False, False)), (2, (False, False)), (8, (False, False))}
 
 
 def test_shared_pages_of_two_levels(tiny_dir, device):
     world = World(tiny_dir, device, [2, 8])
     for rows, shared in (
-        (2, [(0, 2, 3)]),
-        (6, [(0, 6, 5)]),
-        (8, [(0, 8, 4), (0, 3, 2), (5, 8, 1)]),
-        (5, [(1, 3, 2)]),
-        (7, [(0, 2, 1), (2, 4, 1), (4, 7, 6)]),
+        (2, [(slice(0, 2), 3, 0)]),
+        (6, [(slice(0, 6), 5, 0)]),
+        (8, [(slice(0, 8), 4, 0), (slice(0, 3), 2, 0), (slice(5, 8), 1, 0)]),
+        (5, [(torch.tensor([4, 1, 3]), 2, 0)]),
+        (7, [(slice(0, 2), 1, 0), (slice(2, 4), 1, 0), (slice(4, 7), 6, 0)]),
     ):
         world.check(world.batch(rows, shared))
-    assert {key for key in world.graphs._graphs} == {(2, True), (8, True)}
+    assert world.captured() == {(2, (True, False)), (8, (True, False))}
 
 
-def test_what_is_no_decode_step_or_has_no_room_is_left_alone(tiny_dir, device):
+def test_shifts_change_from_step_to_step(tiny_dir, device):
     world = World(tiny_dir, device, [4])
-    find = world.graphs.find
-    assert find(world.batch(5)) is None, "larger than the ladder"
-    assert find(world.batch(4, [(0, 4, 1), (0, 3, 1), (0, 2, 1)])) is None, "deeper than two levels"
+    for shift in (3, 4321, -7):
+        world.check(world.batch(4, [(slice(0, 4), 3, shift), (slice(1, 3), 2, 0)]))
+        world.check(world.batch(3, [(slice(0, 2), 2, -shift)], [(2, 9, shift)]))
+    assert world.captured() == {(4, (True, True))}
+
+
+def test_a_row_that_reads_several_spans(tiny_dir, device):
+    """The longest unshifted one is its own; the others are requests of one row beside those of several."""
+    world = World(tiny_dir, device, [2, 4, 8])
+    world.check(world.batch(1, alone=[(0, 30, 0), (0, 5, 0)]))
+    world.check(world.batch(2, alone=[(0, 30, 0), (1, 6, 9)]))
+    world.check(world.batch(4, [(slice(1, 4), 2, 0)], [(3, 50, 0), (0, 7, 2), (0, 9, 1)]))
+    assert world.captured() == {(2, (True, False)), (2, (True, True)), (4, (True, True))}
+    world.check(world.batch(4, alone=[(row, 8 + i, 0) for row in range(4) for i in range(2)]))
+    assert (8, (True, False)) in world.captured(), "more spans than the next size has room for"
+
+
+def test_layer_groups_with_all_rows(tiny_dir, device):
+    """A segment that is valid in the first layers only: the later ones read another one instead."""
+    world = World(tiny_dir, device, [2, 4])
+    for rows, layer in ((3, 1), (4, 1), (2, 2)):
+        first = world.batch(rows, [(slice(0, rows), 3, 5)])
+        world.check(world.cut(first, layer, world.plan(rows)))
+    assert world.captured() == {(4, (True, True), (False, False)), (2, (True, True), (False, False))}
+
+
+def test_other_steps_run_without_a_graph(tiny_dir, device):
+    world = World(tiny_dir, device, [4])
+    every = slice(0, 4)
+    assert world.graphs.run(world.batch(5)) is None, "larger than the ladder"
+    assert world.graphs.run(world.batch(4, [(every, 1, 0), (slice(0, 3), 1, 0), (slice(0, 2), 1, 0)])) is None, "deeper"
+    assert world.graphs.run(world.batch(4, alone=[(row % 4, 5, 0) for row in range(5)])) is None, "more than rows"
     prefill = world.batch(2)
     prefill.groups[0].attention.edges[0].rows = slice(0, 2)
-    assert find(prefill) is None
+    assert world.graphs.run(prefill) is None, "a row has no span of its own"
+    draft = world.batch(2, [(slice(0, 2), 3, 0)])
+    draft.groups[0].attention.edges[0].visible = np.array([11, 12], dtype=np.int32)
+    assert world.graphs.run(draft) is None, "two rows of a request"
     shifted = world.batch(2)
     shifted.groups[0].attention.spans[0].shift = 3
-    assert find(shifted) is None
+    assert world.graphs.run(shifted) is None, "a row reads only shifted spans"
+    thinned = world.batch(2, [(slice(0, 2), 1, 0)])
+    thinned.groups[0].attention.spans[0].keep = torch.tensor([True, False, True, True])
+    assert world.graphs.run(thinned) is None
     silent = world.batch(2)
     silent.logits_rows = silent.logits_rows[:1]
-    assert find(silent) is None
-    two = world.batch(2)
-    two.groups = two.groups * 2
-    assert find(two) is None
+    assert world.graphs.run(silent) is None
+    turned = world.batch(2)
+    turned.logits_rows = turned.logits_rows.flip(0)
+    assert world.graphs.run(turned) is None
+    fewer = world.cut(world.batch(2), 1, world.plan(2))
+    fewer.groups[1].rows = torch.tensor([0, 1])
+    assert world.graphs.run(fewer) is None
+    saving = world.batch(2)
+    saving.groups[0].save.append(HiddenRows(torch.tensor([0]), torch.empty(1, world.spec.hidden_size)))
+    assert world.graphs.run(saving) is None
+    assert not world.captured()
+
+
+def test_the_longest_span_that_a_row_reads_alone_is_its_own(tiny_dir, device):
+    world = World(tiny_dir, device, [4])
+    plan = decode_plan(world.plan(3, [(slice(0, 3), 9, 0)], [(1, 30, 0), (2, 40, 2), (0, 1, 0)]), PAGE)
+    assert [span.length for span in plan.own.spans] == [1, 30, 15]
+    assert [plan.shared.spans[edge.span].length for edge in plan.shared.edges] == [1, 36, 8, 40]
+
+
+def test_layouts_are_bounded(tiny_dir, device, monkeypatch):
+    monkeypatch.setattr("runtime.execution.graphs._MOST_LAYOUTS", 1)
+    world = World(tiny_dir, device, [1, 2])
+    world.check(world.batch(2))
+    world.check(world.batch(1))
+    assert world.graphs.run(world.batch(2, [(slice(0, 2), 1, 0)])) is None
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
 def test_a_whole_engine_gives_torchs_tokens(tiny_dir, device, monkeypatch, overlap):
     graphs = check_whole_engines(tiny_dir, monkeypatch, step_tokens=64, overlap=overlap)._graphs
-    assert {shared for (_, shared), graph in graphs._graphs.items() if graph._replay} >= {True}
+    assert any(shapes[0].shared for (_, shapes), graph in graphs._graphs.items() if graph._replay)

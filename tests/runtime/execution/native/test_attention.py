@@ -1,19 +1,15 @@
 """Native attention against plain attention over the union of what a row's edges show it."""
 
-import ctypes
-
 import numpy as np
 import pytest
 import torch
 
 from runtime.batch import AttentionPlan, Edge, causal_visible
-from runtime.execution.native import library as c
-from runtime.execution.native.decoder import Team
-from runtime.execution.native.plan import NativePlan
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.spec import RopeSpec
 from tests.runtime.execution.attention.dense import Pages, dense_attention, random_plan
+from tests.runtime.execution.native.attend import attend_natively
 
 
 class World:
@@ -38,17 +34,7 @@ class World:
         return dense_attention(plan, q, self.pool, self.rope)
 
     def run(self, plan, q):
-        team = Team(self.library, self.threads)
-        shape = c.Shape(self.heads, self.kv_heads, self.dim, self.pool.page_size, self.pool.k.dtype == torch.bfloat16)
-        kv = c.LayerKV(self.pool.k[0].data_ptr(), self.pool.v[0].data_ptr())
-        native = NativePlan(plan, self.rope)
-        out = torch.full(q.shape, torch.nan)
-        self.library.attend(
-            team.handle,
-            *(ctypes.byref(shape), ctypes.byref(kv), native.spans, native.edges, native.num_edges, plan.num_rows),
-            *(q.data_ptr(), out.data_ptr()),
-        )
-        return out
+        return attend_natively(self.library, plan, q, self.pool, self.rope, self.threads)
 
     def check(self, plan):
         q = torch.randn(plan.num_rows, self.heads, self.dim, generator=self.generator)
