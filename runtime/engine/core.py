@@ -161,7 +161,7 @@ class EngineCore:
         elif isinstance(message, GetTree):
             return Reply(message.call, self.tree(message))
         elif isinstance(message, GetOutline):
-            return Reply(message.call, self.inspector.outline(message.limit, message.preview_tokens))
+            return Reply(message.call, self.inspector.outline(message.limit, message.preview_tokens, message.anew))
         elif isinstance(message, OnNode):
             act = getattr(self.inspector, message.verb)
             return Reply(message.call, act(message.page, message.start))
@@ -217,7 +217,7 @@ class EngineCore:
     def flush(self, pins: bool = False) -> dict[str, Any]:
         """Drop every cached page that no live request uses; pinned ones only if asked."""
         page_size = self.info.page_size
-        self.cache.expire()
+        self.cache.pins.expire()
         if pins:
             self.cache.pins.unpin_all()
         return {
@@ -227,7 +227,7 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """Run one step, or read the one that was launched before, and tell what came of it."""
-        self.cache.expire()
+        self.cache.pins.expire()
         events = self._take_grammars()
         flight, self._flight = self._flight, None
         if flight is not None and any(self._is_live(item) for item in flight.work):
@@ -452,7 +452,7 @@ class EngineCore:
 
     def tree(self, asked: GetTree) -> dict[str, Any]:
         """A page of the tree's nodes, parents first."""
-        self.cache.expire()
+        self.cache.pins.expire()
         nodes = view(
             self.cache.tree,
             lambda namespace: asked.tenant is None or namespace.tenant == asked.tenant,
@@ -466,7 +466,7 @@ class EngineCore:
     def state(self) -> dict[str, Any]:
         """Counters and histograms (they only grow) and gauges."""
         cache, stats = self.cache, self.cache.tree.stats
-        cache.expire()
+        cache.pins.expire()
         page_size = self.info.page_size
         tree_pages = cache.tree.num_pages
         return {
@@ -486,7 +486,6 @@ class EngineCore:
             "pins": len(cache.pins.pins),
             "pins_refused": cache.pins.num_refused,
             "pins_broken": cache.pins.num_broken,
-            "holds_broken": cache.tree.num_broken_holds,
             "tree_nodes": cache.tree.num_nodes,
             "idle_before_evict_s": _plain(stats.idle_s),
             "lifetime_s": _plain(stats.lifetime_s),

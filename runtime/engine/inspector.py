@@ -24,9 +24,12 @@ class Inspector:
         self._cache = cache
         self._walk: _Walk | None = None
 
-    def outline(self, limit: int, preview_tokens: int) -> dict[str, Any]:
-        """Go on with a walk over the tree, or begin one: `{"blocks": None}` until it has come to its end."""
-        if self._walk is None:
+    def outline(self, limit: int, preview_tokens: int, anew: bool) -> dict[str, Any]:
+        """Go on with a walk over the tree, or begin one: `{"blocks": None}` until it has come to its end.
+
+        With `anew`, a walk that was left in the middle is dropped: the tree has changed since.
+        """
+        if self._walk is None or anew:
             self._walk = outline(self._cache.tree, limit, preview_tokens)
         try:
             next(self._walk)

@@ -6,11 +6,10 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 
-from radix import EventLog, Hold, Match, Namespace, Node, Quotas, RadixTree, make_policy, path
+from radix import EventLog, Match, Namespace, Node, Quotas, RadixTree, make_policy, path
 from radix.node import TOKEN_BYTES
 from runtime.config import CacheConfig
 from runtime.kv.allocator import PageAllocator
-from runtime.kv.auto_pins import AutoPins
 from runtime.kv.pins import PinBoard
 from runtime.kv.pool import KVPool
 from runtime.request import Request
@@ -35,13 +34,12 @@ class PagedCache:
         self.page_size = pool.page_size
         self.enabled = config.prefix_cache
         self.allocator = PageAllocator(pool.num_pages)
-        policy = make_policy(config.eviction_policy, pool.num_pages, config.ttl)
+        policy = make_policy(config.eviction_policy, pool.num_pages)
         self.events = EventLog(pool.page_size * TOKEN_BYTES) if config.kv_events else None
-        hold = Hold(config.hold_time, config.hold_by_cost)
         limits = Quotas(quotas or {}, config.tenant_quota) if quotas or config.tenant_quota else None
-        self.tree = RadixTree(pool.page_size, policy, clock, hold, self.events, limits)
+        watchers = () if self.events is None else (self.events,)
+        self.tree = RadixTree(pool.page_size, policy, clock, limits, watchers)
         self.pins = PinBoard(self.tree, int(config.pin_budget * pool.num_pages), clock)
-        self.auto_pins = AutoPins(self.pins, config.auto_pins, clock) if config.auto_pins else None
 
     @property
     def num_available(self) -> int:
@@ -70,11 +68,9 @@ class PagedCache:
             headroom: pages that must stay available afterwards, for those that decode.
 
         Returns:
-            False, with nothing changed but the use of the match stamped, if memory does not suffice.
+            False, with nothing changed, if memory does not suffice.
         """
-        node = self.tree.acquire(match)
-        if self.auto_pins is not None and node is not None:
-            self.auto_pins.note(node)
+        node = self.tree.lock_match(match)
         need = self.pages_for(len(request.tokens)) - len(match.pages)
         fresh = None
         if need + headroom <= self.num_available:
@@ -89,6 +85,7 @@ class PagedCache:
         if fresh is None:
             self.tree.unlock(node)
             return False
+        self.tree.use(node)
         request.node, request.num_tree_pages = node, len(match.pages)
         request.pages = match.pages + fresh
         request.num_computed = len(match.pages) * self.page_size + rows
@@ -154,11 +151,6 @@ class PagedCache:
         self.allocator.release(pages)
         return len(pages)
 
-    def expire(self) -> None:
-        """Let go what has had its time: pins, and what the policy does not want to keep."""
-        self.pins.expire()
-        self.allocator.release(self.tree.expire())
-
     def allocate(
         self, count: int, behind: array[int], namespace: Namespace, cached: int | None = None
     ) -> array[int] | None:
@@ -180,13 +172,11 @@ class PagedCache:
     def check(self, live: Iterable[Request]) -> None:
         """Raise AssertionError unless free + tree + private == all, and nothing idle is locked."""
         self.tree.check()
-        self.allocator.check()
         live = list(live)
         tree = [page for node in self.tree.nodes() for page in node.pages]
         private = [page for request in live for page in request.pages[request.num_tree_pages :]]
         owned = tree + private
-        assert len(set(owned)) == len(owned), "a page has two owners"
-        assert len(owned) + self.allocator.num_free == self.pool.num_pages, "a page has no owner"
+        self.allocator.check(owned)
         owners = set(tree)
         for request in live:
             assert all(page in owners for page in request.pages[: request.num_tree_pages])

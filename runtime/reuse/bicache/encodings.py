@@ -6,11 +6,12 @@ import hashlib
 from array import array
 from dataclasses import dataclass
 
-from radix import Match, Namespace, ShallowMeta, path
+from radix import Match, Namespace, path
 from radix.node import TOKEN_BYTES
 from runtime.engine.denoise_request import DenoiseRequest
 from runtime.kv.cache import PagedCache
 from runtime.reuse.bicache.encoding_index import EncodedIndex
+from runtime.reuse.bicache.shallow_meta import ShallowMeta, meet_all
 
 _KIND = "bicache"
 # Encodings that are remembered beyond those that the tree has, before those are looked up that it lost.
@@ -37,7 +38,7 @@ class Encodings:
 
     Under bidirectional attention the KV of every row depends on the whole prefix, so two prefixes may share no page,
     however alike they begin. The namespace of an encoding is the request's with a hash of all its tokens; within it
-    the tree compares the tokens themselves. Tenants, pins, holds and eviction see nodes like any other.
+    the tree compares the tokens themselves. Tenants, pins and eviction see nodes like any other.
     """
 
     def __init__(self, cache: PagedCache):
@@ -81,7 +82,7 @@ class Encodings:
         key, best = tokens[:limit].tobytes(), None
         for whole, encoding in self._index.neighbours(base, key):
             found = self.cache.tree.match(key, encoding)
-            meta = self.cache.tree.shallow(found)
+            meta = meet_all(found.node)
             length = len(found.pages) * self.cache.page_size
             if meta is None:
                 if not self.cache.tree.match(whole, encoding).pages:
@@ -94,13 +95,11 @@ class Encodings:
         """Give a request the tree's pages of its prefix, if they are there, and private ones for the rest.
 
         Returns:
-            False, with nothing changed but the use of the match stamped, if memory does not suffice.
+            False, with nothing changed, if memory does not suffice.
         """
         cache = self.cache
         match = self.match(request.key(request.prefix_len), request.encoding) if request.encoding else None
-        node = cache.tree.acquire(match) if match else None
-        if cache.auto_pins is not None and node is not None:
-            cache.auto_pins.note(node)
+        node = cache.tree.lock_match(match) if match else None
         need = cache.pages_for(request.length) * request.num_canvases
         missing = cache.pages_for(request.prefix_len) if request.encoding and match is None else 0
         shared = match.pages if match else array("i")
@@ -108,6 +107,7 @@ class Encodings:
         if fresh is None:
             cache.tree.unlock(node)
             return False
+        cache.tree.use(node)
         request.node, request.num_tree_pages = node, len(shared)
         request.pages = shared + fresh
         request.is_encoding = missing > 0

@@ -187,8 +187,8 @@ def test_the_command_writes_a_table_that_the_engine_takes(default_model_dir, tmp
     assert driver.report(driver.last())["encoded_tokens"] == 64
     assert driver.report(driver.last())["shallow_depth"] == table["truncated"]["50"]["depths"]["40"]
     node = next(core.cache.tree.nodes())
-    assert node.shallow.profile == core.table.version
-    assert node.shallow.similarity == pytest.approx(table["similarity"]["80"])
+    assert node.meta.profile == core.table.version
+    assert node.meta.similarity == pytest.approx(table["similarity"]["80"])
     (tmp_path / "t.json").rename(path / "depth_table.json")
     assert make_core(path).table.name == "profiled, cosine", "a table in the model's directory is its own"
 
