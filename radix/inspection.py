@@ -119,7 +119,7 @@ def _describe(node: Node) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A node, or the root of a namespace, with the sum of what lies below it.
+    """A node, or the root of a namespace, with sums over the nodes below it.
 
     Attributes:
         id: the node's first page id; -1 for a root.

@@ -63,7 +63,7 @@ class Node:
 
     @property
     def is_free_leaf(self) -> bool:
-        """Whether the node is in the tree and nothing depends on it."""
+        """True if the node is in the tree and nothing depends on it."""
         return not self.children and not self.refs and self.parent is not None
 
     def attach(self, first_page: bytes, child: Node) -> None:
@@ -101,7 +101,8 @@ class Node:
 
 
 def common_tokens(key: bytes, offset: int, run: bytes) -> int:
-    """How many leading tokens of `run` stand in `key` from byte `offset` on: bisection over C-speed comparisons."""
+    """Number of leading tokens of `run` that stand in `key` from byte `offset` on."""
+    # Bisection over comparisons at C speed.
     low, high = 0, min(len(run), len(key) - offset) // TOKEN_BYTES
     if key.startswith(run[: high * TOKEN_BYTES], offset):
         return high

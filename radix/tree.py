@@ -199,7 +199,7 @@ class RadixTree:
             self._enqueue(last)
 
     def pin(self, node: Node) -> None:
-        """Lock a path for as long as an operator wants; counted apart from the locks of live requests."""
+        """Lock the path that ends in `node`, counted apart from the locks of live requests."""
         self.lock(node)
         above: Node | None = node
         while above is not None and not above.pins:
@@ -246,7 +246,7 @@ class RadixTree:
             key: at least `len(pages)` pages of tokens; what is beyond is ignored.
             pages: page ids for the leading pages of `key`.
             namespace: the key's namespace.
-            cost: what computing those pages took that the tree does not have yet, for policies that weigh it.
+            cost: of computing those of the pages that are new to the tree, for policies that weigh it.
             meta: the strategy's record of those pages; every part of their run keeps it.
 
         Returns:
@@ -321,7 +321,7 @@ class RadixTree:
         return self._evict(self.num_pages, "flush", self.policy.pop)
 
     def drop(self, node: Node) -> array[int]:
-        """Give back every unreferenced page of a node and of what lies below it."""
+        """Give back every unreferenced page of a node and of the nodes below it."""
         freed, now = array("i"), self._clock()
         below = [node]
         for above in below:
@@ -332,7 +332,7 @@ class RadixTree:
         return freed
 
     def make_room(self, namespace: Namespace, num_pages: int) -> array[int]:
-        """Give back what the owner of a namespace must give up, as far as it can, to add `num_pages` pages."""
+        """Give back pages of the namespace's owner, until `num_pages` more fit into its quota or none can go."""
         quotas = self.quotas
         if quotas is None or not (over := quotas.over(namespace, num_pages)):
             return array("i")
@@ -394,7 +394,7 @@ class RadixTree:
         return self._clock()
 
     def roots(self) -> Iterator[tuple[Namespace, Node]]:
-        """Every namespace that holds something, with its root."""
+        """Every namespace that has nodes, with its root."""
         yield from self._roots.items()
 
     def nodes(self) -> Iterator[Node]:

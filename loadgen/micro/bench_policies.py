@@ -1,6 +1,6 @@
 """`ramet bench policies`: hit ratio of every eviction policy on a recorded trace of prefix-chained block hashes.
 
-The one place where `loadgen` uses `radix` itself: it replays hours of a server's cache in seconds, without a server.
+It replays hours of a server's cache in seconds, in process, without a server.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _measure(trace: Trace, capacities: Sequence[int], name: str) -> dict[str, li
 
 
 def replay(trace: Trace, policy: PolicyName, capacity: int) -> float:
-    """Share of blocks that a cache of `capacity` blocks had when they were asked for."""
+    """Share of the requested blocks that a cache of `capacity` blocks had."""
     now = 0.0
     tree = RadixTree(1, make_policy(policy, capacity), lambda: now)
     free, hits, total, next_page = capacity, 0, 0, 0

@@ -262,7 +262,7 @@ def test_too_large_to_share_is_served_without(deep_dir):
 
 
 def test_pins_and_quotas_see_encodings(deep_dir):
-    from runtime.protocol import AddPin, GetPins, OnNode, RemovePin
+    from runtime.protocol import AddPin, GetPins, GetTree, OnNode, RemovePin
 
     core = make_core(deep_dir, pool_tokens=320)
     driver = DenoiseDriver(core)
@@ -294,6 +294,9 @@ def test_pins_and_quotas_see_encodings(deep_dir):
         tenant.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4, namespace=Namespace(salt="s"))
     assert tenant.core.cache.tree.quotas.pages(Namespace(salt="s")) == 4, "nobody is named: the salt is the tenant"
     assert tenant.core.cache.tree.num_pages == 12
+    shown = tenant.core.handle(GetTree(1, tenant="t")).result["nodes"]
+    meta = {"encoded_tokens": 32, "depth_table": tenant.core.table.version, "similarity_known": False}
+    assert [node["meta"] for node in shown] == [meta, meta]
 
 
 def test_what_was_forgotten_is_found_out(deep_dir, monkeypatch):
