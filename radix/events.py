@@ -1,4 +1,4 @@
-"""What the tree holds, told as it changes: blocks stored and removed, under chained hashes."""
+"""KV events: blocks stored in and removed from the tree, under chained hashes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import xxhash
 
 from radix.namespace import Namespace
 from radix.node import Node
+from radix.stats import Cause
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Consecutive blocks are in the tree now.
+    """Consecutive blocks have come into the tree.
 
     Attributes:
         hashes: unsigned 64 bit, one a block; each is chained to the block before it.
         parent: the hash of the block before the first; None at the root.
         tokens: int32 little-endian, all blocks' tokens.
-        namespace: whose they are; the hashes of different namespaces differ.
+        namespace: the blocks'; the hashes of different namespaces differ.
     """
 
     hashes: tuple[int, ...]
@@ -49,7 +50,7 @@ def block_hashes(tokens: bytes, block_bytes: int, parent: int | None, namespace:
 
 
 class EventLog:
-    """Collects the tree's changes until they are taken; a split changes nothing that anyone else can see."""
+    """A watcher that collects the tree's changes until they are taken; a split is none that others can see."""
 
     def __init__(self, block_bytes: int):
         self._block_bytes = block_bytes
@@ -57,27 +58,27 @@ class EventLog:
         self._pending: list[Event] = []
 
     def stored(self, node: Node) -> None:
-        """A leaf has come."""
+        """See `Watcher.stored`."""
         parent = self._hashes[node.parent][-1] if node.parent in self._hashes else None
         hashes = block_hashes(node.key, self._block_bytes, parent, node.namespace)
         self._hashes[node] = array("Q", hashes)
         self._pending.append(Stored(hashes, parent, node.key, node.namespace))
 
     def split(self, upper: Node, lower: Node) -> None:
-        """A run was cut in two."""
+        """See `Watcher.split`."""
         hashes = self._hashes[lower]
         self._hashes[upper], self._hashes[lower] = hashes[: len(upper.pages)], hashes[len(upper.pages) :]
 
-    def removed(self, node: Node, kept: int) -> None:
-        """A node lost its pages from `kept` on; with 0 it is gone."""
+    def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
+        """See `Watcher.leaving`."""
         hashes = self._hashes[node]
-        self._pending.append(Removed(tuple(hashes[kept:])))
-        if kept:
-            self._hashes[node] = hashes[:kept]
+        self._pending.append(Removed(tuple(hashes[kept_pages:])))
+        if kept_pages:
+            self._hashes[node] = hashes[:kept_pages]
         else:
             del self._hashes[node]
 
     def take(self) -> list[Event]:
-        """Everything since the last call."""
+        """All changes since the last call."""
         taken, self._pending = self._pending, []
         return taken

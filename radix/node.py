@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any, Protocol
 
 from sortedcontainers import SortedList
 
 from radix.namespace import Namespace
-from radix.shallow import ShallowMeta
 
 TOKEN_BYTES = 4
 
 # Below this many children a scan for the best partial page is cheaper than keeping them sorted.
 _SORT_FROM = 9
+
+
+class Meta(Protocol):
+    """A reuse strategy's record of a run's KV. The tree carries it, and shows it to operators."""
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values, as JSON has them."""
 
 
 class Node:
@@ -26,20 +33,19 @@ class Node:
         refs: live requests that hold this very node, plus the children whose own `refs` is not zero. So a node
             with a referenced descendant is referenced, and a lock stops climbing at the first shared ancestor.
         pins: as `refs`, for pins alone.
-        last_use, hits: logical time of the last use, and uses after the first. Only the deepest node of a use is
-            stamped; a parent takes over from its children when they leave, which is the same order at no cost per
-            ancestor.
-        created_s, used_s: the tree's clock at the node's coming and at its last use.
+        last_use: logical time of the last use. Only the deepest node of a use is stamped; a parent takes over from
+            its children when they leave, which is the same order.
+        hits: uses that ran through the node after it was inserted.
+        created_s, used_s: the tree's clock when the node was inserted, and at its last use.
         cost: what computing the run took, in any unit that is the same for all nodes (seconds, say).
-        hold_until: the tree's clock, until when the node is kept from eviction while anything else can go.
-        heat, frequency: what the eviction policy keeps here.
+        heat, frequency: the eviction policy's own.
         queued, tenant_queued: serials of the node's entries in the victim orders of the tree and of its tenant.
-        shallow: for diffusion models, what the run's KV was computed for.
+        meta: the record of the strategy that inserted the run; None: the KV depends on nothing but the tokens.
     """
 
     __slots__ = (
-        *("children", "cost", "created_s", "frequency", "heat", "hits", "hold_until", "key", "last_use", "namespace"),
-        *("only", "order", "pages", "parent", "pins", "queued", "refs", "shallow", "tenant_queued", "used_s"),
+        *("children", "cost", "created_s", "frequency", "heat", "hits", "key", "last_use", "meta", "namespace"),
+        *("only", "order", "pages", "parent", "pins", "queued", "refs", "tenant_queued", "used_s"),
     )
 
     def __init__(self, key: bytes, pages: array[int], parent: Node | None, namespace: Namespace):
@@ -52,12 +58,12 @@ class Node:
         self.order: SortedList | None = None
         self.refs = self.pins = self.hits = self.frequency = 0
         self.last_use = self.queued = self.tenant_queued = 0
-        self.cost = self.hold_until = self.heat = self.created_s = self.used_s = 0.0
-        self.shallow: ShallowMeta | None = None
+        self.cost = self.heat = self.created_s = self.used_s = 0.0
+        self.meta: Meta | None = None
 
     @property
     def is_free_leaf(self) -> bool:
-        """Whether the node is in the tree and nothing depends on it."""
+        """True if the node is in the tree and nothing depends on it."""
         return not self.children and not self.refs and self.parent is not None
 
     def attach(self, first_page: bytes, child: Node) -> None:
@@ -95,7 +101,8 @@ class Node:
 
 
 def common_tokens(key: bytes, offset: int, run: bytes) -> int:
-    """How many leading tokens of `run` stand in `key` from byte `offset` on: bisection over C-speed comparisons."""
+    """Number of leading tokens of `run` that stand in `key` from byte `offset` on."""
+    # Bisection over comparisons at C speed.
     low, high = 0, min(len(run), len(key) - offset) // TOKEN_BYTES
     if key.startswith(run[: high * TOKEN_BYTES], offset):
         return high

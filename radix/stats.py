@@ -1,4 +1,4 @@
-"""What a tree has done so far: numbers that only grow."""
+"""Counters and histograms of a tree; they only grow."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Literal
 
-Cause = Literal["room", "quota", "expired", "flush"]
+Cause = Literal["room", "quota", "flush"]
 
 _SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 180.0, 600.0, 1800.0, 3600.0, 10800.0)
 
 
 class Histogram:
-    """Counts by upper bound, as Prometheus wants them (there the counts are cumulative).
+    """Counts by upper bound; Prometheus makes them cumulative.
 
     Attributes:
-        bounds: upper bounds in seconds; one more bucket takes what is above the last.
+        bounds: upper bounds in seconds; one more bucket takes the values above the last.
         counts: by bucket.
         total: sum of all values, in seconds.
     """
@@ -36,14 +36,13 @@ class Stats:
     """All counters are in pages.
 
     Attributes:
-        evicted: by cause: `room` was needed, the tenant was over its `quota`, the policy let it go (`expired`), or
-            a `flush`.
+        evicted: by cause: `room` was needed, the tenant was over its `quota`, or a `flush`.
         idle_s: seconds from a page's last use to its eviction.
-        lifetime_s: seconds from its coming to its eviction.
+        lifetime_s: seconds from its insertion to its eviction.
         reuse_gap_s: seconds between two uses of a node, counted once a use.
     """
 
-    evicted: dict[Cause, int] = field(default_factory=lambda: dict.fromkeys(("room", "quota", "expired", "flush"), 0))
+    evicted: dict[Cause, int] = field(default_factory=lambda: dict.fromkeys(("room", "quota", "flush"), 0))
     idle_s: Histogram = field(default_factory=Histogram)
     lifetime_s: Histogram = field(default_factory=Histogram)
     reuse_gap_s: Histogram = field(default_factory=Histogram)

@@ -1,30 +1,42 @@
-"""The radix tree over token sequences: match, insert, split, lock, pin, hold, evict. Pure data: no torch, no I/O."""
+"""The radix tree over token sequences: match, insert, split, lock, pin, evict. Pure data: no torch, no I/O."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from radix.events import EventLog
-from radix.hold import Hold
+from radix.eviction import LRU, Policy
 from radix.namespace import Namespace
-from radix.node import TOKEN_BYTES, Node, common_tokens
-from radix.policy import LRU, Policy
+from radix.node import TOKEN_BYTES, Meta, Node, common_tokens
 from radix.quotas import Quotas
-from radix.shallow import ShallowMeta
 from radix.stats import Cause, Stats
-from radix.victims import Victims
 
-# What both parts of a run keep when it is cut; the cost is divided.
-_RECORD = ("last_use", "hits", "hold_until", "heat", "frequency", "created_s", "used_s", "shallow")
-
+# Attributes that both parts of a run keep when it is cut; the cost is divided.
+_RECORD = ("last_use", "hits", "created_s", "used_s", "meta")
 _EVERYBODY = Namespace()
+
+
+class Watcher(Protocol):
+    """Follows the pages that come into a tree and leave it."""
+
+    def stored(self, node: Node) -> None:
+        """A leaf has come."""
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """A run was cut in two; the node that it was is `lower`, and `upper` is new."""
+
+    def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
+        """The pages of a leaf from `kept_pages` on leave; with 0 the node does.
+
+        Called before anything has changed: the node has its key, pages, path and meta, and nobody else has the pages.
+        """
 
 
 @dataclass(slots=True)
 class Match:
-    """The longest cached prefix of a key.
+    """The longest cached prefix of a key; valid until the tree changes.
 
     Attributes:
         pages: int32 ids of the whole pages that match.
@@ -50,16 +62,14 @@ class RadixTree:
     the pages that were inserted until `evict` or `flush` hands them back. Sequences of different namespaces
     never meet.
 
-    What is evicted is an unreferenced leaf, chosen by the policy among those whose hold is over; where only held ones
-    are left, the hold that ends first yields. Recency is logical, one tick a use; holds read `clock`.
+    Victims are unreferenced leaves, in the policy's order. Recency is logical, one tick a use.
 
     Args:
         page_size: tokens in a page.
         policy: the order of victims; default: least recently used.
         clock: seconds, never going back. The tree has none of its own.
-        hold: for how long a new node is held; default: not at all.
-        log: is told of every page that comes or goes.
         quotas: pages that tenants may keep; default: no limits.
+        watchers: told of every page that comes or leaves.
 
     Attributes:
         num_locked_pages: pages on the paths that are locked or pinned; num_pinned_pages: on those that are pinned.
@@ -71,17 +81,14 @@ class RadixTree:
         page_size: int,
         policy: Policy | None = None,
         clock: Callable[[], float] = lambda: 0.0,
-        hold: Hold | None = None,
-        log: EventLog | None = None,
         quotas: Quotas | None = None,
+        watchers: Sequence[Watcher] = (),
     ):
-        self._log = log
         self.page_size = page_size
         self.policy = policy or LRU()
-        self.hold = hold or Hold()
         self.quotas = quotas
         self.stats = Stats()
-        self._victims = Victims(self.policy)
+        self._watchers = tuple(watchers)
         self._clock = clock
         self._page_bytes = page_size * TOKEN_BYTES
         self._roots: dict[Namespace, Node] = {}
@@ -96,15 +103,10 @@ class RadixTree:
         """Pages that `evict` could hand back now."""
         return self.num_pages - self.num_locked_pages
 
-    @property
-    def num_broken_holds(self) -> int:
-        """Nodes that were evicted before their hold was over, because nothing else could go."""
-        return self._victims.num_broken_holds
-
     # -- reading ---------------------------------------------------------------------------------------------
 
     def match(self, key: bytes, namespace: Namespace = _EVERYBODY) -> Match:
-        """The longest cached prefix of `key`, exact to the token. Reads only; `acquire` makes use of it."""
+        """The longest cached prefix of `key`, exact to the token. Reads only."""
         root = node = self._roots.get(namespace)
         if node is None:
             return Match()
@@ -138,37 +140,38 @@ class RadixTree:
 
     # -- using -----------------------------------------------------------------------------------------------
 
-    def acquire(self, match: Match) -> Node | None:
-        """Book a use of exactly the matched pages and lock them; returns the node to `unlock` later.
+    def lock_match(self, match: Match) -> Node | None:
+        """Lock exactly the matched pages; returns the node to `unlock` later, None if no page matched.
 
-        A run that matches in part is split here, so that its other pages stay evictable.
+        A run that matches in part is split here, so that its other pages stay evictable. No use is booked: see `use`.
         """
         node = match.node
-        if node is None:
-            return None
-        if match.node_pages < len(node.pages):
-            node = self._split(node, match.node_pages)
-        node.hits += 1
-        now = self._clock()
-        self.stats.reuse_gap_s.add(now - node.used_s)
-        self._use(node, now)
-        self.lock(node)
+        if node is not None:
+            if match.node_pages < len(node.pages):
+                node = self._split(node, match.node_pages)
+            self.lock(node)
         return node
 
-    def _use(self, node: Node, now: float) -> None:
-        self._tick += 1
-        node.last_use = self._tick
-        node.used_s = now
-        self.policy.used(node, self._tick)
-        self._enqueue(node, now)
+    def use(self, node: Node | None) -> None:
+        """Book a use of the path that ends in `node`: a hit of every node on it."""
+        if node is not None:
+            now = self._clock()
+            self.stats.reuse_gap_s.add(now - node.used_s)
+            for above in path(node):
+                above.hits += 1
+            self._stamp(node, now)
+            self.policy.used(node, self._tick)
+            self._enqueue(node)
 
     def touch(self, node: Node | None) -> None:
         """Renew the recency of the path that ends in `node`, without counting a use."""
         if node is not None:
-            self._tick += 1
-            node.last_use = self._tick
-            node.used_s = now = self._clock()
-            self._enqueue(node, now)
+            self._stamp(node, self._clock())
+            self._enqueue(node)
+
+    def _stamp(self, node: Node, now: float) -> None:
+        self._tick += 1
+        node.last_use, node.used_s = self._tick, now
 
     def lock(self, node: Node | None) -> None:
         """Keep the path that ends in `node` from eviction; climbs up to the first referenced ancestor."""
@@ -193,10 +196,10 @@ class RadixTree:
             node.refs -= 1
         self.num_locked_pages -= pages
         if last is not None and not last.children:
-            self._enqueue(last, self._clock())
+            self._enqueue(last)
 
     def pin(self, node: Node) -> None:
-        """Lock a path for as long as an operator wants; counted apart from the locks of live requests."""
+        """Lock the path that ends in `node`, counted apart from the locks of live requests."""
         self.lock(node)
         above: Node | None = node
         while above is not None and not above.pins:
@@ -235,7 +238,7 @@ class RadixTree:
         pages: array[int],
         namespace: Namespace = _EVERYBODY,
         cost: float = 0.0,
-        shallow: ShallowMeta | None = None,
+        meta: Meta | None = None,
     ) -> tuple[Node | None, array[int]]:
         """Add the whole pages of `key`.
 
@@ -243,8 +246,8 @@ class RadixTree:
             key: at least `len(pages)` pages of tokens; what is beyond is ignored.
             pages: page ids for the leading pages of `key`.
             namespace: the key's namespace.
-            cost: what computing those pages took that the tree does not have yet, for policies that weigh it.
-            shallow: what those pages' KV was computed for, if it depends on more than what stands before.
+            cost: of computing those of the pages that are new to the tree, for policies that weigh it.
+            meta: the strategy's record of those pages; every part of their run keeps it.
 
         Returns:
             The node in which the last page lies (None without pages) and the page ids that the tree holds for the
@@ -261,7 +264,7 @@ class RadixTree:
         while offset < end:
             child = node.children.get(key[offset : offset + self._page_bytes])
             if child is None:
-                node = self._grow(node, key[offset:], pages[offset // self._page_bytes :], cost, shallow)
+                node = self._grow(node, key[offset:], pages[offset // self._page_bytes :], cost, meta)
                 held.extend(node.pages)
                 break
             whole = common_tokens(key, offset, child.key) // self.page_size
@@ -272,19 +275,20 @@ class RadixTree:
             self.touch(node)
         return node, held
 
-    def _grow(self, parent: Node, key: bytes, pages: array[int], cost: float, shallow: ShallowMeta | None) -> Node:
+    def _grow(self, parent: Node, key: bytes, pages: array[int], cost: float, meta: Meta | None) -> Node:
         leaf = Node(key, pages, parent, parent.namespace)
         parent.attach(key[: self._page_bytes], leaf)
-        leaf.cost, leaf.shallow = cost, shallow
+        leaf.cost, leaf.meta = cost, meta
         leaf.created_s = now = self._clock()
-        leaf.hold_until = self.hold.until(now, cost)
         if self.quotas is not None:
             self.quotas.add(leaf.namespace, len(pages))
-        self._use(leaf, now)
+        self._stamp(leaf, now)
+        self.policy.used(leaf, self._tick)
+        self._enqueue(leaf)
         self.num_nodes += 1
         self.num_pages += len(pages)
-        if self._log is not None:
-            self._log.stored(leaf)
+        for watcher in self._watchers:
+            watcher.stored(leaf)
         return leaf
 
     def _split(self, node: Node, whole: int) -> Node:
@@ -302,22 +306,22 @@ class RadixTree:
         upper.attach(node.key[: self._page_bytes], node)
         self.num_nodes += 1
         self.policy.split(upper, node)
-        if self._log is not None:
-            self._log.split(upper, node)
+        for watcher in self._watchers:
+            watcher.split(upper, node)
         return upper
 
     # -- evicting --------------------------------------------------------------------------------------------
 
     def evict(self, num_pages: int) -> array[int]:
         """Give back up to `num_pages` unreferenced pages, each victim's from its end."""
-        return self._evict(num_pages, "room")
+        return self._evict(num_pages, "room", self.policy.pop)
 
     def flush(self) -> array[int]:
         """Give back every unreferenced page."""
-        return self._evict(self.num_pages, "flush")
+        return self._evict(self.num_pages, "flush", self.policy.pop)
 
     def drop(self, node: Node) -> array[int]:
-        """Give back every unreferenced page of a node and of what lies below it."""
+        """Give back every unreferenced page of a node and of the nodes below it."""
         freed, now = array("i"), self._clock()
         below = [node]
         for above in below:
@@ -327,42 +331,33 @@ class RadixTree:
                 self._trim(last, len(last.pages), freed, now, "flush")
         return freed
 
-    def _evict(self, num_pages: int, cause: Cause) -> array[int]:
-        freed, now = array("i"), self._clock()
-        while len(freed) < num_pages and (node := self._victims.pop(now)) is not None:
-            self._trim(node, num_pages - len(freed), freed, now, cause)
-        return freed
-
-    def expire(self) -> array[int]:
-        """Give back what the policy lets go by itself."""
-        freed, now = array("i"), self._clock()
-        while (node := self._victims.pop_due(now)) is not None:
-            self._trim(node, len(node.pages), freed, now, "expired")
-        return freed
-
     def make_room(self, namespace: Namespace, num_pages: int) -> array[int]:
-        """Give back what the tenant of a namespace must give up, as far as it can, to add `num_pages` pages."""
-        freed = array("i")
-        if self.quotas is not None and (over := self.quotas.over(namespace, num_pages)):
-            now = self._clock()
-            while len(freed) < over and (node := self.quotas.pop(namespace, now)) is not None:
-                self._trim(node, over - len(freed), freed, now, "quota")
+        """Give back pages of the namespace's owner, until `num_pages` more fit into its quota or none can go."""
+        quotas = self.quotas
+        if quotas is None or not (over := quotas.over(namespace, num_pages)):
+            return array("i")
+        return self._evict(over, "quota", lambda: quotas.pop(namespace))
+
+    def _evict(self, num_pages: int, cause: Cause, pop: Callable[[], Node | None]) -> array[int]:
+        freed, now = array("i"), self._clock()
+        while len(freed) < num_pages and (node := pop()) is not None:
+            self._trim(node, num_pages - len(freed), freed, now, cause)
         return freed
 
     def _trim(self, node: Node, want: int, freed: array[int], now: float, cause: Cause) -> None:
         want = min(want, len(node.pages))
         kept = len(node.pages) - want
+        for watcher in self._watchers:
+            watcher.leaving(node, kept, cause)
         freed.extend(node.pages[kept:])
         self._book_eviction(node, want, now, cause)
-        if self._log is not None:
-            self._log.removed(node, kept)
         if kept:
             node.cost *= kept / len(node.pages)
             node.pages = node.pages[:kept]
             node.key = node.key[: kept * self._page_bytes]
-            self._enqueue(node, now)
+            self._enqueue(node)
         else:
-            self._remove(node, now)
+            self._remove(node)
 
     def _book_eviction(self, node: Node, pages: int, now: float, cause: Cause) -> None:
         self.num_pages -= pages
@@ -372,14 +367,14 @@ class RadixTree:
         if self.quotas is not None:
             self.quotas.add(node.namespace, -pages)
 
-    def _enqueue(self, node: Node, now: float) -> None:
+    def _enqueue(self, node: Node) -> None:
         """Put a node among the victims, if it is an unreferenced leaf."""
         if node.is_free_leaf:
-            self._victims.enter(node, now)
+            self.policy.enter(node)
             if self.quotas is not None:
-                self.quotas.enter(node, now)
+                self.quotas.enter(node)
 
-    def _remove(self, node: Node, now: float) -> None:
+    def _remove(self, node: Node) -> None:
         parent = node.parent
         assert parent is not None
         parent.detach(node.key[: self._page_bytes])
@@ -388,7 +383,7 @@ class RadixTree:
         self.policy.evicted(node)
         if parent.parent is not None:
             self.policy.absorb(parent, node)
-            self._enqueue(parent, now)
+            self._enqueue(parent)
         elif not parent.children:
             del self._roots[parent.namespace]
 
@@ -399,7 +394,7 @@ class RadixTree:
         return self._clock()
 
     def roots(self) -> Iterator[tuple[Namespace, Node]]:
-        """Every namespace that holds something, with its root."""
+        """Every namespace that has nodes, with its root."""
         yield from self._roots.items()
 
     def nodes(self) -> Iterator[Node]:
@@ -409,14 +404,6 @@ class RadixTree:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
-
-    def shallow(self, match: Match) -> ShallowMeta | None:
-        """What can be promised of a match's pages together; None if that is nothing."""
-        metas = [node.shallow for node in path(match.node)]
-        found = metas[0] if metas else None
-        for meta in metas[1:]:
-            found = None if found is None or meta is None else found.meet(meta)
-        return found
 
     def check(self) -> None:
         """Raise AssertionError if an invariant of the tree does not hold. Walks the whole tree."""

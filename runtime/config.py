@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from radix import PolicyName
 from runtime.logs import LogFormat
 
 SchedulePolicy = Literal["balanced", "fcfs", "priority", "lpm", "dfs"]
@@ -63,12 +64,7 @@ class CacheConfig(Section):
     """The KV pool and the prefix cache that lives in it."""
 
     prefix_cache: bool = Field(True, description="reuse the KV of earlier requests' prefixes")
-    eviction_policy: Literal["lru", "lfu", "slru", "s3fifo", "gdsf", "ttl"] = Field(
-        "lru", description="which unreferenced pages go first when room is needed"
-    )
-    ttl: float = Field(600.0, gt=0, description="policy ttl: seconds without a use after which pages go by themselves")
-    hold_time: float = Field(0.0, ge=0, description="seconds for which new pages are kept while anything else can go")
-    hold_by_cost: bool = Field(False, description="hold in proportion to what the pages cost, --hold-time at the mean")
+    eviction_policy: PolicyName = Field("lru", description="which unreferenced pages go first when room is needed")
     tenant_quota: int | None = Field(
         None, ge=1, description="pages that a tenant may keep cached, unless its key says another number"
     )
@@ -78,7 +74,6 @@ class CacheConfig(Section):
     kv_events_replay: str | None = Field(None, description="endpoint at which missed events can be asked for")
     kv_events_tokens: bool = Field(True, description="events carry token ids; without, only block hashes")
     pin_budget: float = Field(0.5, ge=0, le=1, description="share of the pool that pins may hold together")
-    auto_pins: int = Field(0, ge=0, description="keep that many of the prefixes that are hit most, within --pin-budget")
     page_size: int = Field(16, ge=1, le=1024, description="tokens in a page of the pool")
     pool_tokens: int | None = Field(None, ge=1, description="size of the pool in tokens; overrides --pool-memory")
     pool_memory: float = Field(1.0, gt=0, description="size of the pool in GiB (CPU)")

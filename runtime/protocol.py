@@ -95,11 +95,15 @@ class GetTree(msgspec.Struct, tag="tree"):
 
 
 class GetOutline(msgspec.Struct, tag="outline"):
-    """Go on with the walk that makes the tree's outline; see `Inspector.outline`. Answered by `Reply`."""
+    """Go on with the walk that makes the tree's outline, or begin `anew`; see `Inspector.outline`.
+
+    Answered by `Reply`.
+    """
 
     call: int
     limit: int
     preview_tokens: int = 0
+    anew: bool = False
 
 
 class GetRequests(msgspec.Struct, tag="requests"):

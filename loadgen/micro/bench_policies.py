@@ -1,6 +1,6 @@
 """`ramet bench policies`: hit ratio of every eviction policy on a recorded trace of prefix-chained block hashes.
 
-The one place where `loadgen` uses `radix` itself: it replays hours of a server's cache in seconds, without a server.
+It replays hours of a server's cache in seconds, in process, without a server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from radix import POLICIES, RadixTree, make_policy
+from radix import POLICIES, PolicyName, RadixTree, make_policy
 
 Trace = list[tuple[float, array]]  # seconds since the start and int32 block ids, for every request
 
@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--parts", type=int, default=1, help="also cut the trace into that many parts, each replayed alone"
     )
-    parser.add_argument("--ttl", type=float, default=600.0, help="policy ttl: seconds")
     parser.add_argument("--plot", metavar="FILE", help="write the plot as PNG or SVG")
     parser.add_argument("--json", metavar="FILE", help="write the figures")
 
@@ -45,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         pieces |= {f"part {i + 1}": trace[i * size : (i + 1) * size] for i in range(arguments.parts)}
     figures: dict[str, dict[str, list[float]]] = {}
     for name, piece in pieces.items():
-        figures[name] = _measure(piece, arguments.capacities, name, arguments.ttl)
+        figures[name] = _measure(piece, arguments.capacities, name)
         _print(name, piece, figures[name], arguments.capacities)
     if arguments.plot:
         _plot(figures["whole"], arguments.capacities, arguments.plot)
@@ -66,27 +65,27 @@ def read_trace(path: Path) -> Trace:
     return trace
 
 
-def _measure(trace: Trace, capacities: Sequence[int], name: str, ttl_s: float) -> dict[str, list[float]]:
+def _measure(trace: Trace, capacities: Sequence[int], name: str) -> dict[str, list[float]]:
     work = [(policy, capacity) for policy in POLICIES for capacity in capacities]
     found: dict[str, list[float]] = {policy: [] for policy in POLICIES}
     for policy, capacity in track(work, description=f"replaying {name}"):
-        found[policy].append(replay(trace, policy, capacity, ttl_s))
+        found[policy].append(replay(trace, policy, capacity))
     found["offline bound"] = [offline_bound(trace, capacity) for capacity in capacities]
     unlimited = replay(trace, "lru", sum(len(blocks) for _, blocks in trace))
     found["infinite"] = [unlimited] * len(capacities)
     return found
 
 
-def replay(trace: Trace, policy: str, capacity: int, ttl_s: float = math.inf) -> float:
-    """Share of blocks that a cache of `capacity` blocks had when they were asked for."""
+def replay(trace: Trace, policy: PolicyName, capacity: int) -> float:
+    """Share of the requested blocks that a cache of `capacity` blocks had."""
     now = 0.0
-    tree = RadixTree(1, make_policy(policy, capacity, ttl_s), lambda: now)
+    tree = RadixTree(1, make_policy(policy, capacity), lambda: now)
     free, hits, total, next_page = capacity, 0, 0, 0
     for now, blocks in trace:  # noqa: B007 - the tree's clock reads it
-        free += len(tree.expire())
         key = blocks.tobytes()
         match = tree.match(key)
-        node = tree.acquire(match)
+        node = tree.lock_match(match)
+        tree.use(node)
         hit = len(match.pages)
         fresh = min(len(blocks) - hit, capacity - tree.num_locked_pages)
         if fresh > free:

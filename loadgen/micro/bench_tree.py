@@ -1,4 +1,4 @@
-"""`ramet bench tree`: what the radix tree's operations cost, alone, without a model or a server."""
+"""`ramet bench tree`: time and memory of the radix tree's operations, without a model or a server."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Admin:
         self._walk: _Walk | None = None
         self._answers: dict[type, Callable[[Any], dict[str, Any]]] = {
             FlushCache: lambda message: self.flush(message.pins),
-            GetOutline: lambda message: self.outline(message.limit, message.preview_tokens),
+            GetOutline: lambda message: self.outline(message.limit, message.preview_tokens, message.anew),
             GetPins: lambda _: self.pins(),
             GetRequests: lambda message: self.requests(message.limit),
             GetState: lambda _: self.state(),
@@ -60,7 +60,7 @@ class Admin:
     def flush(self, pins: bool = False) -> dict[str, Any]:
         """Drop every cached page that no live request uses; pinned ones only if asked."""
         cache = self._core.cache
-        cache.expire()
+        cache.pins.expire()
         for strategy in self._core.strategies.values():
             strategy.flush()
         if pins:
@@ -94,7 +94,7 @@ class Admin:
 
     def tree(self, asked: GetTree) -> dict[str, Any]:
         """A page of the tree's nodes, parents first."""
-        self._core.cache.expire()
+        self._core.cache.pins.expire()
         nodes = view(
             self._core.cache.tree,
             lambda namespace: asked.tenant is None or namespace.tenant == asked.tenant,
@@ -105,9 +105,12 @@ class Admin:
         )
         return {"nodes": [asdict(node) for node in nodes]}
 
-    def outline(self, limit: int, preview_tokens: int) -> dict[str, Any]:
-        """Go on with a walk over the tree, or begin one: `{"blocks": None}` until it has come to its end."""
-        if self._walk is None:
+    def outline(self, limit: int, preview_tokens: int, anew: bool) -> dict[str, Any]:
+        """Go on with a walk over the tree, or begin one: `{"blocks": None}` until it has come to its end.
+
+        With `anew`, a walk that was left in the middle is dropped: the tree has changed since.
+        """
+        if self._walk is None or anew:
             self._walk = outline(self._core.cache.tree, limit, preview_tokens)
         try:
             next(self._walk)
@@ -147,7 +150,7 @@ class Admin:
     def state(self) -> dict[str, Any]:
         """Counters and histograms, which only grow, and gauges."""
         core, cache = self._core, self._core.cache
-        cache.expire()
+        cache.pins.expire()
         tree, stats, page_size = cache.tree, cache.tree.stats, cache.page_size
         return {
             **core.counters,
@@ -166,7 +169,6 @@ class Admin:
             "pins": len(cache.pins.pins),
             "pins_refused": cache.pins.num_refused,
             "pins_broken": cache.pins.num_broken,
-            "holds_broken": tree.num_broken_holds,
             "tree_nodes": tree.num_nodes,
             "idle_before_evict_s": _plain(stats.idle_s),
             "lifetime_s": _plain(stats.lifetime_s),

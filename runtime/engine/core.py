@@ -272,7 +272,7 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """Run one step, or read the one that was launched before; returns its events."""
-        self.cache.expire()
+        self.cache.pins.expire()
         events = self._take_grammars()
         flight, self._in_flight = self._in_flight, None
         if flight is not None and any(self._is_live(item) for item in flight.work):

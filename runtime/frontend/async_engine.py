@@ -317,10 +317,10 @@ class AsyncEngine:
 
     async def outline(self, limit: int, preview_tokens: int) -> list[dict[str, Any]]:
         """The tree in at most `limit` blocks as dicts of `radix.Block`, with `parent` as a place in the list."""
-        while True:
+        answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens, anew=True))
+        while answer["blocks"] is None:
             answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens))
-            if answer["blocks"] is not None:
-                return answer["blocks"]
+        return answer["blocks"]
 
     async def requests(self, limit: int) -> list[dict[str, Any]]:
         """The live requests, oldest first."""

@@ -45,19 +45,17 @@ class PageAllocator:
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Add a reference to each of some distinct pages that are in use."""
-        index = np.fromiter(pages, dtype=np.int64)
+        """Add a reference to pages in use for every time that they are named."""
+        index, times = _count(pages)
         assert (self.refs[index] > 0).all(), "retain of a free page"
-        self.refs[index] += 1
+        self.refs[index] += times
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop a reference from each of some distinct pages; those without any are free again."""
-        index = np.fromiter(pages, dtype=np.int64)
-        if not len(index):
-            return
-        assert (self.refs[index] > 0).all(), "release of a free page"
-        self.refs[index] -= 1
-        free = np.sort(index[self.refs[index] == 0])
+        """Drop a reference of pages for every time that they are named; those without any are free again."""
+        index, times = _count(pages)
+        assert (self.refs[index] >= times).all(), "release of a free page"
+        self.refs[index] -= times
+        free = index[self.refs[index] == 0]
         self.num_free += len(free)
         for run in np.split(free, np.flatnonzero(np.diff(free) != 1) + 1):
             if len(run):
@@ -94,8 +92,11 @@ class PageAllocator:
         del self._by_start[start]
         self._by_size.remove((size, start))
 
-    def check(self) -> None:
-        """Raise AssertionError if extents, counts and references disagree."""
+    def check(self, owned: Iterable[int] | None = None) -> None:
+        """Raise AssertionError if extents, counts and references disagree.
+
+        `owned`: the pages of all owners, each as often as it is owned; None: not compared.
+        """
         free = np.zeros(self.num_pages, dtype=bool)
         for start, size in self._by_start.items():
             assert not free[start : start + size].any(), "extents overlap"
@@ -103,3 +104,13 @@ class PageAllocator:
         assert sorted(self._by_size) == sorted((size, start) for start, size in self._by_start.items())
         assert free.sum() == self.num_free
         assert ((self.refs == 0) == free).all(), "a page is lost or both free and in use"
+        if owned is not None:
+            index, times = _count(owned)
+            expected = np.zeros_like(self.refs)
+            expected[index] = times
+            assert (self.refs == expected).all(), "a page has more references than owners, or fewer"
+
+
+def _count(pages: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct pages in ascending order, and how often each is named."""
+    return np.unique(np.fromiter(pages, dtype=np.int64), return_counts=True)

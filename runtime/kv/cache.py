@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from radix import EventLog, Hold, Match, Namespace, Node, Quotas, RadixTree, make_policy, path
+from radix import EventLog, Namespace, Node, Quotas, RadixTree, make_policy, path
 from radix.node import TOKEN_BYTES
 from runtime.config import CacheConfig
 from runtime.kv.allocator import PageAllocator
-from runtime.kv.auto_pins import AutoPins
 from runtime.kv.pins import PinBoard
 from runtime.kv.pool import KVPool
 from runtime.request import Request
@@ -37,13 +35,12 @@ class PagedCache:
         self.page_size = pool.page_size
         self.enabled = config.prefix_cache
         self.allocator = PageAllocator(pool.num_pages)
-        policy = make_policy(config.eviction_policy, pool.num_pages, config.ttl)
+        policy = make_policy(config.eviction_policy, pool.num_pages)
         self.events = EventLog(pool.page_size * TOKEN_BYTES) if config.kv_events else None
-        hold = Hold(config.hold_time, config.hold_by_cost)
         limits = Quotas(quotas or {}, config.tenant_quota) if quotas or config.tenant_quota else None
-        self.tree = RadixTree(pool.page_size, policy, clock, hold, self.events, limits)
+        watchers = () if self.events is None else (self.events,)
+        self.tree = RadixTree(pool.page_size, policy, clock, limits, watchers)
         self.pins = PinBoard(self.tree, int(config.pin_budget * pool.num_pages), clock)
-        self.auto_pins = AutoPins(self.pins, config.auto_pins, clock) if config.auto_pins else None
 
     @property
     def num_available(self) -> int:
@@ -53,15 +50,6 @@ class PagedCache:
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
-
-    def acquire(self, match: Match) -> Node | None:
-        """Lock exactly the matched pages of the tree; returns the node to unlock later."""
-        return self.tree.acquire(match)
-
-    def use(self, node: Node | None) -> None:
-        """Book a use of the path that ends in a locked node."""
-        if self.auto_pins is not None and node is not None:
-            self.auto_pins.note(node)
 
     def insert(
         self, key: bytes, pages: array[int], namespace: Namespace, cost: float = 0.0, meta: Any = None
@@ -119,11 +107,6 @@ class PagedCache:
         self.allocator.release(pages)
         return len(pages)
 
-    def expire(self) -> None:
-        """Let go what has had its time: pins, and what the policy does not want to keep."""
-        self.pins.expire()
-        self.allocator.release(self.tree.expire())
-
     def allocate(
         self, count: int, behind: array[int], namespace: Namespace, cached: int | None = None
     ) -> array[int] | None:
@@ -145,15 +128,12 @@ class PagedCache:
     def check(self, live: Iterable[Request]) -> None:
         """Raise AssertionError unless free + tree + private == all, and nothing idle is locked."""
         self.tree.check()
-        self.allocator.check()
         live = list(live)
         tree = [page for node in self.tree.nodes() for page in node.pages]
         private = [page for request in live for page in request.sequence.pages]
         private += [page for r in live for s in r.segments if s.node is None for page in s.pages]
         assert not set(tree) & set(private), "a page has two owners"
-        owned = Counter(tree) + Counter(private)
-        assert len(owned) + self.allocator.num_free == self.pool.num_pages, "a page has no owner"
-        assert all(self.allocator.refs[page] == count for page, count in owned.items()), "a reference is lost"
+        self.allocator.check(tree + private)
         for segment in (segment for request in live for segment in request.segments if segment.node is not None):
             held = {page for node in path(segment.node) for page in node.pages}
             assert held.issuperset(segment.pages), "a segment reads pages that its node does not lock"

@@ -13,7 +13,7 @@ from radix import Match, Namespace, Node, RadixTree, path
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """A pinned prefix; `expires_s` is on the board's clock, None: never. `auto`: nobody asked for it."""
+    """A pinned prefix; `expires_s` is on the board's clock, None: never."""
 
     id: str
     name: str | None
@@ -21,18 +21,17 @@ class Pin:
     tokens: int
     node: Node
     expires_s: float | None
-    auto: bool = False
 
 
 class PinBoard:
     """All pins of a cache.
 
-    Pins share pages where their prefixes do; what counts against the budget is distinct pages. A pin may never starve
-    a live request: one over the budget is refused, and where a request finds no room because of pins alone, the pin
-    that was used longest ago yields.
+    Pins share pages where their prefixes do; the budget counts distinct pages. A pin may never starve a live request:
+    one over the budget is refused, and where a request finds no room because of pins alone, the pin that was used
+    longest ago yields.
 
     Args:
-        tree: where the pages are.
+        tree: the tree that holds the pages.
         budget_pages: most pages that all pins may hold together.
         clock: seconds, for times to live.
     """
@@ -53,64 +52,51 @@ class PinBoard:
             `{"pin": ...}` with the new pin; `{"missing_tokens": n}` if some of it has to be computed first; or
             `{"refused": why}`.
         """
-        self.expire()
         page_size = self.tree.page_size
         wanted = len(tokens) // page_size
+        if not wanted:
+            return self._refuse(f"the prefix is shorter than a page of {page_size} tokens")
         match = self.tree.match(tokens[: wanted * page_size].tobytes(), namespace)
         missing = wanted - len(match.pages)
-        pages = self._pages_with(match) + missing
-        while pages > self.budget_pages and self._drop_auto():
-            pages = self._pages_with(match) + missing
-        if not wanted or pages > self.budget_pages:
-            self.num_refused += 1
-            return {"refused": self._reason(wanted, pages)}
+        if (why := self._over_budget(match, missing)) is not None:
+            return self._refuse(why)
         if missing:
             return {"missing_tokens": missing * page_size}
-        node = self.tree.acquire(match)
-        assert node is not None
-        pin = self._add(node, name, None if ttl_s is None else self._clock() + ttl_s)
-        self.tree.unlock(node)
-        return {"pin": self.describe(pin)}
+        return {"pin": self.describe(self._add(match, name, ttl_s))}
 
     def pin_node(self, node: Node) -> dict[str, Any]:
         """Pin the prefix that ends in a node: `{"pin": ...}`, or `{"refused": why}`."""
-        self.expire()
         match = Match(node=node, node_pages=len(node.pages))
-        while (pages := self._pages_with(match)) > self.budget_pages and self._drop_auto():
-            pass
-        if pages > self.budget_pages:
-            self.num_refused += 1
-            return {"refused": self._reason(pages, pages)}
-        return {"pin": self.describe(self._add(node, None, None))}
+        if (why := self._over_budget(match, 0)) is not None:
+            return self._refuse(why)
+        return {"pin": self.describe(self._add(match, None, None))}
 
-    def _add(self, node: Node, name: str | None, expires_s: float | None, auto: bool = False) -> Pin:
-        self.tree.pin(node)
-        tokens = sum(len(above.pages) for above in path(node)) * self.tree.page_size
-        pin = Pin(f"pin-{next(self._ids)}", name, node.namespace, tokens, node, expires_s, auto)
-        self.pins[pin.id] = pin
-        return pin
-
-    def pin_auto(self, node: Node) -> None:
-        """Pin the prefix that ends in a node, if the budget allows it."""
-        if self._pages_with(Match(node=node, node_pages=len(node.pages))) <= self.budget_pages:
-            self._add(node, None, None, auto=True)
-
-    def _pages_with(self, match: Match) -> int:
-        """Pages that all pins would hold if a match were pinned too."""
-        return self.tree.num_pinned_pages + self.tree.num_new_pinned_pages(match)
-
-    def _drop_auto(self) -> bool:
-        """Let the automatic pin go that was used longest ago; False if there is none."""
-        autos = [pin for pin in self.pins.values() if pin.auto]
-        return bool(autos) and self.unpin(min(autos, key=lambda pin: pin.node.last_use).id)
-
-    def _reason(self, wanted: int, pages: int) -> str:
-        if not wanted:
-            return f"the prefix is shorter than a page of {self.tree.page_size} tokens"
+    def _over_budget(self, match: Match, missing: int) -> str | None:
+        """Why a match and missing pages behind it cannot be pinned, too; None if they can."""
+        self.expire()
+        pages = self.tree.num_pinned_pages + self.tree.num_new_pinned_pages(match) + missing
+        if pages <= self.budget_pages:
+            return None
         return (
             f"all pins together would hold {pages} pages of {self.tree.page_size} tokens; the budget is "
             f"{self.budget_pages} pages, of which {self.tree.num_pinned_pages} are pinned"
         )
+
+    def _refuse(self, why: str) -> dict[str, Any]:
+        self.num_refused += 1
+        return {"refused": why}
+
+    def _add(self, match: Match, name: str | None, ttl_s: float | None) -> Pin:
+        node = self.tree.lock_match(match)
+        assert node is not None
+        self.tree.pin(node)
+        self.tree.unlock(node)
+        self.tree.touch(node)
+        tokens = sum(len(above.pages) for above in path(node)) * self.tree.page_size
+        expires_s = None if ttl_s is None else self._clock() + ttl_s
+        pin = Pin(f"pin-{next(self._ids)}", name, node.namespace, tokens, node, expires_s)
+        self.pins[pin.id] = pin
+        return pin
 
     def unpin(self, pin_id: str) -> bool:
         """Let a pin go; its pages stay cached until they are evicted. False if there is none."""
@@ -125,20 +111,17 @@ class PinBoard:
             self.unpin(pin_id)
 
     def expire(self) -> None:
-        """Let those go whose time is over."""
+        """Let the pins go whose time is over."""
         now = self._clock()
         for pin in list(self.pins.values()):
             if pin.expires_s is not None and pin.expires_s <= now:
                 self.unpin(pin.id)
 
     def yield_one(self) -> bool:
-        """Let a pin go because a live request needs the room: automatic ones first, then the one used longest ago.
-
-        False if there is none.
-        """
+        """Let the pin go that was used longest ago, because a live request needs the room; False if there is none."""
         if not self.pins:
             return False
-        oldest = min(self.pins.values(), key=lambda pin: (not pin.auto, pin.node.last_use))
+        oldest = min(self.pins.values(), key=lambda pin: pin.node.last_use)
         self.num_broken += 1
         return self.unpin(oldest.id)
 
@@ -151,5 +134,4 @@ class PinBoard:
             "tokens": pin.tokens,
             "hits": pin.node.hits,
             "expires_in_s": left,
-            "auto": pin.auto,
         }

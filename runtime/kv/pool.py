@@ -13,7 +13,7 @@ class KVPool:
     Attributes:
         k, v: [layers, num_pages * page_size, kv_heads, head_dim]; row `page * page_size + r` is row r of a page. Keys
             are stored rotated for the position at which they were computed.
-        on_copy: told the arguments of `copy_rows`, for pools elsewhere that hold the other heads of the same pages.
+        on_copy: called with the arguments of `copy_rows`, for pools elsewhere that hold the other heads of these pages.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class KVPool:
         device: torch.device,
         spare_pages: int = 0,
     ):
-        """`spare_pages`: behind the others, for rows that nobody reads."""
+        """`spare_pages`: pages behind the others, for rows that are never read."""
         self.num_pages = num_pages
         self.page_size = page_size
         shape = (num_layers, (num_pages + spare_pages) * page_size, num_kv_heads, head_dim)

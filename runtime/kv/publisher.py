@@ -1,8 +1,8 @@
-"""Publishes what the cache holds over ZeroMQ, in the form that vLLM's and SGLang's consumers read.
+"""Publishes KV events over ZeroMQ, in the form that vLLM's and SGLang's consumers read.
 
 A message is `[topic, sequence number (8 bytes, big endian), msgpack]`; the payload is `[timestamp, events, rank]` and
-an event an array that begins with its name. Who has missed some asks the replay socket (`[first number]` on a REQ
-socket, or `[b"", first number]` on a DEALER) and gets `[number, payload]` for each that is still kept, then number -1.
+an event an array that begins with its name. A consumer that missed some asks the replay socket (`[first number]` on a
+REQ socket, or `[b"", first number]` on a DEALER) and gets `[number, payload]` for each that is kept, then number -1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag="BlockStored"):
-    """Blocks that are in the cache now; field order is vLLM's."""
+    """Blocks that came into the cache; field order is vLLM's."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -34,7 +34,7 @@ class BlockStored(msgspec.Struct, array_like=True, tag="BlockStored"):
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, tag="BlockRemoved"):
-    """Blocks that are not in the cache any more."""
+    """Blocks that left the cache."""
 
     block_hashes: list[int]
     medium: str | None = None
@@ -45,7 +45,7 @@ class AllBlocksCleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared"):
 
 
 class EventBatch(msgspec.Struct, array_like=True):
-    """What one step changed."""
+    """The events of one step."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
@@ -53,11 +53,11 @@ class EventBatch(msgspec.Struct, array_like=True):
 
 
 class EventPublisher:
-    """The PUB socket and its memory.
+    """The PUB socket, and the batches that can be replayed.
 
     Args:
         endpoint: where to publish, `tcp://127.0.0.1:5557` for example.
-        replay_endpoint: where to answer those who missed something; None: nowhere.
+        replay_endpoint: where to answer consumers that missed batches; None: nowhere.
         block_size: tokens in a block.
         medium: where the blocks lie, `CPU` or `GPU`.
         with_tokens: whether events tell the token ids; without, `token_ids` is empty.
@@ -88,7 +88,7 @@ class EventPublisher:
         return socket
 
     def publish(self, events: Sequence[Event]) -> None:
-        """Send a batch, and answer those who ask for earlier ones."""
+        """Send a batch, and answer requests for earlier ones."""
         if events:
             self._send([self._wire(event) for event in events])
         self.answer_replays()
@@ -106,7 +106,7 @@ class EventPublisher:
         self._next += 1
 
     def answer_replays(self) -> None:
-        """Serve everyone who waits at the replay socket."""
+        """Answer all requests at the replay socket."""
         while self._replay is not None and self._replay.poll(0):
             client, *_, start = self._replay.recv_multipart()
             if len(start) != 8:

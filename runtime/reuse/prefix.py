@@ -50,7 +50,7 @@ class PrefixStrategy(Strategy):
     def admit(self, request: Request, found: Found, headroom: int) -> bool:
         """See `Strategy.admit`."""
         cache, match, sequence = self.cache, found.detail, request.sequence
-        node = cache.acquire(match)
+        node = cache.tree.lock_match(match)
         need = cache.pages_for(len(sequence.tokens)) - len(match.pages)
         fresh, rows = None, 0
         if need + headroom <= cache.num_available:
@@ -65,7 +65,7 @@ class PrefixStrategy(Strategy):
         if fresh is None:
             cache.tree.unlock(node)
             return False
-        cache.use(node)
+        cache.tree.use(node)
         whole = len(match.pages) * cache.page_size
         request.segments = [Segment(match.pages, whole, node=node)] if node is not None else []
         request.reuse = whole

@@ -37,7 +37,6 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "retracted_requests": ("Requests that gave up their pages", ("vllm:num_preemptions",)),
     "pins_refused": ("Pins refused over the budget", ("ramet:pins_refused",)),
     "pins_broken": ("Pins that yielded to a live request", ("ramet:pins_broken",)),
-    "holds_broken": ("Holds that yielded to a live request", ("ramet:holds_broken",)),
     "steps": ("Engine steps", ("ramet:steps",)),
     "denoise_steps": ("Denoising steps of all requests", ("ramet:denoise_steps",)),
     "refreshes": ("Denoising steps that refreshed a shared prefix", ("ramet:prefix_refreshes",)),

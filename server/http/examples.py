@@ -65,7 +65,7 @@ _MODEL: dict[str, Any] = {
 }
 MODEL = answers(_MODEL)
 MODELS = answers({"object": "list", "data": [_MODEL]})
-_PIN = {"id": "pin-1", "name": "system", "tokens": 512, "hits": 1, "expires_in_s": 3600, "auto": False}
+_PIN = {"id": "pin-1", "name": "system", "tokens": 512, "hits": 1, "expires_in_s": 3600}
 PIN = answers(_PIN)
 PINS = answers({"pins": [_PIN], "pinned_tokens": 512, "budget_tokens": 23296})
 SUCCESS = answers({"success": True})
@@ -80,7 +80,7 @@ _STATE = {
 STATS = answers(_STATE)
 _NODE = {
     **{"id": 0, "parent": None, "depth": 1, "start": 0, "tokens": 512, "pages": 32, "children": 2, "hits": 7},
-    **{"idle_s": 3.5, "age_s": 60.0, "cost_s": 0.4, "locked": False, "pinned": True, "held": False, "tenant": "alice"},
+    **{"idle_s": 3.5, "age_s": 60.0, "cost_s": 0.4, "locked": False, "pinned": True, "meta": None, "tenant": "alice"},
 }
 TREE = answers({"nodes": [_NODE], "next_cursor": None})
 PAUSED = answers({"paused": True})

@@ -48,7 +48,7 @@ def blocks_of(tree: RadixTree, block_bytes: int) -> dict[int, tuple[int | None, 
 def test_a_mirror_after_ten_thousand_random_operations(page_size):
     draw = random.Random(page_size)
     log = EventLog(4 * page_size)
-    tree = RadixTree(page_size, make_policy("lru", 400), log=log)
+    tree = RadixTree(page_size, make_policy("lru", 400), watchers=[log])
     mirror, locked, next_page = Mirror(4 * page_size), [], 0
     for step in range(10_000):
         tokens = array("i", [draw.randrange(3) for _ in range(draw.randrange(1, 12 * page_size))])
@@ -59,7 +59,7 @@ def test_a_mirror_after_ten_thousand_random_operations(page_size):
             tree.insert(tokens.tobytes(), array("i", range(next_page, next_page + count)), namespace)
             next_page += count
         elif kind < 0.7:
-            locked.append(tree.acquire(tree.match(tokens.tobytes(), namespace)))
+            locked.append(tree.lock_match(tree.match(tokens.tobytes(), namespace)))
         elif kind < 0.8 and locked:
             tree.unlock(locked.pop(draw.randrange(len(locked))))
         elif kind < 0.999:

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from radix import POLICIES, Hold, Namespace, Quotas, RadixTree, make_policy
+from radix import POLICIES, Namespace, Quotas, RadixTree, make_policy
 
 A, B, C = Namespace("a"), Namespace("b"), Namespace("c")
 
@@ -15,14 +15,9 @@ def key(*tokens: int) -> bytes:
     return array("i", tokens).tobytes()
 
 
-@pytest.fixture
-def now():
-    return [0.0]
-
-
-def make_tree(now, policy: str = "lru", hold: float = 0.0) -> RadixTree:
+def make_tree(policy: str = "lru") -> RadixTree:
     quotas = Quotas({"a": 4, "b": 100})
-    return RadixTree(1, make_policy(policy, 1000), lambda: now[0], Hold(hold), quotas=quotas)
+    return RadixTree(1, make_policy(policy, 1000), quotas=quotas)
 
 
 def add(tree: RadixTree, namespace: Namespace, *tokens: int, first: int) -> list[int]:
@@ -33,8 +28,8 @@ def add(tree: RadixTree, namespace: Namespace, *tokens: int, first: int) -> list
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_tenant_pays_for_itself(now, policy):
-    tree = make_tree(now, policy)
+def test_the_tenant_pays_for_itself(policy):
+    tree = make_tree(policy)
     add(tree, B, 1, 2, 3, first=0)
     add(tree, A, 1, 2, first=10)
     add(tree, Namespace("a", "salt"), 3, 4, first=20)
@@ -51,10 +46,10 @@ def test_the_tenant_pays_for_itself(now, policy):
     assert tree.quotas.pages(A) == tree.quotas.pages(B) == 0
 
 
-def test_what_is_in_use_stays_until_it_is_not(now):
-    tree = make_tree(now)
+def test_what_is_in_use_stays_until_it_is_not():
+    tree = make_tree()
     add(tree, A, 1, 2, 3, 4, first=0)
-    node = tree.acquire(tree.match(key(1, 2, 3, 4), A))
+    node = tree.lock_match(tree.match(key(1, 2, 3, 4), A))
     assert add(tree, A, 9, first=10) == []
     assert list(tree.make_room(A, 0)) == [10], "over the quota, and nothing else can go"
     add(tree, A, 8, first=11)
@@ -64,25 +59,15 @@ def test_what_is_in_use_stays_until_it_is_not(now):
     tree.check()
 
 
-def test_a_hold_is_broken_only_if_nothing_else_can_go(now):
-    tree = make_tree(now, hold=10.0)
-    add(tree, A, 1, 2, first=0)
-    now[0] = 11.0
-    add(tree, A, 3, 4, first=10)
-    assert add(tree, A, 5, first=20) == [1]
-    assert add(tree, A, 6, 7, first=30) == [0, 11]
-    tree.check()
-
-
-def test_tenants_without_a_limit_are_free(now):
-    tree = make_tree(now)
+def test_tenants_without_a_limit_are_free():
+    tree = make_tree()
     for i in range(50):
         assert add(tree, C, i, first=i) == []
     assert tree.num_pages == 50
 
 
-def test_an_entry_counts_for_its_tenant(now):
-    tree = make_tree(now)
+def test_an_entry_counts_for_its_tenant():
+    tree = make_tree()
     add(tree, A, 1, 2, first=0)
     add(tree, Namespace("a", "salt").for_entry("bicache", "11"), 1, 2, first=10)
     assert tree.quotas.pages(A) == 4

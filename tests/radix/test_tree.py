@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
-from radix import POLICIES, Hold, Namespace, Quotas, RadixTree, make_policy
+from radix import POLICIES, Namespace, Quotas, RadixTree, make_policy
 
 
 def key(*tokens: int) -> bytes:
@@ -70,16 +70,26 @@ def test_eviction_takes_the_least_recently_used_leaf_from_its_end():
     tree.check()
 
 
-def test_locked_path_survives_and_acquire_locks_only_what_matched():
+def test_locked_path_survives_and_lock_match_locks_only_what_matched():
     tree = RadixTree(1)
     insert(tree, [1, 2, 3, 4], [0, 1, 2, 3])
-    node = tree.acquire(tree.match(key(1, 2, 9)))
+    node = tree.lock_match(tree.match(key(1, 2, 9)))
     assert tree.num_locked_pages == 2
     assert sorted(tree.flush()) == [2, 3]
     assert list(tree.flush()) == []
     tree.unlock(node)
     assert sorted(tree.flush()) == [0, 1]
     assert tree.num_nodes == 0
+
+
+def test_a_lock_is_no_use():
+    tree = RadixTree(1)
+    insert(tree, [1, 2], [0, 1])
+    insert(tree, [3, 4], [2, 3])
+    for _ in range(60):
+        tree.unlock(tree.lock_match(tree.match(key(1, 2))))
+    assert tree.match(key(1, 2)).node.hits == tree.stats.reuse_gap_s.total == sum(tree.stats.reuse_gap_s.counts) == 0
+    assert list(tree.evict(1)) == [1], "still the least recently used"
 
 
 def test_namespaces_never_meet():
@@ -116,16 +126,14 @@ class TreeMachine(RuleBasedStateMachine):
     @initialize(
         page_size=st.sampled_from([1, 2, 4]),
         policy=st.sampled_from(POLICIES),
-        hold=st.sampled_from([(0.0, False), (3.0, False), (3.0, True)]),
         quota=st.sampled_from([None, 1, 5]),
     )
-    def start(self, page_size, policy, hold, quota):
+    def start(self, page_size, policy, quota):
         self.page_size = page_size
         self.now = 0.0
         self.quota = quota
         quotas = None if quota is None else Quotas({"t": quota})
-        policy = make_policy(policy, 16, ttl_s=5.0)
-        self.tree = RadixTree(page_size, policy, lambda: self.now, Hold(*hold), quotas=quotas)
+        self.tree = RadixTree(page_size, make_policy(policy, 16), lambda: self.now, quotas)
         self.pinned: list = []
         self.next_page = 0
         self.held: dict[tuple, int] = {}
@@ -189,7 +197,8 @@ class TreeMachine(RuleBasedStateMachine):
     def lock(self, sequence):
         tokens, ns = sequence
         match = self.tree.match(key(*tokens), ns)
-        node = self.tree.acquire(match)
+        node = self.tree.lock_match(match)
+        self.tree.use(node)
         if node is None:
             return multiple()
         prefixes = set(self.prefixes(tokens, ns)[: len(match.pages)])
@@ -209,7 +218,8 @@ class TreeMachine(RuleBasedStateMachine):
         tokens, ns = sequence
         match = self.tree.match(key(*tokens), ns)
         before, added = self.tree.num_pinned_pages, self.tree.num_new_pinned_pages(match)
-        node = self.tree.acquire(match)
+        node = self.tree.lock_match(match)
+        self.tree.use(node)
         if node is None:
             assert added == 0
             return multiple()
@@ -238,14 +248,6 @@ class TreeMachine(RuleBasedStateMachine):
         freed = self.tree.evict(count)
         assert len(freed) == min(count, evictable)
         self.forget(freed)
-
-    @rule()
-    def expire(self):
-        before = set(self.held)
-        freed = self.tree.expire()
-        self.forget(freed)
-        assert not freed or self.now >= 5.0, "nothing is that old"
-        assert set().union(*self.locked, *self.pinned) <= set(self.held) <= before
 
     @rule(coming=st.integers(0, 3))
     def make_room(self, coming):

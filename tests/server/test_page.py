@@ -228,7 +228,7 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
         "hits": 1,
         "locked": False,
         "pinned": False,
-        "held": False,
+        "meta": None,
         "preview": "text",
         "idle_s": 5,
     }

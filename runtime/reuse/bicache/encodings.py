@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from dataclasses import dataclass
 
-from radix import Match, Namespace, RadixTree, ShallowMeta, path
+from radix import Match, Namespace, RadixTree
 from radix.node import TOKEN_BYTES
 from runtime.reuse.bicache.encoding_index import EncodingIndex
 
@@ -77,7 +77,7 @@ class Encodings:
         key, best = tokens[:limit].tobytes(), None
         for whole, encoding in self._index.neighbours(namespace, key):
             found = self._tree.match(key, encoding)
-            meta = _meet(found)
+            meta = meet_all(found.node)
             length = len(found.pages) * self._tree.page_size
             if meta is None:
                 if not self._tree.match(whole, encoding).pages:
@@ -104,12 +104,3 @@ class Encodings:
         self._known = {namespace: lengths for namespace, lengths in kept.items() if lengths}
         self._index.keep(there)
         self._num_known = sum(len(e) for lengths in self._known.values() for e in lengths.values())
-
-
-def _meet(found: Match) -> ShallowMeta | None:
-    """What can be promised of a match's pages together; None if that is nothing."""
-    metas = [node.shallow for node in path(found.node)]
-    weakest: ShallowMeta | None = metas[0] if metas else None
-    for meta in metas[1:]:
-        weakest = None if weakest is None or meta is None else weakest.meet(meta)
-    return weakest

@@ -172,7 +172,7 @@ class BiCache(Strategy):
     def admit(self, request: Request, found: Found, headroom: int) -> bool:
         """See `Strategy.admit`. While the prefix is encoded, its pages are still the request's own."""
         cache, share, match = self.cache, request.reuse, found.detail
-        node = None if match is None else cache.acquire(match)
+        node = None if match is None else cache.tree.lock_match(match)
         is_encoding = share.encoding is not None and match is None
         missing = cache.pages_for(share.length) if is_encoding else 0
         behind = array("i") if match is None else match.pages
@@ -181,7 +181,7 @@ class BiCache(Strategy):
         if fresh is None:
             cache.tree.unlock(node)
             return False
-        cache.use(node)
+        cache.tree.use(node)
         pages = fresh[:missing] if is_encoding else behind
         layers = range(share.depth)
         request.segments = [Segment(pages, share.length, layers=layers, node=node)] if share.encoding else []

@@ -65,8 +65,3 @@ def test_hashes_of_any_size_are_read(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(json.dumps({"timestamp": 500 * i, "hash_ids": [1 << 60, 5 + i]}) for i in range(3)))
     assert [(s, list(blocks)) for s, blocks in read_trace(path)] == [(0.0, [0, 1]), (0.5, [0, 2]), (1.0, [0, 3])]
-
-
-def test_a_short_time_to_live_costs_hits(trace):
-    assert replay(trace, "ttl", 400) == replay(trace, "lru", 400)
-    assert 0 < replay(trace, "ttl", 400, ttl_s=20) < replay(trace, "lru", 400)

@@ -1,5 +1,7 @@
 """The page allocator against a plain set."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -59,3 +61,43 @@ def test_random_operations(operations, random):
         allocator.check()
         assert allocator.num_free == 32 - len(held)
         assert set(np.flatnonzero(allocator.refs)) == set(held)
+
+
+def test_a_page_that_is_named_twice_changes_two_references():
+    allocator = PageAllocator(4)
+    (page,) = allocator.allocate(1)
+    allocator.retain([page, page])
+    allocator.check([page, page, page])
+    allocator.release([page, page])
+    assert allocator.num_free == 3
+    allocator.check([page])
+    allocator.release([page])
+    assert allocator.num_free == 4
+    with pytest.raises(AssertionError, match="more references than owners"):
+        allocator.check([page])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.randoms(), st.integers(1, 60))
+def test_references_against_a_counter(random, steps):
+    allocator, owned = PageAllocator(12), Counter()
+    for _ in range(steps):
+        kind = random.randrange(3)
+        if kind == 0:
+            owned.update(allocator.allocate(random.randrange(5)) or ())
+        elif kind == 1 and owned:
+            named = random.choices(list(owned), k=random.randrange(6))
+            allocator.retain(named)
+            owned.update(named)
+        elif kind == 2:
+            everything = list(owned.elements())
+            named = random.sample(everything, random.randrange(len(everything) + 1))
+            allocator.release(named)
+            owned -= Counter(named)
+        allocator.check(owned.elements())
+        assert allocator.num_free == 12 - len(owned)
+    if owned:
+        page = next(iter(owned))
+        with pytest.raises(AssertionError, match="release of a free page"):
+            allocator.release([page] * (owned[page] + 1))
+        allocator.check(owned.elements())

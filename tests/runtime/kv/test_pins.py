@@ -9,7 +9,9 @@ from array import array
 import pytest
 
 from radix import Namespace
-from runtime.protocol import AddPin, GetPins, RemovePin
+from runtime.params import SamplingParams
+from runtime.protocol import AddPin, GetPins, OnNode, RemovePin
+from runtime.request import Request, Sequence
 from tests.runtime.engine.driver import Driver, make_core
 
 
@@ -95,59 +97,54 @@ def test_a_request_that_needs_the_whole_pool_wins_over_a_pin(tiny_dir):
     assert driver.core.admin.state()["pins_broken"] == 1
 
 
-def test_the_prefixes_that_are_hit_most_are_pinned_by_themselves(tiny_dir):
-    driver = Driver(make_core(tiny_dir, pool_tokens=960, pin_budget=0.3, auto_pins=2))
-    roots = [[1000 * i + j for j in range(32)] for i in range(1, 5)]
-    draw = random.Random(3)
-    for i in range(140):
-        root = roots[0 if i % 3 == 0 else 1 if i % 3 == 1 else draw.randrange(4)]
-        driver.together([[*root, *(draw.randrange(49152) for _ in range(20))]], max_new_tokens=1)
-    pins = pinned(driver.core)["pins"]
-    assert [(pin["auto"], pin["tokens"]) for pin in pins] == [(True, 32), (True, 32)]
-    driver.flush()
-    for root, expected in zip(roots, (32, 32, 0, 0), strict=True):
-        rid = f"probe {root[0]}"
-        driver.add(rid, [*root, 7, 8], max_new_tokens=1)
-        driver.run()
-        assert driver.events[rid][0].cached_tokens == expected
-    big = list(range(20000, 20288))  # the whole budget of 18 pages
-    driver.together([big], max_new_tokens=1)
-    assert "pin" in pin(driver.core, big), "an operator's pin goes before automatic ones"
-    assert [p["auto"] for p in pinned(driver.core)["pins"]] == [False]
+def test_an_expired_pin_blocks_no_new_one_on_an_idle_engine(driver, monkeypatch):
+    other = list(range(3000, 3288))  # 18 of the budget of 20 pages
+    driver.together([PREFIX, other], max_new_tokens=1)
+    now = [100.0]
+    monkeypatch.setattr(driver.core.cache.pins, "_clock", lambda: now[0])
+    pin(driver.core, PREFIX, ttl_s=5.0)
+    assert "refused" in pin(driver.core, other)
+    now[0] = 105.0
+    assert "pin" in pin(driver.core, other)
+    assert [p["tokens"] for p in pinned(driver.core)["pins"]] == [288]
 
 
-def test_other_prefixes_take_the_place_of_those_that_cool_down(tiny_dir, monkeypatch):
-    core = make_core(tiny_dir, pool_tokens=960, auto_pins=1)
-    now = [0.0]
-    for part in (core.cache.auto_pins, core.cache.pins):
-        monkeypatch.setattr(part, "_clock", lambda: now[0])
-    driver = Driver(core)
-    for root in ([11] * 32, [22] * 48):
-        for i in range(40):
-            driver.together([[*root, i, 5]], max_new_tokens=1)
-        assert [p["tokens"] for p in pinned(core)["pins"]] == [len(root)]
-        now[0] += 6000.0
+def test_a_node_is_pinned_where_it_lies(driver):
+    namespace = Namespace("t", "s").for_entry("kind", "1")
+    cache = driver.core.cache
+    pages = cache.allocator.allocate(3)
+    cache.tree.insert(array("i", PREFIX[:48]).tobytes(), pages, namespace)
+    made = driver.core.handle(OnNode(1, "pin", pages[0], 0)).result
+    assert (made["found"], made["pin"]["tokens"]) == (True, 48)
+    assert cache.pins.pins[made["pin"]["id"]].namespace == namespace
+    assert driver.core.handle(OnNode(1, "pin", pages[0], 16)).result == {"found": False}
+    driver.core.admin.flush()
+    assert cache.tree.num_pinned_pages == cache.tree.num_pages == 3
 
 
-def test_ttl_empties_an_idle_cache(tiny_dir):
-    core = make_core(tiny_dir, eviction_policy="ttl", ttl=30.0)
-    now = [0.0]
-    core.cache.tree._clock = lambda: now[0]
-    driver = Driver(core)
+def test_a_request_that_is_tried_again_and_again_is_one_use(driver):
     driver.together([PREFIX], max_new_tokens=1)
-    now[0] = 29.0
-    assert core.admin.state()["pages_tree"] == 6
-    now[0] = 31.0
-    state = core.admin.state()
-    assert (state["pages_tree"], state["evicted_tokens_by_cause"]["expired"]) == (0, 96)
-    driver.check_idle()
+    cache = driver.core.cache
+    strategy = driver.core.strategy
+    request = Request(
+        "r", Sequence(array("i", [*PREFIX, 5])), 101, SamplingParams(), frozenset(), 102, strategy, driver.core.decoding
+    )
+    for _ in range(60):
+        assert not strategy.admit(request, strategy.find(request), headroom=10**6)
+    found = strategy.find(request)
+    before = found.detail.node.hits
+    assert sum(cache.tree.stats.reuse_gap_s.counts) == before == 0
+    assert strategy.admit(request, found, headroom=0)
+    assert (request.segments[0].node.hits, sum(cache.tree.stats.reuse_gap_s.counts)) == (1, 1)
+    cache.check([request])
+    cache.release(request)
+    cache.check([])
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu", "slru", "s3fifo", "gdsf", "ttl"])
-def test_full_load_with_pins_and_holds_at_their_limits(tiny_dir, policy):
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "gdsf"])
+def test_full_load_with_pins_and_quotas_at_their_limits(tiny_dir, policy):
     core = make_core(
-        tiny_dir, pool_tokens=320, page_size=4, pin_budget=0.6, hold_time=1000.0, eviction_policy=policy, max_running=8,
-        hold_by_cost=True, tenant_quota=60, auto_pins=2,
+        tiny_dir, pool_tokens=320, page_size=4, pin_budget=0.6, eviction_policy=policy, max_running=8, tenant_quota=60
     )  # fmt: skip
     driver, draw = Driver(core), random.Random(5)
     plain = Driver(make_core(tiny_dir, prefix_cache=False))
@@ -170,14 +167,13 @@ def test_full_load_with_pins_and_holds_at_their_limits(tiny_dir, policy):
     assert state["evicted_tokens_by_cause"]["quota"] > 0
     assert core.cache.tree.quotas.pages(Namespace("t")) <= 60
     assert state["pages_pinned"] > 0
-    assert state["holds_broken"] > 0
     for rid in list(prompts)[:8]:
         assert driver.tokens[rid] == plain.together([prompts[rid]], max_new_tokens=len(driver.tokens[rid]))[0]
 
 
 @pytest.mark.parametrize("jump_s", [1e9, -1e9])
-def test_a_clock_that_jumps_ends_no_pin_no_hold_and_no_time_to_live(tiny_dir, monkeypatch, jump_s):
-    driver = Driver(make_core(tiny_dir, pool_tokens=640, eviction_policy="ttl", ttl=1000.0, hold_time=1000.0))
+def test_a_clock_that_jumps_ends_no_pin(tiny_dir, monkeypatch, jump_s):
+    driver = Driver(make_core(tiny_dir, pool_tokens=640))
     other = [7] * 100
     driver.together([PREFIX, other], max_new_tokens=1)
     pin(driver.core, PREFIX, ttl_s=1000.0)

@@ -181,7 +181,7 @@ def test_one_layer_too_many_is_seen(tmp_path):
 
 
 def encoded(core):
-    return sorted(node.shallow.encoded_tokens for node in core.cache.tree.nodes())
+    return sorted(node.meta.encoded_tokens for node in core.cache.tree.nodes())
 
 
 def test_prefixes_of_two_lengths_share_no_page(deep_dir):
@@ -261,10 +261,10 @@ def test_too_large_to_share_is_served_without(deep_dir):
     assert tokens == DenoiseDriver(make_core(deep_dir)).one(PROMPTS[2], gen_length=16)
 
 
-def test_pins_quotas_and_holds_see_encodings(deep_dir):
-    from runtime.protocol import AddPin, GetPins, OnNode, RemovePin
+def test_pins_and_quotas_see_encodings(deep_dir):
+    from runtime.protocol import AddPin, GetPins, GetTree, OnNode, RemovePin
 
-    core = make_core(deep_dir, pool_tokens=320, hold_time=60.0)
+    core = make_core(deep_dir, pool_tokens=320)
     driver = DenoiseDriver(core)
     key = array("i", PREFIX).tobytes()
     assert core.handle(AddPin(1, key)) is None, "it is encoded first"
@@ -278,7 +278,6 @@ def test_pins_quotas_and_holds_see_encodings(deep_dir):
         shared = [i * 30 + j for j in range(32)]
         driver.one([*shared, 5], gen_length=8, prefix_tokens=32, depth=4)
     assert core.admin.state()["evicted_tokens"] > 0
-    assert core.admin.state()["holds_broken"] > 0
     namespace = encoding_of(key, Namespace())
     assert len(core.cache.tree.match(key, namespace).pages) == 3, "pinned"
     assert core.handle(GetPins(1)).result["pinned_tokens"] == 48
@@ -294,6 +293,13 @@ def test_pins_quotas_and_holds_see_encodings(deep_dir):
         tenant.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4, namespace=Namespace("u"))
     assert tenant.core.admin.state()["evicted_tokens_by_cause"]["quota"] > 0
     assert tenant.core.cache.tree.num_pages == 8
+    for i in range(4):
+        tenant.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4, namespace=Namespace(salt="s"))
+    assert tenant.core.cache.tree.quotas.pages(Namespace(salt="s")) == 4, "nobody is named: the salt is the tenant"
+    assert tenant.core.cache.tree.num_pages == 12
+    shown = tenant.core.handle(GetTree(1, tenant="t")).result["nodes"]
+    meta = {"encoded_tokens": 32, "depth_table": tenant.core.strategy.table.version, "similarity_known": False}
+    assert [node["meta"] for node in shown] == [meta, meta]
 
 
 def test_what_was_forgotten_is_found_out(deep_dir, monkeypatch):

@@ -187,10 +187,10 @@ def test_the_command_writes_a_table_that_the_engine_takes(default_model_dir, tmp
     assert driver.report(driver.last())["encoded_tokens"] == 64
     assert driver.report(driver.last())["shallow_depth"] == table["truncated"]["50"]["depths"]["40"]
     node = next(core.cache.tree.nodes())
-    assert node.shallow.profile == core.strategy.table.version
-    assert node.shallow.similarity == pytest.approx(table["similarity"]["80"])
+    assert node.meta.profile == core.strategy.table.version
+    assert node.meta.similarity == pytest.approx(table["similarity"]["80"])
     (tmp_path / "t.json").rename(path / "depth_table.json")
-    assert make_core(path).table.name == "profiled, cosine", "a table in the model's directory is its own"
+    assert make_core(path).strategy.table.name == "profiled, cosine", "a table in the model's directory is its own"
 
 
 def test_what_cannot_be_profiled(default_model_dir, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""The outline of a tree: its sums, what is shown first, and that a tree may change under the walk."""
+"""Views and outlines: every field, pages of a tree, sums, and a tree that changes under the walk."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from array import array
 
 import pytest
 
-from radix import Namespace, RadixTree, outline
+from radix import Namespace, RadixTree, outline, view
+
+A, B = Namespace("a"), Namespace("b")
 
 PAGE = 4
+
+
+def key(*tokens: int) -> bytes:
+    return array("i", tokens).tobytes()
 
 
 def finish(walk):
@@ -40,8 +46,7 @@ class Filled:
         for i, page in enumerate(match.pages):
             fresh[i] = page
         self.tree.insert(key, fresh, namespace)
-        match = self.tree.match(key, namespace)
-        node = self.tree.acquire(match)
+        node = self.tree.lock_match(self.tree.match(key, namespace))
         self.tree.unlock(node)
         return node
 
@@ -58,7 +63,7 @@ def grow(filled, count, seed=1):
     for _ in range(count):
         head = rng.choice(heads)
         tail = [rng.randrange(50) for _ in range(PAGE * rng.randrange(1, 6))]
-        filled.add(head + tail, rng.choice([Namespace("a"), Namespace("b")]))
+        filled.add(head + tail, rng.choice([A, B]))
     return filled.tree
 
 
@@ -79,7 +84,7 @@ def test_everything_is_shown_where_there_is_room(filled):
             above = above.parent
         assert block.start == before
     roots = [block for block in shown if block.parent is None]
-    assert {root.namespace for root in roots} == {Namespace("a"), Namespace("b")}
+    assert {root.namespace for root in roots} == {A, B}
     assert sum(root.total for root in roots) == tree.num_pages * PAGE
     assert sum(root.nodes for root in roots) == tree.num_nodes
 
@@ -163,3 +168,70 @@ def test_dropping_takes_what_nobody_uses(filled):
     tree.check()
     assert list(tree.flush())
     assert tree.num_pages == 0
+
+
+class Record:
+    def __init__(self, number: int):
+        self.number = number
+
+    def describe(self):
+        return {"number": self.number}
+
+
+def make_tree() -> RadixTree:
+    clock = iter(range(1_000_000))
+    tree = RadixTree(2, clock=lambda: float(next(clock)))
+    tree.insert(key(1, 2, 3, 4, 5, 6), array("i", [0, 1, 2]), A, cost=3.0)
+    tree.insert(key(1, 2, 7, 8), array("i", [0, 3]), A, meta=Record(7))
+    tree.insert(key(1, 2), array("i", [9]), B)
+    return tree
+
+
+def test_every_field():
+    tree = make_tree()
+    node = tree.lock_match(tree.match(key(1, 2, 7, 8), A))
+    tree.use(node)
+    tree.pin(node)
+    nodes = {node.id: node for node in view(tree, preview_tokens=3)}
+    assert set(nodes) == {0, 1, 3, 9}
+    top, left, right, other = (nodes[i] for i in (0, 1, 3, 9))
+    assert (top.parent, top.depth, top.start, top.tokens, top.pages, top.children) == (None, 1, 0, 2, 1, 2)
+    assert (left.parent, left.depth, left.start, left.tokens, left.pages, left.children) == (0, 2, 2, 4, 2, 0)
+    assert (left.preview, right.preview, other.preview) == (key(3, 4, 5), key(7, 8), key(1, 2))
+    assert (top.hits, left.hits) == (1, 0)
+    assert (right.hits, left.hits, right.locked, right.pinned, left.locked) == (1, 0, True, True, False)
+    assert (top.cost_s, left.cost_s) == (1.0, 2.0)
+    assert right.idle_s < right.age_s
+    assert other.namespace == B
+    assert (right.meta, left.meta, top.meta) == ({"number": 7}, None, None)
+
+
+def test_levels_pages_and_namespaces():
+    tree = make_tree()
+    assert {node.id for node in view(tree, max_depth=1)} == {0, 9}
+    assert {node.id for node in view(tree, lambda namespace: namespace == B)} == {9}
+    whole = view(tree)
+    assert [node.depth for node in whole] == sorted(node.depth for node in whole)
+    assert [view(tree, skip=i, limit=1)[0].id for i in range(4)] == [node.id for node in whole]
+    assert view(tree, skip=4) == []
+
+
+class Counting(dict):
+    """Children that note how many were taken."""
+
+    taken = 0
+
+    def values(self):
+        for value in super().values():
+            Counting.taken += 1
+            yield value
+
+
+def test_a_part_of_a_large_tree_costs_what_is_asked_for():
+    tree = RadixTree(1)
+    for i in range(2_000):
+        tree.insert(key(i, 1), array("i", [2 * i, 2 * i + 1]))
+    ((_, root),) = tree.roots()
+    root.children = Counting(root.children)
+    assert len(view(tree, limit=10)) == 10
+    assert Counting.taken <= 11

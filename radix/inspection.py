@@ -1,11 +1,14 @@
-"""A large tree in few blocks: the heaviest branches in full, the others as a weight of what stands above them."""
+"""A tree as operators look at it: a page of its nodes from the roots down, and an outline of a large tree."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush, nlargest
+from itertools import islice
+from typing import Any
 
 from radix.namespace import Namespace
 from radix.node import TOKEN_BYTES, Node
@@ -15,18 +18,118 @@ _SLICE = 1024
 
 
 @dataclass(frozen=True, slots=True)
+class NodeView:
+    """One node.
+
+    Attributes:
+        id, parent: a node's first page id, which no other node has at that moment; parent None: below the root.
+        depth: 1 for a child of the root.
+        start: tokens that stand before the run; tokens: in it.
+        pages, children: how many.
+        hits: uses that ran through it; idle_s, age_s: seconds since the last use, and since it was inserted.
+        cost_s: seconds that computing it took.
+        locked, pinned: whether live requests or pins keep it, and whether pins do.
+        meta: `Meta.describe()` of its record, None if it has none.
+        preview: int32 tokens at the run's start, as one bytes object.
+    """
+
+    id: int
+    parent: int | None
+    namespace: Namespace
+    depth: int
+    start: int
+    tokens: int
+    pages: int
+    children: int
+    hits: int
+    idle_s: float
+    age_s: float
+    cost_s: float
+    locked: bool
+    pinned: bool
+    meta: dict[str, Any] | None
+    preview: bytes
+
+
+def view(
+    tree: RadixTree,
+    wanted: Callable[[Namespace], bool] = lambda namespace: True,
+    max_depth: int | None = None,
+    skip: int = 0,
+    limit: int = 256,
+    preview_tokens: int = 0,
+) -> list[NodeView]:
+    """Nodes in breadth-first order, so that parents come first.
+
+    Touches no more than `skip + limit` nodes. A page is exact; the pages of a tree that changes between two calls may
+    overlap or leave nodes out.
+
+    Args:
+        tree: the tree.
+        wanted: whether the nodes of a namespace are listed.
+        max_depth: deepest level; None: all.
+        skip: nodes to leave out at the start.
+        limit: most nodes.
+        preview_tokens: how many of each run's first tokens are shown.
+    """
+    now = tree.now()
+    nodes = islice(_breadth_first(tree, wanted, max_depth), skip, skip + limit)
+    return [_view(node, depth, start, now, preview_tokens) for node, depth, start in nodes]
+
+
+def _breadth_first(
+    tree: RadixTree, wanted: Callable[[Namespace], bool], max_depth: int | None
+) -> Iterator[tuple[Node, int, int]]:
+    # Children are taken one by one: a root may have very many of them.
+    queue = deque((root, 0, 0) for namespace, root in tree.roots() if wanted(namespace))
+    while queue:
+        parent, depth, start = queue.popleft()
+        if depth == max_depth:
+            return
+        for child in parent.children.values():
+            yield child, depth + 1, start
+            queue.append((child, depth + 1, start + len(child.key) // TOKEN_BYTES))
+
+
+def _view(node: Node, depth: int, start: int, now: float, preview_tokens: int) -> NodeView:
+    parent = node.parent
+    return NodeView(
+        id=node.pages[0],
+        parent=parent.pages[0] if parent is not None and depth > 1 else None,
+        namespace=node.namespace,
+        depth=depth,
+        start=start,
+        tokens=len(node.key) // TOKEN_BYTES,
+        pages=len(node.pages),
+        children=len(node.children),
+        hits=node.hits,
+        idle_s=max(now - node.used_s, 0.0),
+        age_s=max(now - node.created_s, 0.0),
+        cost_s=node.cost,
+        locked=node.refs > 0,
+        pinned=node.pins > 0,
+        meta=_describe(node),
+        preview=node.key[: preview_tokens * TOKEN_BYTES],
+    )
+
+
+def _describe(node: Node) -> dict[str, Any] | None:
+    return None if node.meta is None else node.meta.describe()
+
+
+@dataclass(frozen=True, slots=True)
 class Block:
-    """A node, or the root of a namespace, with the sum of what lies below it.
+    """A node, or the root of a namespace, with sums over the nodes below it.
 
     Attributes:
         id: the node's first page id; -1 for a root.
         parent: the place of the parent in the outline, None for a root.
-        namespace: whose it is.
         start: tokens that stand before the run; tokens: in it, 0 for a root.
         total: tokens of the run and of everything below; nodes: likewise.
-        hits: uses after the first.
+        hits: uses that ran through it.
         idle_s: seconds since the last use of the node or of anything below.
-        locked, pinned, held: whether live requests keep it, or pins, or a hold.
+        locked, pinned: whether live requests keep it, and whether pins do.
+        meta: `Meta.describe()` of its record, None if it has none.
         preview: int32 tokens at the run's start, as one bytes object.
     """
 
@@ -41,7 +144,7 @@ class Block:
     idle_s: float
     locked: bool
     pinned: bool
-    held: bool
+    meta: dict[str, Any] | None
     preview: bytes
 
 
@@ -60,7 +163,7 @@ def outline(tree: RadixTree, limit: int, preview_tokens: int = 0) -> Generator[N
 class _Walk:
     """Nodes level by level, so that parents come first and siblings stand together.
 
-    What is kept of each is numbers in arrays: a hundred thousand small objects would set off the garbage collector.
+    Numbers are kept in arrays: a hundred thousand small objects would set off the garbage collector.
     """
 
     def __init__(self, tree: RadixTree):
@@ -135,6 +238,6 @@ class _Walk:
             idle_s=max(now - self._used_s[at], 0.0),
             locked=bool(self._locked[at]),
             pinned=at >= self._num_roots and node.pins > 0,
-            held=node.hold_until > now,
+            meta=_describe(node),
             preview=node.key[: preview_tokens * TOKEN_BYTES],
         )
