@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from radix import Match, Namespace, RadixTree
 from radix.node import TOKEN_BYTES
 from runtime.reuse.bicache.encoding_index import EncodingIndex
+from runtime.reuse.bicache.shallow_meta import meet_all
 
 # Encodings that are remembered beyond those in the tree, before those are looked up that the tree has lost.
 _SLACK = 1024

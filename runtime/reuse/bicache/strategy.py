@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from radix import Namespace, ShallowMeta, path
+from radix import Namespace, path
 from runtime.config import DiffusionConfig
 from runtime.kv.cache import PagedCache
 from runtime.models.spec import ModelSpec
