@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.test_generate import ask, events
+from tests.server.http.test_generate import ask, events
 
 GREEDY = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
 PROMPT = "A prompt that is long enough to fill some pages, about roots, stems and leaves of aspens, and their names."
