@@ -19,7 +19,7 @@ from fastapi import Depends, Request
 from pydantic import Field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from runtime.errors import RametError
+from runtime.errors import InvalidRequest, RametError
 from server.http.refusal import Refusal
 
 ENVIRONMENT = "RAMET_API_KEYS"
@@ -170,7 +170,7 @@ class Guard:
     def _admit(self, scope: Scope) -> Tenant:
         if not self.tenants or scope["path"] in OPEN_PATHS:
             return _EVERYONE
-        tenant = self._find(dict(scope["headers"]))
+        tenant = self._find(scope["headers"])
         path = scope["path"]
         if tenant.metrics:
             if path != METRICS_PATH:
@@ -180,7 +180,11 @@ class Guard:
             raise Forbidden("this route is for admin keys")
         return tenant
 
-    def _find(self, headers: dict[bytes, bytes]) -> Tenant:
+    def _find(self, sent: list[tuple[bytes, bytes]]) -> Tenant:
+        headers = dict(sent)
+        for name in (b"authorization", b"x-api-key"):
+            if sum(sent_name == name for sent_name, _ in sent) > 1:
+                raise InvalidRequest(f"the header {name.decode()} may be sent once")
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
         if kind.lower() != b"bearer":
             key = headers.get(b"x-api-key", b"")

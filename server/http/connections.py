@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import h11
@@ -18,6 +19,36 @@ from server.http.errors import error_response
 SEND_BUFFER_BYTES = 128 << 10
 
 
+_HEAD_END = re.compile(rb"\n\r?\n")
+_FOLD = re.compile(rb"\r?\n[ \t]+")
+_LENGTHS = re.compile(rb"^content-length:.*$", re.IGNORECASE | re.MULTILINE)
+_AUTHORITY = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
+
+
+class _Parser(h11.Connection):
+    """h11's parser, which also refuses repeated lengths and takes the path of a target in absolute form.
+
+    h11 joins equal Content-Lengths to one before anybody sees them (RFC 9112, section 6.3, allows both).
+    """
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """See h11.Connection. Raises h11.RemoteProtocolError."""
+        if self.their_state is h11.IDLE:
+            data = self.trailing_data[0]
+            if end := _HEAD_END.search(data):
+                lengths = _LENGTHS.findall(_FOLD.sub(b" ", data[: end.end()]))
+                if len(lengths) > 1 or any(b"," in length for length in lengths):
+                    raise h11.RemoteProtocolError("more than one Content-Length")
+        event = super().next_event()
+        if isinstance(event, h11.Request) and (found := _AUTHORITY.match(event.target)):
+            path = event.target[found.end() :]
+            target = path if path.startswith(b"/") else b"/" + path
+            return h11.Request(
+                method=event.method, target=target, headers=event.headers, http_version=event.http_version
+            )
+        return event
+
+
 class Connection(H11Protocol):
     """uvicorn's HTTP/1.1, with a time for sending a request's head and for taking what was sent.
 
@@ -29,6 +60,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
+        self.conn = _Parser(h11.SERVER)
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._lingers = False
