@@ -239,10 +239,11 @@ class Frontend:
                 self._send(Abort(choice))
 
     def drop(self, submission: Submission) -> None:
-        """Nobody listens any more: forget a submission and end it in the engine."""
+        """Forget a submission and abort it in the engine; a later one that reuses its id goes on."""
         for choice in list(self._by_submission.get(submission.key, ())):
-            self._send(Abort(choice))
-            self._close(choice)
+            if self._open[choice].submission is submission:
+                self._send(Abort(choice))
+                self._close(choice)
 
     def fail(self, rid: str, error: RametError) -> None:
         """End one completion with `error`."""
