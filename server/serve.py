@@ -86,14 +86,16 @@ class _Server(uvicorn.Server):
         self.gate = gate
         self.feed = feed
         self.drain_s = drain_s
+        self._signalled = False
         self._loop = asyncio.get_running_loop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal lets what runs end, the second one ends at once."""
-        if self.gate.closed:
+        """Drain on the first signal, whether or not `/shutdown` came before it; end at once on the second."""
+        if self._signalled:
             log.warning("a second signal: running requests are lost")
             self.force_exit = self.should_exit = True
             self.engine.kill()
+        self._signalled = True
         self._loop.call_soon_threadsafe(self.gate.close)
 
     async def drain(self) -> None:
