@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fastapi import Depends, Request
+from fastapi import APIRouter, Depends, Request
+from fastapi.routing import APIRoute
 from pydantic import Field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -28,11 +29,7 @@ ENVIRONMENT = "RAMET_API_KEYS"
 OPEN_PATHS = frozenset({"/health", "/ready", "/", "/dashboard"})
 # What a scraper's key is for.
 METRICS_PATH = "/metrics"
-ADMIN_PATHS = (
-    *("/cache/", "/dashboard/", "/flush_cache", "/abort_request", "/server_info", "/get_server_info", METRICS_PATH),
-    *("/pause", "/resume", "/shutdown"),
-)
-# Below an admin's path, but everybody sees what is its own there.
+# Routes in server/admin that every key may ask, each for its own part.
 OWN_PATHS = frozenset({"/cache/tree"})
 
 CacheScope = Annotated[
@@ -149,12 +146,19 @@ def read_keys(path: Path | None) -> list[Tenant]:
     return tenants
 
 
+def admin_paths(routers: list[APIRouter]) -> tuple[str, ...]:
+    """Beginnings of the paths of operators' routes: each path up to its first parameter."""
+    paths = {route.path for router in routers for route in router.routes if isinstance(route, APIRoute)}
+    return tuple({path.partition("{")[0] for path in paths - OPEN_PATHS - OWN_PATHS})
+
+
 class Guard:
     """ASGI middleware: with keys, every route but `/health` and `/ready` wants one, and some want an admin's."""
 
-    def __init__(self, app: ASGIApp, tenants: list[Tenant], refuse: Refusal):
+    def __init__(self, app: ASGIApp, tenants: list[Tenant], admin_paths: tuple[str, ...], refuse: Refusal):
         self.app = app
         self.tenants = tenants
+        self.admin_paths = admin_paths
         self.refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -176,7 +180,7 @@ class Guard:
             if path != METRICS_PATH:
                 raise Forbidden(f"this key is for {METRICS_PATH} alone")
             return tenant
-        if path.startswith(ADMIN_PATHS) and path not in OWN_PATHS and not tenant.admin:
+        if path.startswith(self.admin_paths) and path not in OWN_PATHS and not tenant.admin:
             raise Forbidden("this route is for admin keys")
         return tenant
 
