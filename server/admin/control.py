@@ -1,4 +1,4 @@
-"""Routes by which an operator controls and watches the server."""
+"""Routes to control and monitor the server."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ router = APIRouter(tags=["server"])
 
 
 class AbortRequest(Body):
-    """Which request to end."""
-
     model_config = ConfigDict(json_schema_extra={"example": {"rid": "my-request"}})
 
     rid: Rid | None = None
@@ -29,19 +27,19 @@ class AbortRequest(Body):
 
 @router.post("/pause", responses=examples.PAUSED)
 async def pause(context: Ctx) -> dict[str, Any]:
-    """Compute nothing until `/resume`; running requests stand still, new ones wait."""
+    """Stop computing until `/resume`: running requests stand still, new ones wait."""
     return {"paused": await context.engine.pause(True)}
 
 
 @router.post("/resume", responses=examples.RESUMED)
 async def resume(context: Ctx) -> dict[str, Any]:
-    """Go on after `/pause`."""
+    """Continue after `/pause`."""
     return {"paused": await context.engine.pause(False)}
 
 
 @router.post("/shutdown", status_code=202, responses=examples.STOPPING)
 async def shutdown(context: Ctx) -> dict[str, Any]:
-    """Stop like on SIGTERM: nothing new is taken, what runs may end within `--drain-time`."""
+    """Stop as on SIGTERM: new requests are refused, running ones may end within `--drain-time`."""
     context.gate.close()
     return {"success": True}
 
@@ -61,13 +59,13 @@ async def server_info(context: Ctx) -> dict[str, Any]:
 @router.get("/flush_cache", include_in_schema=False)
 @router.post("/flush_cache", responses=examples.FLUSHED)
 async def flush_cache(context: Ctx, pins: bool = False) -> dict[str, Any]:
-    """Drop every cached page that no live request uses; pinned ones only with `?pins=true`."""
+    """Drop every cached page that no live request uses; pinned pages only with `?pins=true`."""
     return {"success": True, **await context.engine.flush_cache(pins)}
 
 
 @router.post("/abort_request", responses=examples.SUCCESS)
 async def abort_request(context: Ctx, body: AbortRequest) -> dict[str, Any]:
-    """End a request by its id, or all; each ends with finish reason `abort`. Unknown ids are no error."""
+    """Abort one request by its id, or all. An unknown id is no error."""
     if (body.rid is None) == (not body.abort_all):
         raise InvalidRequest("either rid or abort_all must be given", param="rid")
     context.engine.abort(body.rid)

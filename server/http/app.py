@@ -1,4 +1,4 @@
-"""The application: routes, errors, limits."""
+"""The FastAPI application: routes, error handlers, middleware."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def find_routers(package: ModuleType) -> list[APIRouter]:
 
 
 def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate: Gate | None = None) -> FastAPI:
-    """The application over a started engine, for those who have a key (for everyone without tenants)."""
+    """The application over a started engine. Without tenants it asks for no API key."""
     app = FastAPI(
         title="Ramet",
         version=version("ramet"),
         summary="A serving runtime for language models whose heart is a radix tree over token sequences.",
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
-        redirect_slashes=False,  # where to is what the client's Host header says
+        redirect_slashes=False,  # a redirect would lead where the client's Host header says
     )
     options = config.server
     app.state.context = Context(engine, config, Metrics(engine.info.name), tenants, gate or Gate())
@@ -52,7 +52,7 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate:
     errors.install(app)
     if tenants:
         describe_keys(app)
-    # What is added last comes first: nothing is read for a stranger.
+    # Middleware that is added last runs first: keys are checked before bodies are read.
     refuse = Refusal(options.max_body_bytes, options.client_timeout)
     app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, patience_s=options.client_timeout, refuse=refuse)
     app.add_middleware(Guard, tenants=tenants, admin_paths=admin_paths(operators), refuse=refuse)

@@ -1,4 +1,4 @@
-"""Routes about the model: health, tokens, limits."""
+"""Routes for health, the model and its tokenizer."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ from server.http.wire import Body, Text, TokenIds
 
 router = APIRouter(tags=["server"])
 
-# How long a probe of the engine may take.
+# Timeout of `/health_generate`, seconds.
 _PROBE_S = 60.0
 _PROBE_PRIORITY = 1 << 30
 
 
 class TokenizeRequest(Body):
-    """Text to tokenize."""
-
     model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The capital of France is"}})
 
     model: str | None = None
@@ -38,8 +36,6 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    """Token ids to make text of."""
-
     model_config = ConfigDict(json_schema_extra={"example": {"tokens": [504, 3575, 282, 4649, 314]}})
 
     model: str | None = None
@@ -59,7 +55,7 @@ async def health(context: Ctx) -> Response:
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", response_class=PlainTextResponse, responses=examples.OK)
 async def ready(context: Ctx) -> Response:
-    """200 while new requests are served; 503 without an engine, while it is paused, and once the server is stopping."""
+    """200 while new requests are served; 503 without an engine, while it is paused, and while the server stops."""
     if not context.engine.alive:
         raise EngineDead("the engine is not running")
     context.gate.check()
@@ -70,7 +66,7 @@ async def ready(context: Ctx) -> Response:
 
 @router.get("/health_generate", response_model=None, responses=examples.PROBED)
 async def health_generate(request: Request, context: Ctx, asker: Asker) -> Response:
-    """200 once a token has been generated, ahead of all that wait as far as the key may overtake others."""
+    """200 once a token has been generated, at the highest priority that the key may ask for."""
     sampling = SamplingParams(max_new_tokens=1, temperature=0)
     priority = _PROBE_PRIORITY if asker.admin else asker.max_priority
     probe = Submission(
@@ -87,7 +83,7 @@ async def health_generate(request: Request, context: Ctx, asker: Asker) -> Respo
 @router.get("/model_info", responses=examples.MODEL_INFO)
 @router.get("/get_model_info", include_in_schema=False)
 async def model_info(context: Ctx, asker: Asker) -> dict[str, Any]:
-    """The loaded model; where it lies is for admins."""
+    """The loaded model; its directory only for admin keys."""
     info = context.engine.info
     return {
         "model_path": info.path if asker.admin else info.name,
@@ -104,7 +100,7 @@ async def model_info(context: Ctx, asker: Asker) -> dict[str, Any]:
 
 @router.post("/tokenize", responses=examples.TOKENS)
 async def tokenize(context: Ctx, body: TokenizeRequest) -> dict[str, Any]:
-    """Token ids of a text, or of several."""
+    """Token ids of one text or several."""
     single = isinstance(body.prompt, str)
     texts: list[str] = [body.prompt] if single else body.prompt  # type: ignore[list-item, assignment]
     tokens = await context.engine.tokenize(texts, body.add_special_tokens)
@@ -118,7 +114,7 @@ async def tokenize(context: Ctx, body: TokenizeRequest) -> dict[str, Any]:
 
 @router.post("/detokenize", responses=examples.TEXT)
 async def detokenize(context: Ctx, body: DetokenizeRequest) -> dict[str, Any]:
-    """Text of token ids, or of several lists of them."""
+    """Text of one list of token ids or several."""
     single = not body.tokens or isinstance(body.tokens[0], int)
     several: list[list[int]] = [body.tokens] if single else body.tokens  # type: ignore[list-item, assignment]
     vocab = context.engine.info.vocab_size
