@@ -11,7 +11,7 @@ from typing import Any
 from runtime.config import SchedulerConfig
 from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.detokenizer import TextStream
-from runtime.frontend.limits import Admission
+from runtime.frontend.limits import RequestLimits
 from runtime.frontend.output import Output, Submission
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import DiffusionParams
@@ -61,7 +61,7 @@ class Frontend:
         bounded: bool = True,
     ):
         self._config = config
-        self._admission = Admission(config)
+        self._admission = RequestLimits(config)
         self._bounded = bounded
         self.info = info
         self.tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""Rotary position embeddings by explicit position ids, with the scalings that are linear in the position."""
+"""Rotary position embeddings of explicit position ids, with scalings that are linear in the position."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RotaryEmbedding:
         return angles.cos() * self.amplitude, angles.sin() * self.amplitude
 
     def shift(self, x: torch.Tensor, delta: int) -> torch.Tensor:
-        """Rotate [rows, heads, head_dim], rotated for some positions already, `delta` positions further on."""
+        """Rotate rotated rows [rows, heads, head_dim] by `delta` further positions."""
         angles = (delta * self.inv_freq)[None]
         return rotate(x, angles.cos(), angles.sin())
 
