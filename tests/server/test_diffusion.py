@@ -41,7 +41,7 @@ def test_generate_and_what_it_says_of_reuse(tiny):
 
 
 def first_tokens(tiny):
-    """How many times to a first token have been booked."""
+    """Recorded times to first token."""
     text = tiny.get("/metrics").text
     return float(re.search(r"^sglang:time_to_first_token_seconds_count\{.*\} (\S+)$", text, re.MULTILINE)[1])
 

@@ -1,4 +1,4 @@
-"""What is no good request is answered with a client error in the one schema, and the next good request still works."""
+"""Invalid requests get a client error in the error schema, and the next valid request still works."""
 
 from __future__ import annotations
 

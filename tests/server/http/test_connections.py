@@ -69,7 +69,7 @@ def test_whoever_still_sends_gets_the_answer(connect, start, status):
 
 
 def test_a_body_that_was_announced_and_not_sent_is_not_the_next_request(connect):
-    """Who waits for `100 Continue` and is refused may send the body, or not: no connection goes on after that."""
+    """A client that is refused instead of `100 Continue` may send its body or not, so the connection is closed."""
     connection = connect()
     another = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(another)}\r\nExpect: 100-continue\r\n\r\n"
