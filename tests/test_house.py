@@ -210,7 +210,7 @@ def test_docstrings_name_the_noun(room):
     """`KV events`, and not `What the tree holds, told as it changes`."""
     paths = sorted((ROOT / room).rglob("*.py"))
     found = [(path, line, doc) for path in paths for line, doc in docstrings(path) if PARAPHRASE.match(doc)]
-    assert [f"{path.relative_to(ROOT)}:{line}: {doc.splitlines()[0]}" for path, line, doc in found] == []
+    assert not found, "\n".join(f"{path.relative_to(ROOT)}:{line}: {doc.splitlines()[0]}" for path, line, doc in found)
 
 
 def test_modules_fit_a_head():
@@ -220,4 +220,5 @@ def test_modules_fit_a_head():
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= MOST_README
+    length = len((ROOT / "README.md").read_text("utf-8").splitlines())
+    assert length <= MOST_README

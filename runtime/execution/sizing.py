@@ -1,4 +1,4 @@
-"""What fits: weights before they are loaded, and the pool in what they leave."""
+"""Sizing: whether the weights fit, and the size of the KV pool in the memory that they leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fits on a device, and pools of half the size."""
+"""Sizing of weights and pools, and pools of half the size."""
 
 import pytest
 import torch
