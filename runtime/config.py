@@ -82,10 +82,8 @@ class CacheConfig(Section):
     kv_events_tokens: bool = Field(True, description="KV events carry token ids; off: only block hashes")
     pin_budget: float = Field(0.5, ge=0, le=1, description="share of the pool that pins may hold together")
     auto_pins: int = Field(0, ge=0, description="keep that many of the prefixes that are hit most, within --pin-budget")
-    page_size: int = Field(16, ge=1, le=1024, description="tokens per page of the pool")
-    pool_tokens: int | None = Field(
-        None, ge=1, description="size of the pool in tokens; overrides --pool-memory and --memory-fraction"
-    )
+    page_size: int = Field(16, ge=1, le=1024, description="tokens in a page of the pool")
+    pool_tokens: int | None = Field(None, ge=1, description="size of the pool in tokens; overrides --pool-memory")
     pool_memory: float = Field(1.0, gt=0, description="size of the pool in GiB (CPU)")
     memory_fraction: float = Field(0.85, gt=0, lt=1, description="share of the GPU for weights and pool (CUDA)")
     kv_dtype: Literal["auto", "fp8"] = Field(

@@ -34,7 +34,7 @@ class RotaryEmbedding:
         return angles.cos() * self.amplitude, angles.sin() * self.amplitude
 
     def shift(self, x: torch.Tensor, delta: int) -> torch.Tensor:
-        """Rotate rotated rows [rows, heads, head_dim] by `delta` further positions."""
+        """Rotate [rows, heads, head_dim], rotated for some positions already, `delta` positions further on."""
         angles = (delta * self.inv_freq)[None]
         return rotate(x, angles.cos(), angles.sin())
 

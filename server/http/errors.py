@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel
 from starlette.exceptions import HTTPException
 
-from runtime.errors import Overloaded, RametError
+from runtime.errors import InvalidRequest, Overloaded, RametError
 
 RETRY_AFTER_S = 1
 
@@ -87,7 +87,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _validation(_: Request, error: RequestValidationError) -> JSONResponse:
         message, param = _first_problem(error)
-        return _plain(400, message, "invalid_request_error", param)
+        return error_response(InvalidRequest(message, param=param))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
@@ -96,14 +96,8 @@ def install(app: FastAPI) -> None:
             404: f"there is no route {request.url.path}",
             405: f"{request.method} is not allowed on {request.url.path}",
         }
-        answer = _plain(error.status_code, messages.get(error.status_code, str(error.detail)), "invalid_request_error")
-        answer.headers.update(error.headers or {})
-        return answer
-
-
-def _plain(status: int, message: str, kind: str, param: str | None = None) -> JSONResponse:
-    detail = ErrorDetail(message=message, type=kind, param=param)
-    return JSONResponse({"error": detail.model_dump()}, status_code=status)
+        body = error_body(InvalidRequest(messages.get(error.status_code, str(error.detail))))
+        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 
 def _first_problem(error: RequestValidationError) -> tuple[str, str | None]:
