@@ -1,4 +1,4 @@
-"""The one typed configuration tree; `ramet serve --help` and the README are made from it."""
+"""The typed configuration tree, the source of `ramet serve --help` and the tables of options."""
 
 from __future__ import annotations
 
@@ -30,38 +30,41 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    """What is served."""
+    """The model."""
 
     model: str = Field(
         DEFAULT_MODEL,
         description="a Hugging Face directory, a GGUF file, a hub name (org/name), or the default model's or an "
         "adapter's short name",
     )
-    served_model_name: str | None = Field(None, description="the name clients use; default: derived from --model")
+    served_model_name: str | None = Field(
+        None, description="the model's name for clients; default: derived from --model"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="weights and KV; auto: bfloat16, but float32 where a CPU has neither it nor our kernels"
+        "auto",
+        description="type of weights and KV; auto: bfloat16, or float32 on a CPU without bfloat16 and native kernels",
     )
     quantization: Literal["none", "int8"] = Field(
-        "none", description="int8: weights and what meets them in 8 bits, for the CPU's kernels with AVX-512 VNNI"
+        "none", description="int8: 8-bit weights and activations, for the native CPU kernels with AVX-512 VNNI"
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     random_weights: bool = Field(
-        False, description="for measurements: weights at random, of which the model's directory needs none"
+        False, description="random weights, for measurements with a model directory that has none"
     )
     tensor_parallel: int = Field(
-        1, ge=1, description="processes, each with a GPU of its own if there are any, that share the model's layers out"
+        1, ge=1, description="number of processes that share each layer, each on a GPU of its own if there are GPUs"
     )
     context_length: int | None = Field(None, ge=1, description="longest prompt plus output; default: the model's own")
-    cache_dir: Path = Field(default_factory=default_cache_dir, description="where converted models are kept")
+    cache_dir: Path = Field(default_factory=default_cache_dir, description="directory of fetched and converted models")
     chat_template: Path | None = Field(None, description="a Jinja file that replaces the model's chat template")
     attention_backend: Literal["auto", "cpu", "flashinfer"] = Field(
-        "auto", description="cpu is the torch reference and runs on any device; flashinfer needs CUDA"
+        "auto", description="cpu: the torch reference, on any device; flashinfer: needs CUDA"
     )
-    native_kernels: bool = Field(True, description="on a CPU with AVX2 or AVX-512, compute in C++; false: in torch")
+    native_kernels: bool = Field(True, description="compute in C++ on CPUs with AVX2 or AVX-512; off: in torch")
 
 
 class CacheConfig(Section):
-    """The KV pool and the prefix cache that lives in it."""
+    """The KV pool and its prefix cache."""
 
     prefix_cache: bool = Field(True, description="reuse the KV of earlier requests' prefixes")
     eviction_policy: PolicyName = Field("lru", description="which unreferenced pages go first when room is needed")
@@ -69,10 +72,10 @@ class CacheConfig(Section):
         None, ge=1, description="pages that a tenant may keep cached, unless its key says another number"
     )
     kv_events: str | None = Field(
-        None, description="publish what the cache holds on this ZeroMQ endpoint, e.g. tcp://127.0.0.1:5557"
+        None, description="publish KV events on this ZeroMQ endpoint, e.g. tcp://127.0.0.1:5557"
     )
-    kv_events_replay: str | None = Field(None, description="endpoint at which missed events can be asked for")
-    kv_events_tokens: bool = Field(True, description="events carry token ids; without, only block hashes")
+    kv_events_replay: str | None = Field(None, description="ZeroMQ endpoint for the replay of missed KV events")
+    kv_events_tokens: bool = Field(True, description="KV events carry token ids; off: only block hashes")
     pin_budget: float = Field(0.5, ge=0, le=1, description="share of the pool that pins may hold together")
     page_size: int = Field(16, ge=1, le=1024, description="tokens in a page of the pool")
     pool_tokens: int | None = Field(None, ge=1, description="size of the pool in tokens; overrides --pool-memory")
@@ -80,70 +83,73 @@ class CacheConfig(Section):
     memory_fraction: float = Field(0.85, gt=0, lt=1, description="share of the GPU for weights and pool (CUDA)")
     kv_dtype: Literal["auto", "fp8"] = Field(
         "auto",
-        description="auto: as --dtype; fp8: e4m3 without scales, half the memory (on a CPU computed by torch)",
+        description="auto: as --dtype; fp8: e4m3 without scales, half the memory (on CPUs computed by torch)",
     )
 
 
 class SchedulerConfig(Section):
-    """Who takes part in a step."""
+    """Scheduling and limits."""
 
     step_tokens: int | None = Field(
-        None, ge=1, description="token rows in one step, decode rows first; default: 256 on a CPU, 2048 on a GPU"
+        None, ge=1, description="token rows of a step, decode rows first; default: 256 on a CPU, 2048 on a GPU"
     )
-    chunk_tokens: int | None = Field(
-        None, ge=1, description="most rows that one prompt may take of a step; default: all"
-    )
+    chunk_tokens: int | None = Field(None, ge=1, description="most rows of one prompt in a step; default: all")
     schedule_policy: SchedulePolicy = Field(
-        "balanced", description="who is admitted next; lpm: longest match first, dfs: in the order of the tree"
+        "balanced",
+        description="order of waiting requests; lpm: longest prefix match first, dfs: depth first in the tree",
     )
     overtake_share: float = Field(
         0.1,
         ge=0,
         lt=1,
-        description="policy balanced: share of the work that goes by longest match, not by arrival",
+        description="policy balanced: share of the work in order of longest match, not of arrival",
     )
-    max_running: int = Field(64, ge=1, description="requests that decode together")
-    max_waiting: int = Field(4096, ge=1, description="requests that may wait; more are refused with 503")
+    max_running: int = Field(64, ge=1, description="running requests")
+    max_waiting: int = Field(4096, ge=1, description="waiting requests; more are refused with 503")
     max_waiting_tokens: int = Field(
-        1 << 22, ge=1, description="prompt tokens that may wait together; more are refused with 503"
+        1 << 22, ge=1, description="prompt tokens of waiting requests; more are refused with 503"
     )
     key_requests: int | None = Field(
         None,
         ge=1,
-        description="requests that one API key may have open; more are refused with 429; default: half",
+        description="open requests of an API key; more are refused with 429; default: half of the server's",
     )
     key_tokens: int | None = Field(
-        None, ge=1, description="prompt tokens of one API key that may wait; more are refused with 429; default: half"
+        None,
+        ge=1,
+        description="waiting prompt tokens of an API key; more are refused with 429; default: half of the server's",
     )
-    max_prompt_tokens: int | None = Field(None, ge=1, description="longest prompt; default: what the context holds")
-    max_output_tokens: int | None = Field(None, ge=1, description="longest output; default: what the context holds")
+    max_prompt_tokens: int | None = Field(None, ge=1, description="most tokens of a prompt; default: the context")
+    max_output_tokens: int | None = Field(None, ge=1, description="most tokens of an output; default: the context")
     max_timeout: float | None = Field(
-        None, gt=0, description="seconds that a request may take, and the most that its timeout_s may say"
+        None, gt=0, description="timeout of a request in seconds, and the most for its timeout_s"
     )
 
     @property
     def max_open(self) -> int:
-        """Requests that may run or wait."""
         return self.max_running + self.max_waiting
 
 
 class DiffusionConfig(Section):
     """Diffusion models."""
 
-    bicache: bool = Field(True, description="reuse shared prefixes in shallow layers, unless a request says otherwise")
+    bicache: bool = Field(
+        True, description="reuse shared prefixes in shallow layers by default; a request's `reuse` overrides it"
+    )
     depth_table: Path | None = Field(
-        None, description="in how many layers, by ratio; default: the model's own or published one, else 1"
+        None,
+        description="JSON file of reuse depths by ratio; default: the model's own or published table, else depth 1",
     )
     partial_matches: bool = Field(
-        False, description="reuse the beginning of longer encoded prefixes, as deep as the table was measured for that"
+        False, description="also reuse the beginning of longer encodings, as deep as the table's measurements allow"
     )
     refresh_interval: int | None = Field(
         None,
         ge=1,
-        description="steps between refreshes of the other layers; default: the table's, else 16, without a table 1",
+        description="steps between refreshes of the deep layers; default: the table's, else 16; without a table 1",
     )
     boundary_memory: float = Field(
-        0.25, ge=0, description="GiB for states with which cached prefixes enter a refresh; 0: computed anew each time"
+        0.25, ge=0, description="GiB for cached boundary states of prefixes; 0: recompute them at each refresh"
     )
 
 
@@ -154,17 +160,17 @@ class EngineConfig(Section):
     cuda_graph_batches: str = Field(
         "1,2,4,8,16,32,64,128",
         pattern=r"^(\d+(,\d+)*)?$",
-        description="decode steps of so many requests, filled up to the next number, are CUDA graphs; 0: none",
+        description="batch sizes of CUDA graphs for decode steps, padded to the next size; 0: no graphs",
     )
     overlap: Literal["auto", "on", "off"] = Field(
-        "auto", description="launch a decode step before the one ahead of it is read, if a causal model; auto: on a GPU"
+        "auto", description="overlap scheduling with decode steps of causal models; auto: on a GPU"
     )
     debug_invariants: bool = Field(False, description="check page conservation after every step (slow)")
     grammar_timeout: float = Field(
-        5.0, gt=0, description="seconds that a JSON schema or a regular expression may take to compile"
+        5.0, gt=0, description="timeout in seconds to compile a JSON schema or a regular expression"
     )
     on_engine_death: Literal["exit", "restart"] = Field(
-        "exit", description="if the engine dies: the server exits with code 70, or starts a new engine"
+        "exit", description="exit: the server exits with code 70; restart: it starts a new engine"
     )
 
 
@@ -172,39 +178,46 @@ class ServerConfig(Section):
     """The HTTP server."""
 
     host: str = Field("127.0.0.1", description="address to bind")
-    port: int = Field(30000, ge=0, le=65535, description="port to bind; 0 takes a free one")
+    port: int = Field(30000, ge=0, le=65535, description="port to bind; 0: any free port")
     api_keys: Path | None = Field(
         None,
-        description="file of API keys, a line each: NAME KEY and what the key may do; also $RAMET_API_KEYS",
+        description="file of API keys, a line each: NAME KEY and its permissions; also $RAMET_API_KEYS",
     )
-    max_body_bytes: int = Field(8 << 20, ge=1024, description="larger request bodies are refused with 413")
+    max_body_bytes: int = Field(
+        8 << 20, ge=1024, description="most bytes of a request's body; larger ones are refused with 413"
+    )
     client_timeout: float = Field(
-        30.0, gt=0, description="seconds that a client may take to send a head or a body, or to read what it is sent"
+        30.0, gt=0, description="seconds for a client to send a head or a body, or to read a response"
     )
-    idle_timeout: int = Field(75, ge=1, description="seconds for which an idle connection is kept")
+    idle_timeout: int = Field(75, ge=1, description="seconds until an idle connection is closed")
     drain_time: float = Field(
-        30.0, ge=0, description="seconds for which running requests may go on after SIGTERM; a second one ends at once"
+        30.0,
+        ge=0,
+        description="seconds for running requests to end after SIGTERM; a second SIGTERM ends the server at once",
     )
     cors_origins: str | None = Field(
-        None, description="origins of web pages that may use the server, separated by commas; * allows all"
+        None, description="origins whose web pages may use the server, separated by commas; * allows all"
     )
     ssl_certfile: Path | None = Field(None, description="serve HTTPS with this certificate (PEM)")
     ssl_keyfile: Path | None = Field(None, description="the certificate's private key (PEM)")
     trusted_proxies: str | None = Field(
-        None, description="addresses of proxies whose X-Forwarded-For and -Proto are believed, separated by commas"
+        None, description="addresses of proxies whose X-Forwarded-For and -Proto are trusted, separated by commas"
     )
     incremental_output: bool = Field(
-        False, description="/generate streams only the new text in `text` and `output_ids` (SGLang: --stream-output)"
+        False,
+        description="/generate streams only new text and ids in `text` and `output_ids` (SGLang: --stream-output)",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="how much is logged")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least severe level that is logged"
+    )
     otlp_endpoint: str | None = Field(
-        None, description="send OpenTelemetry traces there, e.g. http://127.0.0.1:4318/v1/traces; needs ramet[otel]"
+        None, description="URL of an OpenTelemetry collector, e.g. http://127.0.0.1:4318/v1/traces; needs ramet[otel]"
     )
-    log_format: LogFormat = Field("text", description="text, or one JSON object a line; prompts are never logged")
+    log_format: LogFormat = Field("text", description="text, or one JSON object per line; prompts are never logged")
 
 
 class Config(Section):
-    """Everything that can be set."""
+    """The whole configuration."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     cache: CacheConfig = Field(default_factory=CacheConfig)
@@ -218,7 +231,7 @@ def make_config(**options: object) -> Config:
     """A `Config` from flat option names (they are unique over the sections).
 
     Raises:
-        ValueError: for a name that no section has, or a value out of range.
+        ValueError: for an unknown name, or a value out of range.
     """
     sections: dict[str, dict[str, object]] = {}
     for name, value in options.items():

@@ -1,4 +1,4 @@
-"""Log lines of both processes: text, or one JSON object a line; each says which HTTP request it belongs to."""
+"""Logs of both processes, as text or JSON lines, with the id of the HTTP request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 LogFormat = Literal["text", "json"]
 
-# The HTTP request that is being served, empty outside of one.
+# Id of the current HTTP request; empty outside of requests.
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -18,24 +18,23 @@ _TEXT_OF_REQUEST = "%(asctime)s %(levelname)s %(name)s [%(request_id)s]: %(messa
 
 
 def set_up_logs(level: str, form: LogFormat) -> None:
-    """Send the log of this process to standard error."""
+    """Log to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
 def one_line(text: str) -> str:
-    """A text with everything escaped that could begin another line, or that no stream can write."""
+    """A text with line breaks, control characters and lone surrogates escaped."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class _OneLine(logging.Formatter):
-    """Messages may name what a client has sent, which must not forge other lines."""
+    """A formatter that keeps messages, which may quote clients, from forging other lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """See logging.Formatter."""
         record.message = one_line(record.message)
         return super().formatMessage(record)
 
@@ -62,7 +61,7 @@ class _JsonFormatter(logging.Formatter):
         }
         if found := request_id.get():
             line["request_id"] = found
-        # What a call has put into `extra` as `fields`, such as a request's status and duration.
+        # Fields of the call's `extra`, such as a request's status and duration.
         line |= getattr(record, "fields", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

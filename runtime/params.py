@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen: one definition for HTTP, the offline engine and the engine process."""
+"""Sampling and denoising parameters of a request, for HTTP, the offline engine and the engine process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from runtime.errors import InvalidRequest
 
 Algorithm = Literal["low_confidence", "entropy", "maskgit_plus", "topk_margin", "origin"]
 
-# Below it the most likely token is certain anyway.
+# Below this temperature the most likely token is certain.
 _LEAST_TEMPERATURE = 1e-4
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
-# LLaDA's own block length, taken where it divides the length.
+# LLaDA's block length, the default if it divides the length.
 _BLOCK = 32
-# Algorithms whose confidence is the probability of the chosen token, which is what a threshold compares.
+# Algorithms whose confidence is a probability, as `threshold` and `factor` require.
 _BY_PROBABILITY = ("low_confidence", "maskgit_plus")
 
 
@@ -29,25 +29,27 @@ class SamplingParams(BaseModel):
     max_new_tokens: int | None = Field(
         128, ge=0, le=1 << 20, description="most tokens to generate; null: as many as the context holds"
     )
-    min_new_tokens: int = Field(0, ge=0, le=1 << 20, description="no end of sequence or stop before that many")
+    min_new_tokens: int = Field(
+        0, ge=0, le=1 << 20, description="least tokens before an end of sequence or a stop string"
+    )
     temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy")
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(-1, ge=-1, le=1 << 20, description="-1 or 0: all tokens")
     min_p: float = Field(0.0, ge=0, le=1)
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="counts output tokens")
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="counts output tokens")
-    repetition_penalty: float = Field(1.0, ge=0.01, le=2, description="of prompt and output tokens")
+    repetition_penalty: float = Field(1.0, ge=0.01, le=2, description="applies to prompt and output tokens")
     seed: int | None = Field(None, ge=0, lt=1 << 63, description="the same seed and request give the same tokens")
-    stop: list[StopString] = Field(default_factory=list, max_length=16, description="generation ends before these")
+    stop: list[StopString] = Field(default_factory=list, max_length=16, description="strings that end the generation")
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list, max_length=64)
     ignore_eos: bool = False
-    n: int = Field(1, ge=1, le=64, description="completions of the one prompt")
+    n: int = Field(1, ge=1, le=64, description="completions of the prompt")
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict, max_length=1024)
     json_schema: str | None = Field(
-        None, min_length=2, max_length=1 << 16, description="text of a JSON schema that the output follows"
+        None, min_length=2, max_length=1 << 16, description="JSON schema, as text, for the output"
     )
     regex: str | None = Field(
-        None, min_length=1, max_length=1 << 13, description="regular expression that the whole output matches"
+        None, min_length=1, max_length=1 << 13, description="regular expression for the whole output"
     )
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
     no_stop_trim: bool = Field(False, description="keep the stop string in the text")
@@ -71,13 +73,13 @@ class SamplingParams(BaseModel):
 
     @property
     def divisor(self) -> float:
-        """What logits are divided by before one token is drawn: the temperature, while the quotient is a float32."""
+        """The divisor of the logits: the temperature, but large enough for quotients in float32."""
         return max(self.temperature, _LEAST_TEMPERATURE)
 
     def check(self, vocab_size: int) -> None:
-        """Raise `InvalidRequest` where a value does not fit the model, or another value."""
+        """Raise InvalidRequest if a value does not fit the model or another value."""
         if self.json_schema is not None and self.regex is not None:
-            raise InvalidRequest("json_schema and regex cannot both be followed", param="regex")
+            raise InvalidRequest("json_schema and regex exclude each other", param="regex")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise InvalidRequest(
                 f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens, {self.max_new_tokens}",
@@ -89,7 +91,7 @@ class SamplingParams(BaseModel):
 
 
 class DiffusionParams(BaseModel):
-    """Denoising parameters, with LLaDA's, Dream's and Fast-dLLM's names. What is left out has the model's default."""
+    """Denoising parameters, with the names of LLaDA, Dream and Fast-dLLM. Absent ones have the model's default."""
 
     model_config = ConfigDict(extra="forbid", strict=False)
 
@@ -98,13 +100,19 @@ class DiffusionParams(BaseModel):
     block_length: int | None = Field(
         None, ge=1, le=1 << 16, description="blocks are denoised from left to right; default: 32 for low_confidence"
     )
-    algorithm: Algorithm | None = Field(None, description="which masks are decided; default: as the model's authors")
-    eps: float = Field(1e-3, gt=0, lt=1, description="where the time of Dream's schedule ends")
-    alg_temp: float = Field(0.0, ge=0, le=100, description="0 decides the most confident; above, positions are drawn")
-    cfg_scale: float = Field(0.0, ge=0, le=100, description="classifier-free guidance, by a second pass")
-    threshold: float | None = Field(None, gt=0, le=1, description="decide every mask at least that confident (0.9)")
-    factor: float | None = Field(None, gt=0, le=100, description="decide the n-th if confidence >= 1 - factor/(n+1)")
-    cache: Literal["none", "prefix", "dual"] = Field("none", description="Fast-dLLM's caches within a request")
+    algorithm: Algorithm | None = Field(
+        None, description="sampler that chooses the masks to decide; default: that of the model's authors"
+    )
+    eps: float = Field(1e-3, gt=0, lt=1, description="end of the time in Dream's schedule")
+    alg_temp: float = Field(0.0, ge=0, le=100, description="0: decide the most confident positions; above: sample them")
+    cfg_scale: float = Field(
+        0.0, ge=0, le=100, description="scale of classifier-free guidance, which takes a second pass"
+    )
+    threshold: float | None = Field(None, gt=0, le=1, description="decide every mask of at least this confidence (0.9)")
+    factor: float | None = Field(
+        None, gt=0, le=100, description="decide the n-th mask if its confidence >= 1 - factor/(n+1)"
+    )
+    cache: Literal["none", "prefix", "dual"] = Field("none", description="Fast-dLLM's caches within the request")
     reuse: bool | None = Field(None, description="share the prefix's shallow layers; default: --bicache")
     partial: bool | None = Field(None, description="share the beginning of a longer encoding; default: as the server")
     prefix_tokens: int | None = Field(None, ge=0, description="leading prompt tokens that requests share")
@@ -112,10 +120,10 @@ class DiffusionParams(BaseModel):
     refresh_interval: int | None = Field(
         None, ge=1, description="steps between refreshes of the prefix's deep layers; 1 and depth 1 are exact"
     )
-    stream_canvas: bool = Field(False, description="report all positions at every step, decided or not")
+    stream_canvas: bool = Field(False, description="report all positions at every step, decided or masked")
 
     def filled(self, algorithm: Algorithm, sampling: SamplingParams) -> DiffusionParams:
-        """With the defaults of a model (`algorithm`) and a request filled in."""
+        """A copy with the defaults of the model (`algorithm`) and the request filled in."""
         alg = self.algorithm or algorithm
         length = self.gen_length or sampling.max_new_tokens or 128
         blocks = self.cache != "none" or alg == "low_confidence"
@@ -124,7 +132,7 @@ class DiffusionParams(BaseModel):
         return self.model_copy(update=filled)
 
     def check(self, sampling: SamplingParams, num_layers: int, prompt_tokens: int) -> None:
-        """Raise InvalidRequest where filled values do not fit each other, the model or the prompt."""
+        """Raise InvalidRequest if the filled values do not fit each other, the model or the prompt."""
         assert self.gen_length
         assert self.block_length
         assert self.steps
@@ -146,7 +154,7 @@ class DiffusionParams(BaseModel):
 
 
 def _refuse_sampling(sampling: SamplingParams) -> None:
-    """What the samplers of diffusion models do not know."""
+    """Raise InvalidRequest for sampling parameters that diffusion models do not support."""
     default = SamplingParams()
     if sampling.max_new_tokens == 0:
         raise InvalidRequest("max_new_tokens must be at least 1 for diffusion models", param="max_new_tokens")

@@ -1,1 +1,1 @@
-"""The HTTP server and the `ramet` command: who may ask, and how. Knows the runtime, never torch."""
+"""The HTTP server and the `ramet` command: routes, API keys, limits. Imports the runtime, never torch."""

@@ -14,14 +14,14 @@ from server.options import add_options, config_from
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `ramet`; returns the exit code."""
+    """Run `ramet` and return the exit code."""
     parser = argparse.ArgumentParser("ramet", description="Serve language models from a radix tree of shared prefixes.")
     parser.add_argument("--version", action="version", version=f"ramet {version('ramet')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     given = sys.argv[1:] if argv is None else argv
     for name, (text, add, _) in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        if name in given[:1]:  # the others' options would only cost time: some take torch to know them
+        if name in given[:1]:  # the options of the other commands take time: some import torch
             add(command)
     arguments = parser.parse_args(given)
     run = _COMMANDS[arguments.command][2]
@@ -41,8 +41,8 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", help="the text to continue; - reads standard input")
-    parser.add_argument("--chat", action="store_true", help="take the prompt as a user's message")
+    parser.add_argument("prompt", help="text to continue; - reads standard input")
+    parser.add_argument("--chat", action="store_true", help="apply the chat template to the prompt as a user's message")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
     parser.add_argument("--seed", type=int, help="the same seed gives the same text")

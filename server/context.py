@@ -1,4 +1,4 @@
-"""What every route needs: the engine, the configuration and the metrics of this server."""
+"""The context of a request: the engine, configuration, metrics and tenants of its server."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from server.http.gate import Gate
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """One server's parts."""
-
     engine: AsyncEngine
     config: Config
     metrics: Metrics
@@ -32,7 +30,6 @@ class Context:
 
 
 def get_context(request: Request) -> Context:
-    """The context of the application that serves a request."""
     return request.app.state.context
 
 

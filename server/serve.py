@@ -27,10 +27,10 @@ log = logging.getLogger("ramet.server")
 EXIT_ENGINE_DIED = 70
 EXIT_FORCED = 1
 
-# Aborted requests take a moment to tell their clients.
+# Time for aborted requests to send their last events.
 _ABORT_S = 3
 
-# How often a server that is stopping looks whether anything runs.
+# Interval at which a draining server looks for open requests.
 _DRAIN_POLL_S = 0.05
 
 _BACKLOG = 2048
@@ -41,7 +41,7 @@ class BadCertificate(RametError):
 
 
 class CannotListen(RametError):
-    """The address is taken, or is none of this machine."""
+    """The address is in use, or does not belong to this machine."""
 
     def __init__(self, config: Config, error: OSError):
         super().__init__(f"cannot listen on {config.server.host}:{config.server.port}: {error.strerror}")
@@ -50,7 +50,7 @@ class CannotListen(RametError):
 def serve(config: Config) -> int:
     """Serve until SIGTERM or SIGINT (returns 0) or the engine's death (70). Raises RametError if it cannot start."""
     set_up_logs(config.server.log_level, config.server.log_format)
-    # Texts are tokenized one by one; threads of its own would make the library complain about every new process.
+    # Texts are tokenized one by one, and the library warns about each new process once it has threads of its own.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
@@ -60,9 +60,9 @@ def serve(config: Config) -> int:
 
 
 def _bind(config: Config) -> socket.socket:
-    """Take the port before the model is loaded, so that a port in use is known at once."""
+    """Bind the port before the model is loaded, so that a port in use is an error at once."""
     family = socket.AF_INET6 if ":" in config.server.host else socket.AF_INET
-    # With the protocol left out, asyncio would not turn Nagle's algorithm off, and every small write would wait 40 ms.
+    # asyncio turns Nagle's algorithm off only for sockets that name TCP; with it, each small write waits 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -75,9 +75,9 @@ def _bind(config: Config) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Takes nothing new once it was told to stop, lets what runs end within a time, and aborts the rest.
+    """uvicorn's server with a drain: it refuses new requests, waits for running ones, and aborts the rest.
 
-    It goes on listening meanwhile, so that whoever comes is told to go elsewhere instead of being cut off.
+    It keeps listening while it drains, so that new requests get a 503 and not a refused connection.
     """
 
     def __init__(self, settings: uvicorn.Config, engine: AsyncEngine, gate: Gate, feed: Feed, drain_s: float):
@@ -86,23 +86,25 @@ class _Server(uvicorn.Server):
         self.gate = gate
         self.feed = feed
         self.drain_s = drain_s
+        self._signalled = False
         self._loop = asyncio.get_running_loop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal lets what runs end, the second one ends at once."""
-        if self.gate.closed:
+        """Drain on the first signal, whether or not `/shutdown` came before it; end at once on the second."""
+        if self._signalled:
             log.warning("a second signal: running requests are lost")
             self.force_exit = self.should_exit = True
             self.engine.kill()
+        self._signalled = True
         self._loop.call_soon_threadsafe(self.gate.close)
 
     async def drain(self) -> None:
-        """Wait until the server is told to stop, then until nothing runs or the time is over; then stop it."""
+        """Wait for the gate to close, then for open requests to end or `drain_s` to pass; then stop the server."""
         await self.gate.wait_closed()
         self.feed.close()
-        log.info("stopping: %d requests run", self.engine.num_open)
+        log.info("stopping: %d requests are running", self.engine.num_open)
         deadline_s = self._loop.time() + self.drain_s
-        # A request that was let in may not be open in the engine yet: its task is looked at as well.
+        # An accepted request may not have reached the engine yet; its task counts as well.
         while (self.engine.num_open or self.server_state.tasks) and self._loop.time() < deadline_s:
             await asyncio.sleep(_DRAIN_POLL_S)
         if self.engine.alive and self.engine.num_open:
@@ -125,7 +127,7 @@ async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant])
         )
         try:
             listener.listen(_BACKLOG)
-        except OSError as error:  # another server that was loading at the same time was faster
+        except OSError as error:  # another server took the port meanwhile
             raise CannotListen(config, error) from None
         host, port = listener.getsockname()[:2]
         gate = Gate()

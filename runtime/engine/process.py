@@ -43,7 +43,9 @@ class Boot(msgspec.Struct):
 
 def main() -> int:
     """Run the engine until `Shutdown`, or until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Signals to the process group are for the server, which drains; the engine ends by `Shutdown` or with its parent.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     boot = msgspec.json.decode(sys.stdin.buffer.readline(), type=Boot)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     config = Config.model_validate_json(boot.config)

@@ -1,8 +1,9 @@
-"""What fits: weights before they are loaded, and the pool in what they leave."""
+"""Sizing: whether the weights fit, and the size of the KV pool in the memory that they leave."""
 
 from __future__ import annotations
 
 import math
+import os
 
 import torch
 
@@ -32,8 +33,13 @@ def check_weights(
         )
 
 
+def _memory() -> int:
+    """Bytes of main memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def pool_pages(config: CacheConfig, bytes_per_token: int, device: torch.device) -> int:
-    """Pages of the pool, once the weights are on the device. Raises ModelError for fewer than two."""
+    """Pages of the pool, once the weights are on the device. Raises ModelError for fewer than two, or too many."""
     if config.pool_tokens is not None:
         tokens = config.pool_tokens
     elif device.type == "cuda":
@@ -41,6 +47,11 @@ def pool_pages(config: CacheConfig, bytes_per_token: int, device: torch.device) 
         tokens = int(free - (1 - config.memory_fraction) * total) // bytes_per_token
     else:
         tokens = int(config.pool_memory * _GIB) // bytes_per_token
+    if device.type == "cpu" and tokens * bytes_per_token > (has := _memory()):
+        raise ModelError(
+            f"the KV pool of {tokens} tokens takes {tokens * bytes_per_token / _GIB:.1f} GiB; this machine has "
+            f"{has / _GIB:.1f}: lower --pool-tokens or --pool-memory"
+        )
     num_pages = tokens // config.page_size
     if num_pages < 2:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""AsyncEngine: the server's hold on the engine process."""
+"""AsyncEngine: the engine process as the server sees it."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ _STOP_SECONDS = 10
 
 
 class AsyncEngine:
-    """Starts the engine process, tokenizes, submits, detokenizes and streams. Lives on one event loop.
+    """Starts the engine process, tokenizes, submits, detokenizes and streams. Used from one event loop.
 
     Attributes:
         config: the whole configuration.
         info: the loaded model; set by `start`.
         tokenizer: its tokenizer; set by `start`.
-        paused: whether it was told to compute nothing.
+        paused: whether the engine is paused.
     """
 
     config: Config
@@ -70,7 +70,7 @@ class AsyncEngine:
     tokenizer: Tokenizer
 
     def __init__(self, config: Config, quotas: Mapping[str, int] | None = None):
-        """`quotas`: cached pages by tenant, for those whose number differs from the configured one."""
+        """`quotas`: cached pages by account; others have `--tenant-quota`."""
         self.config = config
         self._quotas = dict(quotas or {})
         self._frontend: Frontend | None = None
@@ -88,7 +88,7 @@ class AsyncEngine:
         """Start the engine process and wait until it is ready. Raises ModelError if it cannot load."""
         path = await asyncio.to_thread(resolve_model, self.config.model)
         self.tokenizer = await asyncio.to_thread(Tokenizer.load, path, self.config.model.chat_template)
-        # mkdtemp gives a directory that only its owner may enter, so the sockets in it are private.
+        # Only the owner may enter a directory of mkdtemp, so its sockets are private.
         self._directory = tempfile.TemporaryDirectory(prefix="ramet-")
         self._context = zmq.asyncio.Context()
         try:
@@ -125,7 +125,7 @@ class AsyncEngine:
         try:
             await asyncio.wait((first, ended), return_when=asyncio.FIRST_COMPLETED)
             if not first.done():
-                # The process may have told why just before it ended.
+                # The process may have sent its reason just before it ended.
                 await asyncio.wait((first,), timeout=0.5)
             if not first.done():
                 raise ModelError(f"the engine process ended with code {ended.result()} before it was ready")
@@ -139,7 +139,7 @@ class AsyncEngine:
         return msgspec.convert(message.info, ModelInfo)
 
     async def _supervise(self) -> None:
-        """Wait for the engine's death; then end what is open and start a new one, if that is wanted."""
+        """Wait for the engine's death; then fail all open requests, and start a new engine if configured."""
         while True:
             code = await self._process.wait()
             if self._stopping:
@@ -161,7 +161,7 @@ class AsyncEngine:
             log.warning("the engine was restarted")
 
     def kill(self) -> None:
-        """End the engine process at once; what is open is lost."""
+        """Kill the engine process; open requests are lost."""
         self._stopping = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
@@ -205,28 +205,27 @@ class AsyncEngine:
         return self._frontend is not None
 
     async def wait_dead(self) -> None:
-        """Return when the engine process has died without being told to (and is not restarted)."""
+        """Return when the engine process has died by itself and is not restarted."""
         await self._dead.wait()
 
     # -- use -------------------------------------------------------------------------------------------------
 
     async def open(self, submissions: list[Submission], timeout_s: float | None = None) -> OutputStream:
-        """Submit prompts; the returned stream must be closed (it is a context manager), which aborts what is left.
+        """Submit prompts. To close the returned stream (a context manager) aborts unfinished completions.
 
         Args:
-            submissions: what is wanted.
-            timeout_s: seconds after which what has not finished is aborted and reading raises DeadlineExceeded.
+            timeout_s: seconds until unfinished completions are aborted and reading raises DeadlineExceeded.
 
         Raises:
-            InvalidRequest: for a request that can never be served; then none is.
-            Overloaded, RateLimited: if too much is open.
-            DeadlineExceeded: if reading the prompts took the whole time.
+            InvalidRequest: if one of the prompts can never be served; then none is submitted.
+            Overloaded, RateLimited: over the limits on open requests.
+            DeadlineExceeded: if tokenizing took the whole time.
             EngineDead: if the engine is not running.
         """
         frontend = self._running()
         most, wanted = frontend.most_open(submissions[0].account), sum(s.sampling.n for s in submissions)
         if wanted > most:
-            message = f"{wanted} completions are asked for at once; this server takes no more than {most} of one client"
+            message = f"the request asks for {wanted} completions; one client may have {most} open"
             raise InvalidRequest(message, param="n")
         loop = asyncio.get_running_loop()
         deadline_s = None if timeout_s is None else loop.time() + timeout_s
@@ -247,7 +246,7 @@ class AsyncEngine:
         return stream
 
     async def _encode(self, frontend: Frontend, submission: Submission) -> list[int]:
-        """The prompt's tokens. A grammar is compiled apart from everything else, and has its own time."""
+        """The prompt's tokens. Grammars are compiled in threads of their own, with a timeout."""
         if not submission.sampling.constrained:
             return await asyncio.to_thread(frontend.encode, submission)
         limit_s = self.config.engine.grammar_timeout
@@ -260,21 +259,21 @@ class AsyncEngine:
 
     @property
     def num_open(self) -> int:
-        """Completions on their way."""
+        """Open completions."""
         return self._frontend.num_open if self._frontend is not None else 0
 
     async def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of some texts. Raises InvalidRequest if they are longer than what the context can hold."""
+        """Token ids of texts. Raises InvalidRequest if they cannot fit in the context."""
         self._running().check_text(sum(map(len, texts)), "prompt")
         encode = self.tokenizer.encode
         return await asyncio.to_thread(lambda: [encode(text, add_special_tokens) for text in texts])
 
     def abort(self, rid: str | None) -> None:
-        """Abort a submission, or everything (None); its Outputs end with finish type "abort"."""
+        """Abort a submission, or all (None); their last Outputs have finish type "abort"."""
         self._running().abort(rid)
 
     async def flush_cache(self, pins: bool = False) -> dict[str, Any]:
-        """Drop cached pages that no live request uses: {"flushed_tokens": int, "live_tokens": int}."""
+        """Drop cached pages that no live request uses. Returns {"flushed_tokens": int, "live_tokens": int}."""
         return await self._call(lambda call: FlushCache(call, pins))
 
     async def pin(
@@ -295,7 +294,7 @@ class AsyncEngine:
         return answer["pin"]
 
     async def unpin(self, pin: str) -> bool:
-        """Let a pin go; False if there is none of that id."""
+        """Remove a pin; False if there is none of that id."""
         return (await self._call(lambda call: RemovePin(call, pin)))["found"]
 
     async def pins(self) -> dict[str, Any]:
@@ -303,16 +302,16 @@ class AsyncEngine:
         return await self._call(GetPins)
 
     async def state(self) -> dict[str, Any]:
-        """Counters and histograms (they only grow) and gauges of the engine; see `EngineCore.state`."""
+        """Counters, histograms and gauges of the engine; see `EngineCore.state`."""
         return await self._call(GetState)
 
     async def pause(self, paused: bool) -> bool:
-        """Let the engine run no steps, or go on; whether it is paused now. Requests are accepted and wait meanwhile."""
+        """Pause or resume the engine; returns whether it is paused. Meanwhile requests are accepted and wait."""
         self.paused = (await self._call(lambda call: Pause(call, paused)))["paused"]
         return self.paused
 
     async def tree(self, **asked: Any) -> list[dict[str, Any]]:
-        """A page of the tree's nodes as dicts of `radix.NodeView`; `asked` are the fields of `GetTree`."""
+        """A page of the tree's nodes as dicts of `radix.NodeView`; `asked`: the fields of `GetTree`."""
         return (await self._call(lambda call: GetTree(call, **asked)))["nodes"]
 
     async def outline(self, limit: int, preview_tokens: int) -> list[dict[str, Any]]:
@@ -349,8 +348,8 @@ class AsyncEngine:
     # -- wire ------------------------------------------------------------------------------------------------
 
     def _send(self, message: Inbound) -> None:
-        # Without a high-water mark a send to a bound PUSH socket with a peer never blocks; without a peer (the
-        # engine has just died) it would, and the message is lost with the engine anyway.
+        # Without a high-water mark a send to a PUSH socket with a peer never blocks. Without one (the engine has just
+        # died) it would; the message is lost with the engine anyway.
         with contextlib.suppress(zmq.Again):
             self._inbox.send(encode(message), zmq.NOBLOCK)
 
@@ -369,8 +368,8 @@ class AsyncEngine:
         try:
             self._frontend.handle(event)
         except Exception as error:
-            # It must not end the one reader of all requests.
-            log.exception("what the engine made for request %s could not be read", event.rid)
+            # The reader serves all requests and must go on.
+            log.exception("the output of request %s could not be processed", event.rid)
             known = error if isinstance(error, RametError) else RametError("the output could not be made into text")
             self._frontend.fail(event.rid, known)
 
@@ -380,10 +379,10 @@ def _too_late(timeout_s: float | None) -> DeadlineExceeded:
 
 
 class OutputStream:
-    """The Outputs of some submissions, until every completion has finished.
+    """Outputs of submissions, until every completion has finished.
 
-    A reader slower than the engine gets several steps' Outputs of a completion as one. Reading raises RametError
-    (EngineDead among them) if a completion fails; a finish of type "abort" is an Output.
+    For a reader slower than the engine, successive Outputs of a completion are merged. Reading raises RametError, such
+    as EngineDead, if a completion fails; an aborted completion ends with an Output.
     """
 
     def __init__(self, frontend: Frontend):
@@ -395,13 +394,13 @@ class OutputStream:
         self.timer: asyncio.TimerHandle | None = None
 
     def submit(self, submission: Submission, tokens: list[int]) -> None:
-        """Add a submission; its Outputs' `index` counts the calls. Raises InvalidRequest, Overloaded."""
+        """Add a submission; `index` of its Outputs counts the calls. Raises InvalidRequest, Overloaded, RateLimited."""
         self._frontend.submit(submission, tokens, len(self._submissions), self._queue.put_nowait)
         self._submissions.append(submission)
         self._open += submission.sampling.n
 
     def close(self) -> None:
-        """Abort what has not finished."""
+        """Abort unfinished completions."""
         if self.timer is not None:
             self.timer.cancel()
         if self._open:
@@ -409,7 +408,7 @@ class OutputStream:
                 self._frontend.drop(submission)
 
     def expire(self, error: RametError) -> None:
-        """Abort what has not finished; reading raises `error` after what has come already."""
+        """Abort unfinished completions; reading raises `error` after the Outputs that have arrived."""
         for submission in self._submissions:
             self._frontend.drop(submission)
         if self._open:
@@ -436,7 +435,7 @@ class OutputStream:
         return output
 
     def _fill(self, item: Output | RametError) -> None:
-        """Take everything that has come, with neighbours of one completion joined."""
+        """Take all items that have arrived, and merge successive Outputs of one completion."""
         while True:
             last = self._ready[-1] if self._ready else None
             same = isinstance(item, Output) and isinstance(last, Output) and item.index == last.index

@@ -1,4 +1,4 @@
-"""From tokens to text as they come: whole characters only, and never a part of a stop string."""
+"""Incremental detokenization in whole characters, with stop strings."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class TextStream:
     """The text of one completion.
 
     Attributes:
-        text: what may be shown so far.
-        stopped: the stop string that was found, if one was; nothing more comes then.
+        text: the text to show so far.
+        stopped: the stop string that was found; the text ends there.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams):
@@ -23,12 +23,12 @@ class TextStream:
         self.stopped: str | None = None
 
     def push(self, tokens: list[int], may_stop: bool = True, last: bool = False) -> str:
-        """Add tokens; returns the text that can be shown now.
+        """Add tokens; returns the text to show now.
 
         Args:
             tokens: new output tokens.
-            may_stop: whether a stop string that ends in these tokens counts (not before `min_new_tokens`).
-            last: whether no more tokens come, so that what was held back is let go.
+            may_stop: whether stop strings count (not before `min_new_tokens`).
+            last: whether these are the last tokens, so that no text is held back.
         """
         if self.stopped is not None:
             return ""
@@ -45,12 +45,12 @@ class TextStream:
         return delta
 
     def _find_stop(self) -> tuple[int, str] | None:
-        """The stop string that begins first, and where."""
+        """Position and text of the first stop string."""
         found = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         return min(found, key=lambda pair: pair[0]) if found else None
 
     def _suspect(self) -> int:
-        """Length of the longest end of the held text with which a stop string begins."""
+        """Length of the held text's longest suffix that is a prefix of a stop string."""
         longest = 0
         for stop in self._stop:
             for size in range(min(len(stop) - 1, len(self._held)), longest, -1):

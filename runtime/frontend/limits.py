@@ -1,4 +1,4 @@
-"""How much may be open at once, on the whole server and for one tenant."""
+"""Limits on open requests and waiting tokens, for the server and for each API key."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ from runtime.config import SchedulerConfig
 from runtime.errors import Overloaded, RateLimited
 
 
-class Admission:
-    """Counts open completions and prompt tokens that wait for their first answer; refuses what is too much.
-
-    Args:
-        config: the bounds.
-    """
+class RequestLimits:
+    """Counts open completions and waiting prompt tokens by account; refuses requests over the limits."""
 
     def __init__(self, config: SchedulerConfig):
         self._config = config
@@ -21,9 +17,9 @@ class Admission:
         self.waiting_tokens: Counter[str] = Counter()
 
     def check(self, account: str, completions: int, tokens: int) -> None:
-        """Raise Overloaded or RateLimited if `completions` of a prompt of `tokens` are too many now."""
+        """Raise Overloaded or RateLimited if `completions` of a prompt of `tokens` tokens exceed a limit now."""
         config = self._config
-        # What waits may always be one request, or a prompt longer than the bound could never be served.
+        # One request may always wait, or a prompt longer than the limit could never be served.
         if (queued := self.waiting_tokens.total()) and queued + tokens > config.max_waiting_tokens:
             raise Overloaded(f"{queued} prompt tokens wait, and no more than {config.max_waiting_tokens} may")
         if (total := self.open.total()) + completions > config.max_open:
@@ -36,20 +32,20 @@ class Admission:
             raise RateLimited(f"{own} prompt tokens of this key wait, and no more than {most} may")
 
     def most_open(self, account: str) -> int:
-        """How many completions an account may have open."""
+        """Completions that an account may have open."""
         return min(_bound(account, self._config.key_requests, self._config.max_open), self._config.max_open)
 
     def enter(self, account: str, tokens: int) -> None:
-        """A completion is open; `tokens` of its prompt wait."""
+        """Count a new completion and the `tokens` of its prompt, which wait."""
         self.open[account] += 1
         self.waiting_tokens[account] += tokens
 
     def begin(self, account: str, tokens: int) -> None:
-        """A prompt waits no longer."""
+        """Discount a prompt that no longer waits."""
         self._take(self.waiting_tokens, account, tokens)
 
     def leave(self, account: str) -> None:
-        """A completion has ended."""
+        """Discount a completion that has ended."""
         self._take(self.open, account, 1)
 
     @staticmethod
@@ -60,7 +56,7 @@ class Admission:
 
 
 def _bound(account: str, configured: int | None, total: int) -> int:
-    """What one account may have of a total. No key takes everything from the others; without keys there is one."""
+    """The limit of one account: as configured, else half of the total for a key, and all of it without keys."""
     if configured is not None:
         return configured
     return max(total // 2, 1) if account else total

@@ -1,4 +1,4 @@
-"""What goes into a front end (`Submission`) and what comes out of it (`Output`)."""
+"""The input of a front end, `Submission`, and its result, `Output`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def new_rid() -> str:
 
 
 def prompts_of(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
-    """One or several prompts as a list, and whether several were given: a list of integers is one, of token ids."""
+    """The prompts as a list, and whether a list was given. A list of integers is one prompt, of token ids."""
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         return [given], False  # type: ignore[list-item]
     return list(given), True  # type: ignore[arg-type]
@@ -29,20 +29,20 @@ def prompts_of(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
 
 @dataclass(slots=True)
 class Submission:
-    """One prompt and how it should be continued; `sampling.n` completions come of it.
+    """One prompt and its parameters; it has `sampling.n` completions.
 
     Attributes:
         prompt: text, or token ids.
-        sampling: its `max_new_tokens` may be None for as many as the context holds.
+        sampling: its `max_new_tokens` may be None, for as many as fit in the context.
         rid: request id; unique among an account's live requests.
-        account: whose it is; open requests are counted by it.
+        account: the tenant; open requests are counted by it.
         namespace: requests of different namespaces never share cached pages.
-        logprobs: number of alternatives to report per output token; None: no log-probabilities.
-        prompt_logprobs_from: position from which prompt tokens get log-probabilities; None: none.
+        logprobs: alternatives to report for each output token; None: no log-probabilities.
+        prompt_logprobs_from: first prompt position with log-probabilities; None: none.
         priority: larger goes first among waiting requests.
-        add_special_tokens: whether tokenizing a text prompt adds the model's BOS (a chat template has it already).
-        diffusion: how a diffusion model denoises; None: its defaults, and for causal models.
-        shared_text: text that the prompt begins with and others do, too, where `diffusion` says nothing of it.
+        add_special_tokens: whether to add the model's BOS to a text prompt (a chat template has it already).
+        diffusion: denoising parameters; None: the model's defaults, and for causal models.
+        shared_text: the prompt's beginning that other requests share, for `diffusion` without `prefix_tokens`.
     """
 
     prompt: Prompt
@@ -59,7 +59,7 @@ class Submission:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Tells it from all other live ones; nobody learns from it which ids others use."""
+        """Identifies a live submission. Ids are separate by account, so that none learns of another's."""
         return self.account, self.rid
 
 
@@ -71,16 +71,16 @@ class Output:
         index: position of the submission in the call.
         choice: which of its `n` completions.
         rid: the submission's request id.
-        text: the whole text so far; `delta`: the part that is new since the last Output of this completion.
-            Never ends within a UTF-8 character or within what may become a stop string.
+        text: the whole text so far; `delta`: the text since the last Output of this completion.
+            Never ends within a UTF-8 character or a possible stop string.
         token_ids: all output tokens; the list is shared by a completion's Outputs and grows, the first
             `completion_tokens` are this one's. `new_token_ids`: the new ones.
-        logprobs: for `new_token_ids`, where asked for; `prompt_logprobs`: on the first Output, where asked for.
-        prompt_tokens, cached_tokens, completion_tokens: counts; cached ones are prompt tokens read from the cache.
-        finish: set on the last Output of a completion, and on no other.
+        logprobs: for `new_token_ids`, if requested; `prompt_logprobs`: on the first Output, if requested.
+        prompt_tokens, cached_tokens, completion_tokens: counts; cached tokens are prompt tokens read from the cache.
+        finish: set on the last Output of a completion only.
         queue_s, prefill_s, e2e_s: seconds waiting, from admission to the first token, and since submission.
-        reuse: of a diffusion model: what was reused of the shared prefix.
-        canvas: of a diffusion model, where it was asked for: all output positions, decided or masked.
+        reuse: figures on the shared prefix of a diffusion model.
+        canvas: all output positions of a diffusion model, decided or masked, if requested.
     """
 
     index: int
@@ -104,12 +104,12 @@ class Output:
 
 
 def join_logprobs(first: Logprobs, later: Logprobs) -> Logprobs:
-    """Those of two Outputs that follow each other; an Output without new tokens has none."""
+    """The log-probabilities of two successive Outputs."""
     return later if first is None else first if later is None else [*first, *later]
 
 
 def merge_outputs(first: Output, later: Output) -> Output:
-    """Two Outputs of one completion as one: for a reader that was slower than the engine."""
+    """Two successive Outputs of one completion as one."""
     return replace(
         later,
         delta=first.delta + later.delta,

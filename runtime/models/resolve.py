@@ -1,4 +1,4 @@
-"""From what `--model` says to a model directory on this disk."""
+"""From the value of `--model` to a local model directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def resolve_model(config: ModelConfig) -> Path:
     """The Hugging Face directory of `--model`; fetched or converted the first time.
 
     Raises:
-        ModelError: if there is none.
+        ModelError: if the model cannot be found, fetched or converted.
     """
     name = config.model
     path = Path(name).expanduser()
@@ -31,7 +31,7 @@ def resolve_model(config: ModelConfig) -> Path:
     if name == DEFAULT_MODEL:
         return fetch_default(config.cache_dir)
     if name in ADAPTERS:
-        # Takes torch, which a server process does without.
+        # Imports torch, which a server process does without.
         from runtime.models.adapters.merge import build_adapted
 
         return build_adapted(name, config.cache_dir)
@@ -44,7 +44,7 @@ def resolve_model(config: ModelConfig) -> Path:
 
 
 def model_name(config: ModelConfig, path: Path) -> str:
-    """The name by which clients know the model."""
+    """The model's name for clients."""
     if config.served_model_name:
         return config.served_model_name
     given = Path(config.model).expanduser()
@@ -70,11 +70,11 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        # First, so that an unsupported model is refused before gigabytes are fetched.
+        # The configuration first, so that an unsupported model is refused before gigabytes are fetched.
         ModelSpec.load(Path(hf_hub_download(name, "config.json")).parent)
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
     except HFValidationError as error:
         raise ModelError(f"--model {name}: {error}") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, HTTPError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(f"--model {name}: the hub did not give it: {reason}") from None
+        raise ModelError(f"--model {name}: it could not be fetched from the hub: {reason}") from None

@@ -1,4 +1,4 @@
-"""Rotary position embeddings by explicit position ids, with the scalings that are linear in the position."""
+"""Rotary position embeddings of explicit position ids, with scalings that are linear in the position."""
 
 from __future__ import annotations
 

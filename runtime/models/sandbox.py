@@ -1,4 +1,4 @@
-"""Where chat templates run: they come with models, and what they are given comes from anybody."""
+"""Sandbox of chat templates: neither the templates, which come with models, nor their input are trusted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# How long a chat template may run: thousands of messages take milliseconds.
+# Timeout of a chat template, seconds; thousands of messages take milliseconds.
 TEMPLATE_S = 5.0
 _MAX_POWER = 64
 
@@ -17,18 +17,18 @@ _deadline = threading.local()
 
 
 def start_clock() -> None:
-    """What this thread renders next has TEMPLATE_S seconds."""
+    """Start the timeout of this thread's next template."""
     _deadline.at_s = time.monotonic() + TEMPLATE_S
 
 
 class TemplateTimeout(Exception):
-    """A chat template has run for too long."""
+    """A chat template exceeded its timeout."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Templates that reach nothing of this process and end in time.
+    """A jinja2 environment without access to this process, and with a timeout.
 
-    A thread cannot be ended from outside, so whatever a template looks up or calls looks at the clock first.
+    A thread cannot be killed, so every lookup and call of a template checks the clock.
     """
 
     def _check(self) -> None:
@@ -36,25 +36,21 @@ class Sandbox(ImmutableSandboxedEnvironment):
             raise TemplateTimeout
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """See jinja2's SandboxedEnvironment."""
         self._check()
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """See jinja2's SandboxedEnvironment."""
         self._check()
         return super().getitem(obj, argument)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """See jinja2's SandboxedEnvironment."""
         self._check()
         return super().call(*args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """See jinja2's SandboxedEnvironment."""
         self._check()
         if operator == "*" and not (isinstance(left, int | float) and isinstance(right, int | float)):
-            raise TemplateError("only numbers can be multiplied")  # a string times a number fills any memory
+            raise TemplateError("only numbers can be multiplied")  # repeated strings exhaust memory
         if operator == "**" and abs(right) > _MAX_POWER:
             raise TemplateError("the exponent is too large")
         return super().call_binop(context, operator, left, right)

@@ -1,4 +1,4 @@
-"""How a model is cut for tensor parallelism (Megatron's way: columns of q, k, v, gate, up; rows of o and down)."""
+"""Shards of a model for tensor parallelism, as in Megatron: columns of q, k, v, gate and up; rows of o and down."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from runtime.errors import ModelError
 from runtime.models.spec import ModelSpec
 
-# Which dimension of a stored [out, in] weight is cut.
+# Dimension of a stored [out, in] weight that is sharded.
 _CUT = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
 
 
 def split_spec(spec: ModelSpec, size: int) -> ModelSpec:
-    """What each of `size` ranks computes of a model. Raises ModelError if its heads cannot be shared out evenly."""
+    """The spec of each of `size` ranks. Raises ModelError if heads or columns cannot be divided evenly."""
     sizes = {
         "query heads": spec.num_heads,
         "key-value heads": spec.num_kv_heads,
@@ -32,22 +32,22 @@ def split_spec(spec: ModelSpec, size: int) -> ModelSpec:
 
 
 def share_of(name: str, size: int) -> int:
-    """Into how many parts a tensor of the model is cut."""
+    """Number of shards of a tensor of the model."""
     return size if name == "lm_head.weight" or name.split(".")[-2] in _CUT else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's share of the weights."""
+    """One rank's shard of the weights."""
 
     rank: int
     size: int
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole weight; all of it where every rank needs it.
+        """This rank's shard of a weight, which is the whole weight if every rank needs it.
 
-        The head is cut over the vocabulary, its last part filled up with zeros. A bias that is added to a sum over
-        the ranks is zero in all but one of them.
+        The head is sharded over the vocabulary and padded with zeros. A bias that is added to a sum over the ranks is
+        zero on all but one of them.
         """
         if name == "lm_head.weight":
             return self.head(tensor)
@@ -60,7 +60,7 @@ class Shard:
         return tensor.chunk(self.size, dim=dimension)[self.rank]
 
     def head(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the head [vocab, hidden], as many as every other's."""
+        """This rank's rows of the head [vocab, hidden], padded to the same number on all ranks."""
         count = -(-len(whole) // self.size)
         rows = whole[self.rank * count : (self.rank + 1) * count]
         return F.pad(rows, (0, 0, 0, count - len(rows)))

@@ -1,4 +1,4 @@
-"""What a model is, read from its config.json: shapes, switches, rotary embedding, limits."""
+"""Model specifications from config.json: shapes, switches, rotary embedding, limits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding; which fields matter depends on `kind`.
+    """Rotary embedding; `kind` decides which fields matter.
 
     Attributes:
         original_context: the context before scaling (llama3, yarn).
@@ -38,7 +38,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder of the Llama family; `diffusion` is set where it has no causal mask."""
+    """A decoder of the Llama family; `diffusion` is set if it has no causal mask."""
 
     architecture: str
     model_type: str
@@ -66,7 +66,7 @@ class ModelSpec:
         """Read `config.json` (and the end-of-sequence ids of `generation_config.json`).
 
         Raises:
-            ModelError: if a file is missing or broken, or the model is not supported.
+            ModelError: if a file is missing or broken, or the model is unsupported.
         """
         config = read_json(directory / "config.json")
         path = directory / "generation_config.json"
@@ -79,7 +79,7 @@ class ModelSpec:
             raise ModelError(f"{directory / 'config.json'} has a value of the wrong kind: {error}") from None
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors that a checkpoint must have."""
+        """Names and shapes of the tensors in a checkpoint."""
         hidden, inner = self.hidden_size, self.intermediate_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         linear = {
@@ -108,7 +108,7 @@ class ModelSpec:
         return shapes
 
     def stored_name(self, name: str) -> str:
-        """What the checkpoint calls one of the `expected_tensors`."""
+        """The checkpoint's name of one of the `expected_tensors`."""
         return llada_name(name) if self.model_type == "llada" else name
 
 
@@ -179,7 +179,7 @@ def _refuse_unsupported(config: dict[str, Any], architecture: str) -> None:
 
 
 def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
-    """A positive integer of the configuration; null counts as absent where there is a default."""
+    """A positive integer of the configuration; with a default, null counts as absent."""
     value = config[name] if default is None else config.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -190,9 +190,8 @@ def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
 def _context(config: dict[str, Any], family: str) -> int:
     """Positions that are computed exactly.
 
-    There is no sliding-window attention here. Within an active window full attention is what the model does, so the
-    results stay exact if the context ends where the window does. A window that is absent has the published default;
-    null means none.
+    Sliding-window attention is not implemented. Within the window it equals full attention, so the context ends where
+    an active window does. An absent window has the published default; null means none.
     """
     context = _size(config, "max_position_embeddings")
     active = family == "Mistral" or (family != "Llama" and bool(config.get("use_sliding_window", False)))
@@ -208,7 +207,7 @@ def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
 
 
 def _rope(config: dict[str, Any]) -> RopeSpec:
-    """Both spellings: `rope_theta` with `rope_scaling`, and the newer `rope_parameters`."""
+    """The rotary embedding, from `rope_theta` and `rope_scaling` or from the newer `rope_parameters`."""
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if any(isinstance(value, dict) for value in scaling.values()):
         raise ModelError(f"the model has a rotary embedding for each of {', '.join(scaling)}; supported is one for all")
@@ -221,7 +220,7 @@ def _rope(config: dict[str, Any]) -> RopeSpec:
         raise ModelError(f"the model rotates {partial} of each head; supported is 1.0 (partial_rotary_factor)")
     if kind == "default":
         return RopeSpec(theta)
-    # The same order of precedence as transformers.
+    # The precedence of transformers.
     name = "original_max_position_embeddings"
     original = config.get(name) or scaling.get(name) or config["max_position_embeddings"]
     factor = float(scaling["factor"])

@@ -1,4 +1,4 @@
-"""Text to tokens and back, and chat templates; without torch, so that a server process stays light."""
+"""Tokenization, detokenization and chat templates, without torch."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from runtime.models.spec import read_json
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-# A UTF-8 character that is not whole has three bytes at most, and every token has one byte at least.
+# Most tokens of an incomplete UTF-8 character: it has at most three bytes, and a token at least one.
 _INCOMPLETE = 3
 
 
 @contextmanager
 def _no_panic() -> Iterator[None]:
-    """A crash within the library is no Exception, and would end more than the one request."""
+    """Turn a panic of the library, which is not an Exception, into a RametError."""
     try:
         yield
     except BaseException as error:
@@ -58,20 +58,19 @@ class Tokenizer:
         path = directory / "tokenizer_config.json"
         config = read_json(path) if path.exists() else {}
         fast = _load_fast(directory)
-        # A tokenizer.json may carry the limits of somebody's training run.
+        # A tokenizer.json may hold the truncation and padding of a training run.
         fast.no_truncation()
         fast.no_padding()
         _apply_bos_eos(fast, config)
         return cls(fast, config, _find_template(directory, config, chat_template))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; `add_special_tokens` adds what the model's tokenizer adds (BOS)."""
+        """Token ids of a text; `add_special_tokens` adds the model's BOS, if it has one."""
         with _no_panic():
-            # Unlike `encode`, this lets other threads run meanwhile: megabytes take seconds.
+            # Unlike `encode`, this releases the interpreter lock; megabytes take seconds.
             return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids."""
         with _no_panic():
             return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -84,22 +83,22 @@ class Tokenizer:
         return self._fast.token_to_id(token)
 
     def to_json(self) -> str:
-        """The text of its tokenizer.json."""
+        """Text of the tokenizer.json."""
         return self._fast.to_str()
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included."""
+        """Number of tokens, including added tokens."""
         return self._fast.get_vocab_size()
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the vocabulary's longest token: no token stands for more of a text."""
+        """Characters of the vocabulary's longest token."""
         return max(map(len, self._fast.get_vocab()), default=1)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that `skip_special_tokens` leaves out."""
+        """Ids of the tokens that `skip_special_tokens` skips."""
         return frozenset(i for i, t in self._fast.get_added_tokens_decoder().items() if t.special)
 
     # -- chat ------------------------------------------------------------------------------------------------
@@ -111,7 +110,7 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt of a conversation, special tokens included (encode it without adding them again).
+        """The prompt of a conversation, including special tokens (encode it with `add_special_tokens=False`).
 
         Raises:
             InvalidRequest: if the model has no template, or the template refuses the messages.
@@ -132,7 +131,7 @@ class Tokenizer:
             )
         except TemplateTimeout:
             raise InvalidRequest("the chat template takes too long with these messages", param="messages") from None
-        except Exception as error:  # a template is a program: given odd messages it can raise anything
+        except Exception as error:  # a template is a program and may raise anything
             raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
 
     @cached_property
@@ -149,18 +148,18 @@ class Tokenizer:
             raise InvalidRequest(f"the model's chat template cannot be read: {error}") from None
 
     def _token_names(self) -> dict[str, str]:
-        """The named special tokens; absent ones stay undefined, as templates ask whether they are defined."""
+        """The named special tokens; absent ones stay undefined, which templates test for."""
         values = {name: self._config.get(name) for name in _TOKEN_NAMES}
         texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
         return {name: text for name, text in texts.items() if text}
 
 
 class Detokenizer:
-    """Text of one growing token sequence, in whole characters.
+    """Incremental text of a token sequence, in whole characters.
 
-    Only the tokens since the last shown text, and those shown just before as context, are decoded at each step. What
-    comes out adds up to `Tokenizer.decode` of all tokens. (One exception: tokenizers that fall back to bytes turn a
-    whole run of byte tokens into replacement characters if any of it is no UTF-8, even what was shown already.)
+    Each step decodes only the tokens since the last shown text, with those shown just before as context. The pieces add
+    up to `Tokenizer.decode` of all tokens, with one exception: tokenizers with byte fallback turn a whole run of byte
+    tokens into replacement characters if any of them is not UTF-8, even those already shown.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True):
@@ -172,12 +171,12 @@ class Detokenizer:
 
     def push(self, ids: list[int]) -> str:
         """Add tokens; returns the new text, which never ends within a UTF-8 character."""
-        # Tokens without text would pile up, as nothing is shown that takes them out of the window.
+        # Tokens without text are left out, as they would stay in the window for ever.
         self._ids.extend(i for i in ids if i not in self._skip and self._tokenizer.id_to_token(i) is not None)
         before, text = self._window(self._shown), self._window(len(self._ids))
         if not text.endswith(_REPLACEMENT):
             return self._show(len(self._ids), text[len(before) :])
-        # What ends in bytes that are no character may wait for its last bytes; what lies further back does not.
+        # The last tokens may wait for the rest of a character; earlier ones do not.
         for end in range(len(self._ids) - _INCOMPLETE, self._shown, -1):
             settled = self._window(end)
             if text.startswith(settled):
@@ -185,7 +184,7 @@ class Detokenizer:
         return ""
 
     def flush(self) -> str:
-        """What was held back, when no more tokens come."""
+        """The held-back text, after the last token."""
         before, text = self._window(self._shown), self._window(len(self._ids))
         self._context = self._shown = len(self._ids)
         return text[len(before) :]
@@ -208,7 +207,7 @@ def _load_fast(directory: Path) -> FastTokenizer:
             raise ModelError(f"{path} cannot be read: {error}") from None
     if not (directory / "tokenizer.model").exists():
         raise ModelError(f"{directory} has no tokenizer.json and no tokenizer.model")
-    # Old checkpoints only: this loads a large library once, at start.
+    # For old checkpoints only, as transformers takes seconds to import.
     from transformers import AutoTokenizer
 
     try:
@@ -220,7 +219,7 @@ def _load_fast(directory: Path) -> FastTokenizer:
 
 
 def _apply_bos_eos(fast: FastTokenizer, config: dict[str, Any]) -> None:
-    """tokenizer_config.json may ask for a BOS or EOS that tokenizer.json's post-processor does not add."""
+    """Add the BOS or EOS of tokenizer_config.json, if tokenizer.json's post-processor does not."""
     from tokenizers.processors import TemplateProcessing
 
     if fast.post_processor is not None and "Template" in type(fast.post_processor).__name__:
@@ -261,12 +260,12 @@ def _raise_exception(message: str) -> None:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Unlike jinja's own filter, without HTML escapes."""
+    """The `tojson` filter without HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks what the assistant said, for training; here it is only its body."""
+    """`{% generation %}`, which marks the assistant's text for training; only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it so
 

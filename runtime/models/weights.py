@@ -1,4 +1,4 @@
-"""Tensors from safetensors files, checked against what the model needs before anything is computed."""
+"""Weights from safetensors files, checked against the model's spec."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runtime.models.shards import Shard
 from runtime.models.spec import ModelSpec, read_json
 
 _BAR_FROM_BYTES = 1 << 30
-# Anything else (float8, integers) is quantised and means nothing without its scales.
+# Other types (float8, integers) are quantised and need scales.
 _DTYPES = ("F32", "BF16", "F16", "F64")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -24,18 +24,18 @@ def load_weights(
 ) -> dict[str, torch.Tensor]:
     """The tensors of `spec.expected_tensors()`, under these names, in `dtype`, on the CPU.
 
-    With a shard only its part of them, and an `lm_head.weight` for a tied model, too: only the head is cut.
-    Memory holds the result and one tensor more; a stored `lm_head` of a tied model is left in the file.
+    With a shard, its part of each, and an `lm_head.weight` even for a tied model, since only the head is sharded.
+    Peak memory is the result and one tensor; a stored `lm_head` of a tied model is not read.
 
     Raises:
-        ModelError: if a file is missing or cut short, or a tensor is missing, of another shape or not of a float type.
+        ModelError: if a file is missing or truncated, or a tensor is missing, of another shape or not of a float type.
     """
     expected = spec.expected_tensors()
     names = {spec.stored_name(name): name for name in expected}
     files = _locate(directory, list(names))
     total = sum(path.stat().st_size for path in files)
     weights: dict[str, torch.Tensor] = {}
-    # None leaves tqdm to find out whether this is a terminal.
+    # None: tqdm shows its bar on terminals only.
     disable = None if total >= _BAR_FROM_BYTES else True
     with tqdm(total=len(expected), desc="loading", unit="tensor", disable=disable) as bar:
         for path, stored in files.items():
@@ -53,7 +53,7 @@ def load_weights(
 def random_weights(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, shard: Shard | None = None
 ) -> dict[str, torch.Tensor]:
-    """Tensors like those of `load_weights`, always the same, drawn on `device`; norms are 1 and biases 0."""
+    """Random tensors in place of `load_weights`, the same in every call, on `device`; norms are 1 and biases 0."""
     weights = {}
     for name, shape in spec.expected_tensors().items():
         if len(shape) == 1:
@@ -71,25 +71,25 @@ def _read(file: safe_open, path: Path, name: str, shape: tuple[int, ...], dtype:
     try:
         stored = file.get_slice(name)
         if tuple(stored.get_shape()) != shape:
-            raise ModelError(f"{path}: {name} has shape {stored.get_shape()}; config.json asks for {list(shape)}")
+            raise ModelError(f"{path}: {name} has shape {stored.get_shape()}; config.json requires {list(shape)}")
         if stored.get_dtype() not in _DTYPES:
             raise ModelError(f"{path}: {name} is stored as {stored.get_dtype()}; supported are {', '.join(_DTYPES)}")
         tensor = file.get_tensor(name)
     except SafetensorError as error:
         raise ModelError(f"{path}: {name} cannot be read, although the checkpoint's index names it: {error}") from None
-    # The clone of an unconverted tensor lets go of the file's mapping.
+    # The clone of an unconverted tensor releases the file's mapping.
     return tensor.clone() if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _locate(directory: Path, expected: list[str]) -> dict[Path, list[str]]:
-    """Which file holds which of the expected tensors."""
+    """The expected tensors' names by file. Raises ModelError if one is missing."""
     where = _read_index(directory) or _scan(_find(directory))
     missing = [name for name in expected if name not in where]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(
             f"the checkpoint in {directory} has no tensor {missing[0]}{more}; "
-            f"config.json asks for {len(expected)} tensors, the files hold {len(where)}"
+            f"config.json requires {len(expected)} tensors, the files hold {len(where)}"
         )
     files: dict[Path, list[str]] = {}
     for name in expected:
@@ -108,7 +108,7 @@ def _read_index(directory: Path) -> dict[str, Path] | None:
     if not isinstance(weight_map, dict):
         raise ModelError(f"{path} has no weight_map")
     for file in weight_map.values():
-        # A plain name, so that an index from elsewhere cannot reach outside the directory.
+        # A plain name, so that an untrusted index cannot reach outside the directory.
         if not isinstance(file, str) or Path(file).name != file:
             raise ModelError(f"{path} names the file {file!r}, which is not in the model's directory")
     return {name: directory / file for name, file in weight_map.items()}
@@ -139,4 +139,4 @@ def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{path} is not a whole safetensors file: {error}") from None
+        raise ModelError(f"{path} is not a complete safetensors file: {error}") from None

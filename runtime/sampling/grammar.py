@@ -61,7 +61,10 @@ def _source(params: SamplingParams) -> str | None:
             raise ValueError
     except ValueError:
         raise InvalidRequest("json_schema must be the text of a JSON object", param="json_schema") from None
-    return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
+    try:
+        return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
+    except ValueError:
+        raise InvalidRequest("json_schema has an integer of more than 64 bits", param="json_schema") from None
 
 
 def _first_line(text: str) -> str:

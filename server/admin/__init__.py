@@ -1,1 +1,1 @@
-"""Routes of operators: the cache, the page, metrics."""
+"""Routes for operators, whose API keys are marked `admin`: the cache, the dashboard, metrics, control."""

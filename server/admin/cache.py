@@ -1,4 +1,4 @@
-"""Routes by which an operator keeps prefixes in the cache."""
+"""Routes to inspect the prefix cache, and to pin and evict its nodes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class PinRequest(Body):
     input_ids: TokenIds | None = None
     messages: list[Message] | None = None
     name: Text | None = Field(None, max_length=256)
-    ttl_s: float | None = Field(None, gt=0, le=1e9, description="seconds to keep it; null: until it is unpinned")
+    ttl_s: float | None = Field(None, gt=0, le=1e9, description="seconds until the pin expires; null: never")
     tenant: str | None = Field(
-        None, description="name of the API key for whose requests to keep it; default: the asker"
+        None, description="name of the API key whose namespace holds the prefix; default: the request's own key"
     )
     cache_salt: CacheSalt | None = None
     cache_scope: CacheScope = "private"
@@ -43,7 +43,7 @@ class PinRequest(Body):
 
 @router.post("/pin", responses=examples.PIN)
 async def pin(context: Ctx, body: PinRequest, tenant: Asker) -> dict[str, Any]:
-    """Keep the whole pages of a prefix in the cache; it is computed now if it is not there. 409 over the budget."""
+    """Pin the whole pages of a prefix, which is computed now if it is not cached. 409 over the budget."""
     given = [value for value in (body.text, body.input_ids, body.messages) if value is not None]
     if len(given) != 1:
         raise InvalidRequest("exactly one of text, input_ids and messages must be given", param="text")
@@ -70,21 +70,21 @@ def _named(name: str, context: Context) -> Tenant:
 
 @router.get("/pins", responses=examples.PINS)
 async def pins(context: Ctx) -> dict[str, Any]:
-    """All pins, the tokens that they hold, and the budget."""
+    """All pins, the tokens they hold, and the budget."""
     return await context.engine.pins()
 
 
 @router.delete("/pins/{pin_id}", responses=examples.SUCCESS)
 async def unpin(context: Ctx, pin_id: str) -> dict[str, Any]:
-    """Let a pin go; its pages stay cached until they are evicted."""
+    """Remove a pin; its pages stay cached until they are evicted."""
     if not await context.engine.unpin(pin_id):
         raise NotFound(f"there is no pin {pin_id!r}", param="pin_id", code="pin_not_found")
     return {"success": True}
 
 
-Page = Annotated[int, PathParameter(ge=0, lt=1 << 31, description="the node's first page, as the tree shows it")]
+Page = Annotated[int, PathParameter(ge=0, lt=1 << 31, description="the node's first page, its `id` in `/cache/tree`")]
 Start = Annotated[
-    int, Query(ge=0, lt=1 << 31, description="tokens before the node; with another number it is not found")
+    int, Query(ge=0, lt=1 << 31, description="tokens before the node; must match, or the node is not found")
 ]
 
 
@@ -101,7 +101,7 @@ async def pin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
 
 @router.delete("/nodes/{page}/pin", responses=examples.UNPINNED)
 async def unpin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
-    """Let every pin go that keeps a node."""
+    """Remove every pin that holds a node."""
     done = await context.engine.on_node("unpin", page, start)
     if not done["found"]:
         raise _gone(page)
@@ -110,7 +110,7 @@ async def unpin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
 
 @router.delete("/nodes/{page}", responses=examples.EVICTED)
 async def drop_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
-    """Evict a node and all below it, but for what live requests or pins keep."""
+    """Evict a node and its subtree, except for nodes that live requests or pins hold."""
     done = await context.engine.on_node("drop", page, start)
     if not done["found"]:
         raise _gone(page)
@@ -118,7 +118,7 @@ async def drop_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
 
 
 def _gone(page: int) -> NotFound:
-    return NotFound(f"there is no such node at page {page} any more", param="page", code="node_not_found")
+    return NotFound(f"there is no such node at page {page}", param="page", code="node_not_found")
 
 
 @router.get("/stats", responses=examples.STATS)
@@ -134,12 +134,12 @@ async def tree(
     tenant: Annotated[str | None, Query(description="admin keys: name of the API key whose nodes to show")] = None,
     depth: Annotated[int | None, Query(ge=1, le=10_000, description="deepest level; default: all")] = None,
     cursor: Annotated[int, Query(ge=0, le=10_000_000, description="`next_cursor` of the page before")] = 0,
-    limit: Annotated[int, Query(ge=1, le=4096, description="most nodes in the answer")] = 256,
+    limit: Annotated[int, Query(ge=1, le=4096, description="most nodes in the response")] = 256,
     preview: Annotated[int, Query(ge=0, le=256, description="admin keys: tokens of each run to show as text")] = 0,
 ) -> dict[str, Any]:
-    """The radix tree's nodes, level by level, parents first; other keys than admins' see their own nodes only."""
+    """The radix tree's nodes, level by level, parents first. Keys without `admin` see only their own nodes."""
     if not asker.admin and (preview or tenant not in (None, asker.name)):
-        raise Forbidden("this key may only look at its own nodes, without their text")
+        raise Forbidden("this key may only see its own nodes, without their text")
     whose = _named(tenant, context) if tenant is not None else asker
     everybody = asker.admin and tenant is None
     nodes = await context.engine.tree(

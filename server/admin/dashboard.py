@@ -1,4 +1,4 @@
-"""The page to look at, and the stream of events that it shows."""
+"""The dashboard: its page and its stream of events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import hashlib
 import re
 import time
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
@@ -29,7 +29,7 @@ _MOST_BLOCKS = 500
 _PREVIEW_TOKENS = 32
 _MOST_REQUESTS = 100
 _MOST_VIEWERS = 32
-# A large tree is walked no more often than so many times what the walk took.
+# Least pause between two walks of the tree, in multiples of the last walk's duration.
 _REST = 10
 _COUNTED = ("running", "waiting", "pages_total", "pages_free", "pages_tree", "pages_private", "pages_locked",
             "pages_pinned", "pins", "tree_nodes", "queried_tokens", "cached_tokens", "prompt_tokens",
@@ -39,7 +39,7 @@ _COUNTED = ("running", "waiting", "pages_total", "pages_free", "pages_tree", "pa
 @router.get("/")
 @router.get("/dashboard")
 async def page() -> Response:
-    """The page, the same for everyone: what it shows comes over the other routes, and wants their keys."""
+    """The static page; its data comes over routes that need a key."""
     html, policy = _page()
     return HTMLResponse(html, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff",
                                        "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"})  # fmt: skip
@@ -47,7 +47,7 @@ async def page() -> Response:
 
 @lru_cache
 def _page() -> tuple[str, str]:
-    """The page and its policy: this very script runs, and nothing is loaded from or sent to anywhere else."""
+    """The page and its Content-Security-Policy: only its own script runs, and nothing is loaded from elsewhere."""
     html = (files("server") / "static" / "dashboard.html").read_text("utf-8")
     script = re.search(r"<script>(.*?)</script>", html, re.DOTALL)
     assert script is not None
@@ -60,13 +60,13 @@ def _page() -> tuple[str, str]:
 
 @router.get("/dashboard/events", response_model=None)
 async def events(request: Request) -> EventStream:
-    """Figures every second, the tree whenever it has been walked anew (for admin keys)."""
+    """Figures every second, and the tree when it has changed."""
     feed: Feed = request.app.state.feed
     return EventStream(feed.follow(), feed.enter())
 
 
 class Feed:
-    """What all viewers see. It is made once for all of them, and only while somebody looks."""
+    """The dashboard's data, computed once for all viewers, and only while there are any."""
 
     def __init__(self, context: Context):
         self._context = context
@@ -80,8 +80,8 @@ class Feed:
         self._walk: asyncio.Task[None] | None = None
         self._walk_after_s = float("-inf")
 
-    def enter(self) -> Any:
-        """Count a viewer; returns what is to be called when it goes. Raises Overloaded when there are too many."""
+    def enter(self) -> Callable[[], None]:
+        """Count a viewer; returns the function to call when it leaves. Raises Overloaded over the limit."""
         if self._viewers >= _MOST_VIEWERS:
             raise Overloaded(f"{_MOST_VIEWERS} dashboards are open already")
         self._viewers += 1
@@ -90,17 +90,17 @@ class Feed:
     def _leave(self) -> None:
         self._viewers -= 1
         if not self._viewers:
-            # Whoever comes next shall not see what was there when the last one left.
+            # The next viewer must not see an outdated tree.
             self._tree, self._version, self._walk_after_s = {}, 0, float("-inf")
             if self._walk is not None:
                 self._walk.cancel()
 
     def close(self) -> None:
-        """End all streams: the server stops."""
+        """End all streams, as the server stops."""
         self._closing.set()
 
     async def follow(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Events for one viewer, until it goes, the server stops or the engine dies."""
+        """Events for one viewer, until it leaves, the server stops or the engine dies."""
         yield {"model": self._model()}
         seen = 0
         while True:
@@ -124,7 +124,7 @@ class Feed:
                 engine = self._context.engine
                 state, requests = await asyncio.gather(engine.state(), engine.requests(_MOST_REQUESTS))
                 for request in requests:
-                    request["rid"] = request["rid"].rpartition("/")[0]  # after it, the engine's own number
+                    request["rid"] = request["rid"].rpartition("/")[0]  # drop the engine's choice and serial number
                     request["tenant"] = self._context.tenant_name(request["tenant"])
                 counted = {name: state[name] for name in _COUNTED}
                 self._figures = {"at_s": time.time(), **counted, **self._context.metrics.now(), "requests": requests}
@@ -141,7 +141,7 @@ class Feed:
             blocks = await self._context.engine.outline(_MOST_BLOCKS, _PREVIEW_TOKENS)
             tree = {"blocks": [self._show(block) for block in blocks], **await self._context.engine.pins()}
         except RametError:
-            return  # the engine has died; the figures tell so
+            return  # the engine died; the figures report it
         end = time.monotonic()
         self._walk_after_s = end + max(_REST * (end - begin), 2 * _EVERY_S)
         if tree != self._tree:
@@ -151,7 +151,7 @@ class Feed:
         tokens = array("i")
         tokens.frombytes(block.pop("preview"))
         text = self._decode(tuple(tokens)) if tokens else ""
-        # Whole seconds are what a colour shows; finer ones would make every tree a new one.
+        # Whole seconds suffice for the colour; fractions would make every tree differ.
         idle = round(block["idle_s"])
         tenant = self._context.tenant_name(Namespace(*block["namespace"]).tenant)
         return block | {"namespace": tenant, "idle_s": idle, "preview": text}

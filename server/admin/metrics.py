@@ -1,4 +1,4 @@
-"""Prometheus metrics, under the names that SGLang's and vLLM's dashboards read, where they have one."""
+"""Prometheus metrics, under the names of SGLang's and vLLM's dashboards where these have one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from server.http.rate import Rate, Recent
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 
-# engine state -> (help, names); counters carry their `_total` suffix by themselves.
+# Engine state -> (help, names); the client library adds `_total` to counters.
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prompt_tokens": ("Prompt tokens of accepted requests", ("sglang:prompt_tokens", "vllm:prompt_tokens")),
     "generation_tokens": ("Generated tokens", ("sglang:generation_tokens", "vllm:generation_tokens")),
@@ -63,19 +63,19 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 
 
-# Seconds, a count for every page.
+# Seconds, one observation per page.
 _HISTOGRAMS: dict[str, tuple[str, str]] = {
     "idle_before_evict_s": (
         "Seconds from a page's last use to its eviction",
         "vllm:kv_block_idle_before_evict_seconds",
     ),
-    "lifetime_s": ("Seconds from a page's coming to its eviction", "vllm:kv_block_lifetime_seconds"),
+    "lifetime_s": ("Seconds from a page's insertion to its eviction", "vllm:kv_block_lifetime_seconds"),
     "reuse_gap_s": ("Seconds between two uses of a prefix", "vllm:kv_block_reuse_gap_seconds"),
 }
 
 
 class Metrics:
-    """The registry of one server."""
+    """The metrics registry of a server."""
 
     def __init__(self, model: str):
         self._labels = {"model_name": model}
@@ -88,11 +88,15 @@ class Metrics:
         self._itl = self._histograms("Seconds between output tokens", *_both("inter_token_latency_seconds"))
         self._e2e = self._histograms("Seconds from submission to the end", *_both("e2e_request_latency_seconds"))
         self._queue = self._histograms(
-            "Seconds waiting", "sglang:queue_time_seconds", "vllm:request_queue_time_seconds"
+            "Seconds in the waiting queue", "sglang:queue_time_seconds", "vllm:request_queue_time_seconds"
         )
-        self._prefill = self._histograms("Seconds from admission to token 1", "vllm:request_prefill_time_seconds")
+        self._prefill = self._histograms(
+            "Seconds from admission to the first token", "vllm:request_prefill_time_seconds"
+        )
         self._decode = self._histograms("Seconds from the first token to the end", "vllm:request_decode_time_seconds")
-        self._tpot = self._histograms("Seconds per further token", "vllm:request_time_per_output_token_seconds")
+        self._tpot = self._histograms(
+            "Seconds per output token after the first", "vllm:request_time_per_output_token_seconds"
+        )
         self._success = Counter(
             "vllm:request_success", "Finished requests", [*self._labels, "finished_reason"], registry=self._registry
         )
@@ -104,7 +108,7 @@ class Metrics:
         ]
 
     def observe(self, output: Output, previous_s: float | None) -> None:
-        """Book an Output; `previous_s` is the `e2e_s` of the completion's last tokens, None before them."""
+        """Record an Output; `previous_s` is the `e2e_s` of the completion's previous tokens, None before the first."""
         new = len(output.new_token_ids)
         self._generated.add(new)
         if new and previous_s is None:
@@ -127,7 +131,7 @@ class Metrics:
         self._success.labels(**self._labels, finished_reason=output.finish.type).inc()
 
     def now(self) -> dict[str, float | None]:
-        """What happened lately: generated tokens per second, and the time to first token in seconds."""
+        """Recent figures: generated tokens per second, and percentiles of the time to first token in seconds."""
         return {
             "tokens_per_s": self._generated.per_second(),
             "ttft_p50_s": self._ttfts.percentile(50),
@@ -135,7 +139,7 @@ class Metrics:
         }
 
     def render(self, state: dict[str, Any]) -> bytes:
-        """The exposition text, with the engine's counters and gauges as they are now."""
+        """The exposition text; `state` is `AsyncEngine.state()`."""
         total = state["pages_total"]
         queried = state["queried_tokens"]
         used = state["pages_private"] + state["pages_locked"]
@@ -148,7 +152,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the registry: the engine's state under its names."""
+        """The engine's state as metrics; called by the registry."""
         for table, family in ((_COUNTERS, CounterMetricFamily), (_GAUGES, GaugeMetricFamily)):
             for key, (text, names) in table.items():
                 for name in names:

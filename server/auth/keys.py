@@ -1,8 +1,8 @@
-"""Who asks: API keys, what each may do, and the cache namespace that follows from it.
+"""API keys, their permissions, and the cache namespace of each.
 
-A key is a line `NAME KEY [admin] [public] [quota=PAGES] [max_priority=NUMBER]`, or `NAME KEY metrics` for a scraper, of
-the file `--api-keys`, or of the environment variable RAMET_API_KEYS (lines separated by `;`). Without any key the
-server is open, and everyone is the same tenant.
+A key is a line `NAME KEY [admin] [public] [quota=PAGES] [max_priority=NUMBER]`, or `NAME KEY metrics` for a scraper, in
+the file `--api-keys` or the environment variable RAMET_API_KEYS (lines separated by `;`). Without keys the server is
+open, and all requests belong to one tenant.
 """
 
 from __future__ import annotations
@@ -15,27 +15,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from fastapi import Depends, Request
+from fastapi import APIRouter, Depends, Request
+from fastapi.routing import APIRoute
 from pydantic import Field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from radix import Namespace
-from runtime.errors import RametError
+from runtime.errors import InvalidRequest, RametError
 from server.http.refusal import Refusal
 
 ENVIRONMENT = "RAMET_API_KEYS"
-# Routers and orchestrators ask without a key whether to send requests here. The page itself is the same for everybody;
-# what it shows wants a key.
+# Routers and orchestrators probe health without a key. The dashboard's page is static; its data needs a key.
 OPEN_PATHS = frozenset({"/health", "/ready", "/", "/dashboard"})
-# What a scraper's key is for.
+# The one route for scrapers' keys.
 METRICS_PATH = "/metrics"
-ADMIN_PATHS = (
-    *("/cache/", "/dashboard/", "/flush_cache", "/abort_request", "/server_info", "/get_server_info", METRICS_PATH),
-    *("/pause", "/resume", "/shutdown"),
-)
 # Tenant of the cached pages that all keys share; no account is called so.
 PUBLIC = "public"
-# Below an admin's path, but everybody sees what is its own there.
+# Routes in server/admin that answer every key, with its own data.
 OWN_PATHS = frozenset({"/cache/tree"})
 
 CacheScope = Annotated[
@@ -50,35 +46,35 @@ _LINE = re.compile(
 
 
 class Unauthorized(RametError):
-    """No key, or one that is not known (HTTP 401)."""
+    """The key is missing or unknown (HTTP 401)."""
 
     status = 401
     type = "authentication_error"
 
 
 class Forbidden(RametError):
-    """A key that may not do this (HTTP 403)."""
+    """The key lacks the permission (HTTP 403)."""
 
     status = 403
     type = "permission_error"
 
 
 class BadKeys(RametError):
-    """The configured keys cannot be read. Never shows a key."""
+    """The configured keys cannot be read. The message never contains a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who asks.
+    """The holder of an API key.
 
     Attributes:
-        name: as the operator calls the key; empty on an open server.
-        digest: SHA-256 of the key, which itself is not kept.
-        admin: whether the routes about cache and server are allowed.
-        public: whether public prefixes are.
-        quota: pages that it may keep cached; None: the configured number.
-        max_priority: the highest priority that requests may ask for; admins may ask for any.
-        metrics: whether `/metrics` is all that is allowed.
+        name: the operator's name for the key; empty on an open server.
+        digest: SHA-256 of the key; the key itself is not stored.
+        admin: whether the routes of server/admin are allowed.
+        public: whether public prefixes are allowed.
+        quota: cached pages; None: `--tenant-quota`.
+        max_priority: highest priority of requests; admins may ask for any.
+        metrics: whether `/metrics` is the only route allowed.
     """
 
     name: str
@@ -103,7 +99,7 @@ class Tenant:
         return Namespace(self.account, salt or "")
 
     def priority(self, asked: int) -> int:
-        """The priority of a request that asks for one. Raises Forbidden for a higher one than the key may have."""
+        """The priority of a request. Raises Forbidden above `max_priority`."""
         if asked > self.max_priority and not self.admin:
             raise Forbidden(f"this key may ask for priorities up to {self.max_priority}", param="priority")
         return asked
@@ -113,7 +109,7 @@ _EVERYONE = Tenant("", b"", admin=True, public=True)
 
 
 def read_keys(path: Path | None) -> list[Tenant]:
-    """The tenants of the key file and of the environment. Raises BadKeys."""
+    """The tenants of the key file and the environment. Raises BadKeys."""
     lines = os.environ.get(ENVIRONMENT, "").split(";")
     if path is not None:
         try:
@@ -149,47 +145,58 @@ def read_keys(path: Path | None) -> list[Tenant]:
             )
         )
     if path is not None and not tenants:
-        raise BadKeys(f"--api-keys {path} has no key")  # an open server is never what was meant
+        raise BadKeys(f"--api-keys {path} has no key")  # an open server cannot be meant
     return tenants
 
 
-class Guard:
-    """ASGI middleware: with keys, every route but `/health` and `/ready` wants one, and some want an admin's."""
+def admin_paths(routers: list[APIRouter]) -> tuple[str, ...]:
+    """Beginnings of the paths of operators' routes: each path up to its first parameter."""
+    paths = {route.path for router in routers for route in router.routes if isinstance(route, APIRoute)}
+    return tuple({path.partition("{")[0] for path in paths - OPEN_PATHS - OWN_PATHS})
 
-    def __init__(self, app: ASGIApp, tenants: list[Tenant], refuse: Refusal):
+
+class Guard:
+    """ASGI middleware: checks API keys; every route needs one but OPEN_PATHS, and `admin_paths` an admin's."""
+
+    def __init__(self, app: ASGIApp, tenants: list[Tenant], admin_paths: tuple[str, ...], refuse: Refusal):
         self.app = app
         self.tenants = tenants
+        self.admin_paths = admin_paths
         self.refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application as the tenant whose key the request has."""
+        """Run the application with the request's tenant in its state."""
         if scope["type"] == "http":
             try:
-                scope.setdefault("state", {})["tenant"] = self._admit(scope)
+                scope.setdefault("state", {})["tenant"] = self._authenticate(scope)
             except RametError as error:
                 await self.refuse(error, scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
-    def _admit(self, scope: Scope) -> Tenant:
+    def _authenticate(self, scope: Scope) -> Tenant:
         if not self.tenants or scope["path"] in OPEN_PATHS:
             return _EVERYONE
-        tenant = self._find(dict(scope["headers"]))
+        tenant = self._find(scope["headers"])
         path = scope["path"]
         if tenant.metrics:
             if path != METRICS_PATH:
                 raise Forbidden(f"this key is for {METRICS_PATH} alone")
             return tenant
-        if path.startswith(ADMIN_PATHS) and path not in OWN_PATHS and not tenant.admin:
+        if path.startswith(self.admin_paths) and path not in OWN_PATHS and not tenant.admin:
             raise Forbidden("this route is for admin keys")
         return tenant
 
-    def _find(self, headers: dict[bytes, bytes]) -> Tenant:
+    def _find(self, sent: list[tuple[bytes, bytes]]) -> Tenant:
+        headers = dict(sent)
+        for name in (b"authorization", b"x-api-key"):
+            if sum(sent_name == name for sent_name, _ in sent) > 1:
+                raise InvalidRequest(f"the header {name.decode()} may be sent once")
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
         if kind.lower() != b"bearer":
             key = headers.get(b"x-api-key", b"")
         digest = hashlib.sha256(key.strip()).digest()
-        # All are compared, in constant time each: how long it takes tells nothing about any key.
+        # All are compared, each in constant time, so that the duration says nothing about a key.
         found = [tenant for tenant in self.tenants if hmac.compare_digest(tenant.digest, digest)]
         if not found:
             raise Unauthorized("a valid API key is needed: Authorization: Bearer KEY")
@@ -197,7 +204,6 @@ class Guard:
 
 
 def get_tenant(request: Request) -> Tenant:
-    """The tenant whose key a request has."""
     return request.state.tenant
 
 

@@ -1,4 +1,4 @@
-"""Every HTTP request gets an id, a line in the log without any of its text, and an answer whatever fails."""
+"""Access log: an id and a line for every HTTP request, and a 500 for unexpected errors. Bodies are not logged."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from server.http.errors import error_response
 log = logging.getLogger("ramet.access")
 
 ID_HEADER = b"x-request-id"
-# No client fills the log with one request.
+# Characters of a path in the log.
 _MOST_PATH = 256
-# What a client or a proxy may call its request; anything else could forge log lines.
+# Request ids that are taken from clients and proxies; others could forge log lines.
 _ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -29,7 +29,7 @@ class AccessLog:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application; what it raises is logged once, and answered with 500 if nothing was sent yet."""
+        """Run the application; an exception is logged once, and answered with 500 if no response has started."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -63,7 +63,7 @@ def _path(scope: Scope) -> str:
 
 
 def _write(scope: Scope, status: int, seconds: float) -> None:
-    # 499 is what nobody was told, as the client had left.
+    # 499: the client left before a response started.
     status = status or 499
     client = (scope.get("client") or ("-",))[0]
     tenant = getattr(scope.get("state", {}).get("tenant"), "name", "")

@@ -1,19 +1,23 @@
-"""The application: routes, errors, limits."""
+"""The FastAPI application: routes, error handlers, middleware."""
 
 from __future__ import annotations
 
+import pkgutil
+from importlib import import_module
 from importlib.metadata import version
+from types import ModuleType
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from runtime.config import Config
 from runtime.frontend.async_engine import AsyncEngine
-from server.admin import cache, dashboard
+from server import admin, http, openai
+from server.admin import dashboard
 from server.admin.metrics import Metrics
-from server.auth.keys import Guard, Tenant
+from server.auth.keys import Guard, Tenant, admin_paths
 from server.context import Context
-from server.http import errors, generate, routes
+from server.http import errors
 from server.http.access import AccessLog
 from server.http.errors import ErrorBody
 from server.http.gate import Gate
@@ -22,30 +26,36 @@ from server.http.openapi import describe_keys
 from server.http.origins import Origins
 from server.http.refusal import Refusal
 from server.http.traces import add_traces
-from server.openai import chat, completions
+
+
+def find_routers(package: ModuleType) -> list[APIRouter]:
+    """The `router` of each module of a package that defines one: a new route needs no other file than its own."""
+    names = (module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."))
+    return [module.router for module in map(import_module, names) if hasattr(module, "router")]
 
 
 def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate: Gate | None = None) -> FastAPI:
-    """The application over a started engine, for those who have a key (for everyone without tenants)."""
+    """The application over a started engine. Without tenants it asks for no API key."""
     app = FastAPI(
         title="Ramet",
         version=version("ramet"),
         summary="A serving runtime for language models whose heart is a radix tree over token sequences.",
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
-        redirect_slashes=False,  # where to is what the client's Host header says
+        redirect_slashes=False,  # a redirect would lead where the client's Host header says
     )
     options = config.server
     app.state.context = Context(engine, config, Metrics(engine.info.name), tenants, gate or Gate())
     app.state.feed = dashboard.Feed(app.state.context)
-    for module in (generate, completions, chat, cache, dashboard, routes):
-        app.include_router(module.router)
+    operators = find_routers(admin)
+    for router in (*find_routers(http), *find_routers(openai), *operators):
+        app.include_router(router)
     errors.install(app)
     if tenants:
         describe_keys(app)
-    # What is added last comes first: nothing is read for a stranger.
+    # Middleware that is added last runs first: keys are checked before bodies are read.
     refuse = Refusal(options.max_body_bytes, options.client_timeout)
     app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, patience_s=options.client_timeout, refuse=refuse)
-    app.add_middleware(Guard, tenants=tenants, refuse=refuse)
+    app.add_middleware(Guard, tenants=tenants, admin_paths=admin_paths(operators), refuse=refuse)
     origins = options.cors_origins.split(",") if options.cors_origins else []
     app.add_middleware(Origins, allowed=origins, refuse=refuse)
     if origins:

@@ -1,8 +1,9 @@
-"""Connections that do not wait for their client for ever."""
+"""HTTP/1.1 connections with timeouts, and stricter about heads than h11."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import h11
@@ -14,42 +15,70 @@ from runtime.logs import request_id
 from server.http.access import ID_HEADER
 from server.http.errors import error_response
 
-# What the kernel may hold for a client that does not read. Without a bound it takes megabytes for each.
+# The kernel's buffer of a connection; by default it grows to megabytes for a client that does not read.
 SEND_BUFFER_BYTES = 128 << 10
 
 
+_HEAD_END = re.compile(rb"\n\r?\n")
+_FOLD = re.compile(rb"\r?\n[ \t]+")
+_LENGTHS = re.compile(rb"^content-length:.*$", re.IGNORECASE | re.MULTILINE)
+_AUTHORITY = re.compile(rb"https?://[^/?#]*", re.IGNORECASE)
+
+
+class _Parser(h11.Connection):
+    """h11's parser, which refuses repeated Content-Lengths and reduces targets in absolute form to their path.
+
+    h11 joins equal lengths to one header, so the head is searched before h11 parses it.
+    """
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """See h11.Connection. Raises h11.RemoteProtocolError."""
+        if self.their_state is h11.IDLE:
+            data = self.trailing_data[0]
+            if end := _HEAD_END.search(data):
+                lengths = _LENGTHS.findall(_FOLD.sub(b" ", data[: end.end()]))
+                if len(lengths) > 1 or any(b"," in length for length in lengths):
+                    raise h11.RemoteProtocolError("more than one Content-Length")
+        event = super().next_event()
+        if isinstance(event, h11.Request) and (found := _AUTHORITY.match(event.target)):
+            path = event.target[found.end() :]
+            target = path if path.startswith(b"/") else b"/" + path
+            return h11.Request(
+                method=event.method, target=target, headers=event.headers, http_version=event.http_version
+            )
+        return event
+
+
 class Connection(H11Protocol):
-    """uvicorn's HTTP/1.1, with a time for sending a request's head and for taking what was sent.
+    """uvicorn's HTTP/1.1 protocol with a timeout for clients that do not send a head or do not read a response.
 
     Attributes:
-        patience_s: how long either may take; then the connection is cut, which aborts its request.
+        patience_s: seconds until the connection is cut, which aborts its request.
     """
 
     patience_s: float = 30.0
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
+        self.conn = _Parser(h11.SERVER)
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._lingers = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio.Protocol."""
         super().connection_made(transport)
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         for timer in (self._head_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         if self._lingers:
             return
-        # What is logged before an application has the request, or as there is none, has an id as well.
+        # Lines that are logged outside of a request carry an id as well.
         token = request_id.set(new_rid())
         try:
             super().data_received(data)
@@ -59,12 +88,11 @@ class Connection(H11Protocol):
             self._watch_head()
 
     def on_response_complete(self) -> None:
-        """An answer was sent; a part of the next head may have come already."""
         super().on_response_complete()
-        self._watch_head()
+        self._watch_head()  # part of the next head may have arrived
 
     def _watch_head(self) -> None:
-        """Run the timer while the client owes (the rest of) a head, or of a body whose answer it has already."""
+        """Run the head timer while the client owes the rest of a head, or of a body that is already answered."""
         answered = self.cycle is None or self.cycle.response_complete
         owes_head = self.conn.their_state is h11.IDLE and (self.cycle is None or self.conn.trailing_data[0] != b"")
         owes = owes_head or (self.conn.their_state is h11.SEND_BODY and answered)
@@ -75,23 +103,21 @@ class Connection(H11Protocol):
             self._head_timer = None
 
     def pause_writing(self) -> None:
-        """The client does not take what it is sent; called when too much is left."""
         super().pause_writing()
         if self._write_timer is None:
             self._write_timer = self.loop.call_later(self.patience_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has taken enough."""
         super().resume_writing()
         if self._write_timer is not None:
             self._write_timer.cancel()
             self._write_timer = None
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Say nothing: that there are no web sockets is meant, and no client fills the log with it."""
+        """Log nothing: WebSockets are refused on purpose, and clients must not fill the log."""
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP in the one error schema."""
+        """Answer malformed HTTP in the error schema."""
         answer = error_response(InvalidRequest("this is not a valid HTTP request"))
         headers = [*answer.raw_headers, (b"connection", b"close"), (ID_HEADER, request_id.get().encode())]
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -104,9 +130,9 @@ class Connection(H11Protocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Send no more, and close once the client has ended or its time is over.
+        """Half-close; close when the client does, or after `patience_s`.
 
-        With bytes unread a close would be a reset, which may overtake the answer.
+        To close with unread bytes sends a reset, which may overtake the answer.
         """
         self._lingers = True
         if self.cycle is not None and not self.cycle.response_complete:
@@ -121,5 +147,5 @@ class Connection(H11Protocol):
 
 
 def patient(seconds: float) -> type[Connection]:
-    """The class of connections that wait so long."""
+    """A Connection class with `patience_s`."""
     return type("PatientConnection", (Connection,), {"patience_s": seconds})

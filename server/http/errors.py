@@ -1,4 +1,4 @@
-"""One error schema for everything: `{"error": {"message", "type", "param", "code"}}`."""
+"""The error schema of all routes: `{"error": {"message", "type", "param", "code"}}`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from fastapi.responses import JSONResponse
 from pydantic import AfterValidator, BaseModel
 from starlette.exceptions import HTTPException
 
-from runtime.errors import Overloaded, RametError
+from runtime.errors import InvalidRequest, Overloaded, RametError
 
 RETRY_AFTER_S = 1
 
-# OpenAI's clients would send these twice more within seconds, which makes three of every refused request.
+# OpenAI's clients retry these twice within seconds, which would triple refused requests.
 _NOT_AGAIN = frozenset((408, 409, 429))
 
 _NO_OBJECT = ("missing", "model_attributes_type", "model_type")
 _MAX_NAME = 100
-# What a request names is told back to it, but not by the megabyte.
+# Messages quote requests, which may be megabytes long.
 _MAX_MESSAGE = 500
 _BRANCHES = frozenset(("str", "int", "float", "bool", "list", "dict"))
 
@@ -29,8 +29,6 @@ def _clip(text: str) -> str:
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
-
     message: Annotated[str, AfterValidator(_clip)]
     type: str
     param: str | None = None
@@ -38,13 +36,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every answer that is not a success."""
+    """The body of every error response."""
 
     error: ErrorDetail
 
 
 class NotFound(RametError):
-    """Something that was named does not exist (HTTP 404)."""
+    """A named object does not exist (HTTP 404)."""
 
     status = 404
     type = "not_found_error"
@@ -65,13 +63,12 @@ class UnsupportedMediaType(RametError):
 
 
 def error_body(error: RametError) -> dict[str, Any]:
-    """The schema's dict of an error."""
     detail = ErrorDetail(message=error.message, type=error.type, param=error.param, code=error.code)
     return {"error": detail.model_dump()}
 
 
 def error_response(error: RametError) -> JSONResponse:
-    """The HTTP answer of an error; overload tells when to come back, and that not at once."""
+    """The HTTP response of an error, with Retry-After and X-Should-Retry where they apply."""
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else {}
     if error.status in _NOT_AGAIN or isinstance(error, Overloaded):
         headers["X-Should-Retry"] = "false"
@@ -81,7 +78,7 @@ def error_response(error: RametError) -> JSONResponse:
 
 
 def install(app: FastAPI) -> None:
-    """Answer every kind of failure in the one schema (what is unexpected: see `AccessLog`)."""
+    """Register handlers that answer errors in the schema; `AccessLog` answers unexpected ones."""
 
     @app.exception_handler(RametError)
     async def _ramet(_: Request, error: RametError) -> JSONResponse:
@@ -90,7 +87,7 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _validation(_: Request, error: RequestValidationError) -> JSONResponse:
         message, param = _first_problem(error)
-        return _plain(400, message, "invalid_request_error", param)
+        return error_response(InvalidRequest(message, param=param))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
@@ -99,20 +96,14 @@ def install(app: FastAPI) -> None:
             404: f"there is no route {request.url.path}",
             405: f"{request.method} is not allowed on {request.url.path}",
         }
-        answer = _plain(error.status_code, messages.get(error.status_code, str(error.detail)), "invalid_request_error")
-        answer.headers.update(error.headers or {})
-        return answer
-
-
-def _plain(status: int, message: str, kind: str, param: str | None = None) -> JSONResponse:
-    detail = ErrorDetail(message=message, type=kind, param=param)
-    return JSONResponse({"error": detail.model_dump()}, status_code=status)
+        body = error_body(InvalidRequest(messages.get(error.status_code, str(error.detail))))
+        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
 
 def _first_problem(error: RequestValidationError) -> tuple[str, str | None]:
-    """One sentence, and the field's path.
+    """The message and the field's path.
 
-    A value that fits no branch of a union has a problem in each; the deepest one is of the branch that was meant.
+    A value that fits no branch of a union has an error in each branch; the one with the longest path is reported.
     """
     problem = max(error.errors(), key=lambda problem: len(problem["loc"]))
     if problem["type"] == "json_invalid":
@@ -123,7 +114,7 @@ def _first_problem(error: RequestValidationError) -> tuple[str, str | None]:
     names = [str(part) for part in path if _names_a_field(part)]
     if problem["type"] == "extra_forbidden" or _names_a_field(last):
         names.append(str(last)[:_MAX_NAME])
-    # A name may hold what no answer can, such as half of a surrogate pair.
+    # A name may hold a lone surrogate, which no response can encode.
     param = ".".join(names).encode(errors="replace").decode() or None
     if problem["type"] == "extra_forbidden":
         return f"unknown field {param}", param
@@ -132,5 +123,5 @@ def _first_problem(error: RequestValidationError) -> tuple[str, str | None]:
 
 
 def _names_a_field(part: str | int) -> bool:
-    """Whether part of a problem's location is in the request: an index or a field, not the type of a branch."""
+    """Whether an element of an error's location is an index or a field, and not the type of a union's branch."""
     return isinstance(part, int) or (part.isidentifier() and part.islower() and part not in _BRANCHES)

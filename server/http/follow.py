@@ -1,4 +1,4 @@
-"""Opens calls to the engine, reads their Outputs and keeps the metrics up to date."""
+"""Submissions to the engine, and their Outputs, which are recorded in the metrics."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ async def open_outputs(
     """Submit; errors name the request's fields.
 
     Args:
-        context: whose engine.
-        submissions: what is wanted.
-        timeout_s: what the request allows itself; the server may allow less.
-        names: what the request calls the engine's parameters, where the names differ.
+        names: the request's fields by the engine's parameters, where their names differ.
+        timeout_s: the request's own timeout; `--max-timeout` may be shorter.
 
     Raises:
-        RametError: as `AsyncEngine.open`, and Overloaded once the server is about to stop.
+        RametError: as `AsyncEngine.open`, and Overloaded while the server stops.
     """
     context.gate.check()
     limits = [limit for limit in (timeout_s, context.config.scheduler.max_timeout) if limit is not None]
@@ -35,12 +33,12 @@ async def open_outputs(
 
 
 async def follow(outputs: OutputStream, metrics: Metrics) -> AsyncIterator[Output]:
-    """Yield every Output, after it was booked."""
+    """The Outputs, each recorded in the metrics."""
     last: dict[tuple[int, int], float] = {}
     async for output in outputs:
         key = (output.index, output.choice)
         metrics.observe(output, last.get(key))
-        if output.new_token_ids:  # others tell of the prompt or of a canvas whose beginning is not decided
+        if output.new_token_ids:  # an Output without tokens reports the prompt or a canvas
             last[key] = output.e2e_s
         yield output
 

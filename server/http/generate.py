@@ -23,14 +23,14 @@ from server.http.wire import MAX_BATCH, Body, CacheSalt, Diffusion, Priority, Ri
 router = APIRouter(tags=["generate"])
 
 MAX_TOP_LOGPROBS = 128
-# Every event of a stream repeats all log-probabilities so far; more of them would hold up everybody's streams.
+# Log-probabilities in an event; each event repeats the earlier ones, and large events delay all streams.
 MAX_REPEATED = 1 << 16
 
 
 class GenerateRequest(Body):
     """One prompt or several; exactly one of `text` and `input_ids`."""
 
-    # What SGLang's own clients and router send along.
+    # Fields that SGLang's clients and router send.
     IGNORED = frozenset({"log_metrics", "background"})
 
     model_config = ConfigDict(
@@ -65,7 +65,7 @@ class GenerateRequest(Body):
 
     @property
     def prompt_logprobs_from(self) -> int | None:
-        """The prompt position from which log-probabilities are wanted."""
+        """The first prompt position with log-probabilities; None: none."""
         return self.logprob_start_len if self.return_logprob and self.logprob_start_len >= 0 else None
 
 
@@ -132,11 +132,11 @@ async def _answer(
 
 
 def _check_repeated(body: GenerateRequest, tokens: int) -> None:
-    """Raise InvalidRequest if one event tells too much of so many tokens."""
+    """Raise InvalidRequest if an event would hold more than MAX_REPEATED log-probabilities."""
     if body.return_logprob and tokens * (1 + body.top_logprobs_num) > MAX_REPEATED:
         raise InvalidRequest(
-            f"{tokens} tokens with {body.top_logprobs_num} alternatives each are too much for the events of a stream, "
-            f"of which each repeats what came before; {MAX_REPEATED} log-probabilities may be in one",
+            f"{tokens} tokens with {body.top_logprobs_num} alternatives each exceed the {MAX_REPEATED} "
+            "log-probabilities of a stream's event, which repeats those of earlier events",
             param="top_logprobs_num",
         )
 
@@ -207,7 +207,7 @@ class _Logprobs:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it has something of."""
+        """Tokens whose log-probabilities are held."""
         return len(self._output) + len(self._input)
 
     def fields(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a request's body may be, checked while it is read and before anything parses it."""
+"""Limits on bodies, checked while they are read and before they are parsed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _JSON = b"application/json"
 
 
 class BodyLimit:
-    """ASGI middleware: refuses bodies over the limit (413), that come too slowly (408), or are not JSON (415)."""
+    """ASGI middleware: refuses bodies that are too large (413), too slow (408) or not JSON (415)."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, patience_s: float, refuse: Refusal):
         self.app = app
@@ -24,14 +24,16 @@ class BodyLimit:
         self.refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application with a `receive` that has read the body already."""
+        """Read the body, then run the application with it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
         if b"transfer-encoding" in headers and b"content-length" in headers:
-            # A proxy that believes the other one sees the next request begin elsewhere.
-            await self.refuse(InvalidRequest("a body has either a length or chunks"), scope, receive, send)
+            # A proxy that trusts the other header sees the next request begin elsewhere.
+            await self.refuse(
+                InvalidRequest("Content-Length and Transfer-Encoding exclude each other"), scope, receive, send
+            )
             return
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and (len(length) > 18 or int(length) > self.max_bytes):
@@ -41,7 +43,7 @@ class BodyLimit:
             async with asyncio.timeout(self.patience_s):
                 body = await self._read(receive)
         except TimeoutError:
-            await self.refuse(DeadlineExceeded("the body did not come in time"), scope, receive, send)
+            await self.refuse(DeadlineExceeded("the body did not arrive in time"), scope, receive, send)
             return
         except BodyTooLarge as error:
             await self.refuse(error, scope, receive, send)
@@ -78,7 +80,7 @@ class BodyLimit:
 
 
 def _unreadable(headers: dict[bytes, bytes]) -> str:
-    """Why a body of these headers is not read; empty if it is."""
+    """The reason to refuse a body with these headers; empty if there is none."""
     kind = headers.get(b"content-type", _JSON).split(b";")[0].strip().lower()
     if kind != _JSON and not kind.endswith(b"+json"):
         return "the body must be JSON: send the header Content-Type: application/json"

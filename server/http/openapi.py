@@ -1,4 +1,4 @@
-"""What the OpenAPI document says about keys."""
+"""API keys in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SCHEMES = {
 
 
 def describe_keys(app: FastAPI) -> None:
-    """Let the document say that every route wants a key, but for those that do not."""
+    """Add the security schemes: every route but those of `OPEN_PATHS` needs a key."""
     make = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Pages of other sites, which a browser lets send requests to a server on its machine whatever that server says."""
+"""Cross-site requests, which browsers send even to servers on their own machine or network."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ _FOREIGN = (b"cross-site", b"same-site")
 
 
 class Origins:
-    """ASGI middleware: refuses what a browser sends for a page of another origin, unless that one is allowed (403).
+    """ASGI middleware: refuses requests that a browser sends for a page of another origin (403).
 
-    A plain POST, and any GET, is sent without a question before it; only the answer would be kept from the page. On a
-    server without keys that is enough to stop it, or to let it compute. Following a link is not refused.
+    A plain POST, and any GET, is sent without a preflight; the browser only withholds the response from the page. On a
+    server without keys that is enough to stop it, or to make it compute. Navigation to the server is not refused.
 
     Args:
-        app: the application.
-        allowed: the origins of `--cors-origins`, of which `*` stands for all.
-        refuse: answers.
+        allowed: the origins of `--cors-origins`; `*` allows all.
     """
 
     def __init__(self, app: ASGIApp, allowed: Collection[str], refuse: Refusal):
@@ -30,9 +28,9 @@ class Origins:
         self.refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application for everybody else."""
+        """Refuse the request, or run the application."""
         if scope["type"] == "http" and self._is_foreign(scope):
-            error = Forbidden("a page of another origin may not ask here; --cors-origins names those that may")
+            error = Forbidden("pages of this origin may not send requests; --cors-origins lists those that may")
             await self.refuse(error, scope, receive, send)
             return
         await self.app(scope, receive, send)

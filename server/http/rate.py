@@ -1,4 +1,4 @@
-"""How much of something there is per second."""
+"""Rates and percentiles over a recent window of time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 class Recent:
-    """The last values of something, as long as they are not too old."""
+    """Values of the last `window_s` seconds, `most` at most."""
 
     def __init__(self, window_s: float = 30.0, most: int = 512, clock: Callable[[], float] = time.monotonic):
         self._window_s = window_s
@@ -17,18 +17,17 @@ class Recent:
         self._values: deque[tuple[float, float]] = deque(maxlen=most)
 
     def add(self, value: float) -> None:
-        """Something came now."""
         self._values.append((self._clock(), value))
 
     def percentile(self, point: float) -> float | None:
-        """The nearest-rank percentile over the window, None of nothing."""
+        """The nearest-rank percentile over the window; None without values."""
         since = self._clock() - self._window_s
         values = sorted(value for at, value in self._values if at >= since)
         return values[max(math.ceil(point / 100 * len(values)) - 1, 0)] if values else None
 
 
 class Rate:
-    """How much of something there was per second lately."""
+    """Events per second over the last `window_s` seconds."""
 
     def __init__(self, window_s: float = 10.0, clock: Callable[[], float] = time.monotonic):
         self._window_s = window_s
@@ -37,7 +36,6 @@ class Rate:
         self._seconds: deque[tuple[int, int]] = deque()
 
     def add(self, amount: int) -> None:
-        """Count something that happened now."""
         second = int(self._clock())
         if self._seconds and self._seconds[-1][0] == second:
             amount += self._seconds.pop()[1]

@@ -1,4 +1,4 @@
-"""Answers to requests of which not everything has been read."""
+"""Error responses to requests whose body has not been read."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from starlette.types import Receive, Scope, Send
 from runtime.errors import RametError
 from server.http.errors import error_response
 
-# A client that still sends does not read; so much more of its body is thrown away, in units of the limit.
+# Multiple of the body limit that is read and dropped, since a client that still sends does not read.
 _DRAIN = 8
 
 
 class Refusal:
-    """Answers with an error, and keeps the connection long enough for a client that sends before it reads.
+    """Answers with an error, and keeps the connection open for clients that send their body before they read.
 
     Args:
-        max_bytes: what a body may have; eight times as much is thrown away.
-        patience_s: how long that may take.
+        max_bytes: the body limit; eight times as much is read and dropped.
+        patience_s: seconds for that.
     """
 
     def __init__(self, max_bytes: int, patience_s: float):
@@ -26,7 +26,7 @@ class Refusal:
         self._patience_s = patience_s
 
     async def __call__(self, error: RametError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer. A connection on which a body was announced is closed: whether it still comes nobody knows."""
+        """Send the error. A connection on which a body was announced is closed, since the body may never come."""
         response = error_response(error)
         if not _announces_body(scope):
             await response(scope, receive, send)

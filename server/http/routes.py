@@ -1,9 +1,8 @@
-"""Routes about the server, the model and the cache."""
+"""Routes for health, the model and its tokenizer."""
 
 from __future__ import annotations
 
 import asyncio
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -19,27 +18,16 @@ from server.context import Ctx
 from server.http import examples
 from server.http.follow import collect
 from server.http.sse import unless_gone
-from server.http.wire import Body, Rid, Text, TokenIds
+from server.http.wire import Body, Text, TokenIds
 
 router = APIRouter(tags=["server"])
 
-# How long a probe of the engine may take.
+# Timeout of `/health_generate`, seconds.
 _PROBE_S = 60.0
 _PROBE_PRIORITY = 1 << 30
 
 
-class AbortRequest(Body):
-    """Which request to end."""
-
-    model_config = ConfigDict(json_schema_extra={"example": {"rid": "my-request"}})
-
-    rid: Rid | None = None
-    abort_all: bool = False
-
-
 class TokenizeRequest(Body):
-    """Text to tokenize."""
-
     model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The capital of France is"}})
 
     model: str | None = None
@@ -48,8 +36,6 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    """Token ids to make text of."""
-
     model_config = ConfigDict(json_schema_extra={"example": {"tokens": [504, 3575, 282, 4649, 314]}})
 
     model: str | None = None
@@ -69,7 +55,7 @@ async def health(context: Ctx) -> Response:
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", response_class=PlainTextResponse, responses=examples.OK)
 async def ready(context: Ctx) -> Response:
-    """200 while new requests are served; 503 without an engine, while it is paused, and once the server is stopping."""
+    """200 while new requests are served; 503 without an engine, while it is paused, and while the server stops."""
     if not context.engine.alive:
         raise EngineDead("the engine is not running")
     context.gate.check()
@@ -78,28 +64,9 @@ async def ready(context: Ctx) -> Response:
     return PlainTextResponse("ok")
 
 
-@router.post("/pause", responses=examples.PAUSED)
-async def pause(context: Ctx) -> dict[str, Any]:
-    """Compute nothing until `/resume`; running requests stand still, new ones wait."""
-    return {"paused": await context.engine.pause(True)}
-
-
-@router.post("/resume", responses=examples.RESUMED)
-async def resume(context: Ctx) -> dict[str, Any]:
-    """Go on after `/pause`."""
-    return {"paused": await context.engine.pause(False)}
-
-
-@router.post("/shutdown", status_code=202, responses=examples.STOPPING)
-async def shutdown(context: Ctx) -> dict[str, Any]:
-    """Stop like on SIGTERM: nothing new is taken, what runs may end within `--drain-time`."""
-    context.gate.close()
-    return {"success": True}
-
-
 @router.get("/health_generate", response_model=None, responses=examples.PROBED)
 async def health_generate(request: Request, context: Ctx, asker: Asker) -> Response:
-    """200 once a token has been generated, ahead of all that wait as far as the key may overtake others."""
+    """200 once a token has been generated, at the highest priority that the key may ask for."""
     sampling = SamplingParams(max_new_tokens=1, temperature=0)
     priority = _PROBE_PRIORITY if asker.admin else asker.max_priority
     probe = Submission(
@@ -116,7 +83,7 @@ async def health_generate(request: Request, context: Ctx, asker: Asker) -> Respo
 @router.get("/model_info", responses=examples.MODEL_INFO)
 @router.get("/get_model_info", include_in_schema=False)
 async def model_info(context: Ctx, asker: Asker) -> dict[str, Any]:
-    """The loaded model; where it lies is for admins."""
+    """The loaded model; its directory only for admin keys."""
     info = context.engine.info
     return {
         "model_path": info.path if asker.admin else info.name,
@@ -131,37 +98,9 @@ async def model_info(context: Ctx, asker: Asker) -> dict[str, Any]:
     }
 
 
-@router.get("/server_info", responses=examples.SERVER_INFO)
-@router.get("/get_server_info", include_in_schema=False)
-async def server_info(context: Ctx) -> dict[str, Any]:
-    """Version, configuration, model, and the engine's counters and gauges."""
-    return {
-        "version": version("ramet"),
-        "model": msgspec.to_builtins(context.engine.info),
-        "config": context.config.model_dump(mode="json"),
-        "state": await context.engine.state(),
-    }
-
-
-@router.get("/flush_cache", include_in_schema=False)
-@router.post("/flush_cache", responses=examples.FLUSHED)
-async def flush_cache(context: Ctx, pins: bool = False) -> dict[str, Any]:
-    """Drop every cached page that no live request uses; pinned ones only with `?pins=true`."""
-    return {"success": True, **await context.engine.flush_cache(pins)}
-
-
-@router.post("/abort_request", responses=examples.SUCCESS)
-async def abort_request(context: Ctx, body: AbortRequest) -> dict[str, Any]:
-    """End a request by its id, or all; each ends with finish reason `abort`. Unknown ids are no error."""
-    if (body.rid is None) == (not body.abort_all):
-        raise InvalidRequest("either rid or abort_all must be given", param="rid")
-    context.engine.abort(body.rid)
-    return {"success": True}
-
-
 @router.post("/tokenize", responses=examples.TOKENS)
 async def tokenize(context: Ctx, body: TokenizeRequest) -> dict[str, Any]:
-    """Token ids of a text, or of several."""
+    """Token ids of one text or several."""
     single = isinstance(body.prompt, str)
     texts: list[str] = [body.prompt] if single else body.prompt  # type: ignore[list-item, assignment]
     tokens = await context.engine.tokenize(texts, body.add_special_tokens)
@@ -175,7 +114,7 @@ async def tokenize(context: Ctx, body: TokenizeRequest) -> dict[str, Any]:
 
 @router.post("/detokenize", responses=examples.TEXT)
 async def detokenize(context: Ctx, body: DetokenizeRequest) -> dict[str, Any]:
-    """Text of token ids, or of several lists of them."""
+    """Text of one list of token ids or several."""
     single = not body.tokens or isinstance(body.tokens[0], int)
     several: list[list[int]] = [body.tokens] if single else body.tokens  # type: ignore[list-item, assignment]
     vocab = context.engine.info.vocab_size
@@ -184,10 +123,3 @@ async def detokenize(context: Ctx, body: DetokenizeRequest) -> dict[str, Any]:
     decode = context.engine.tokenizer.decode
     texts = await asyncio.to_thread(lambda: [decode(ids, body.skip_special_tokens) for ids in several])
     return {"text": texts[0] if single else texts}
-
-
-@router.get("/metrics", response_class=PlainTextResponse, responses=examples.METRICS)
-async def metrics(context: Ctx) -> Response:
-    """Prometheus exposition text."""
-    text = context.metrics.render(await context.engine.state())
-    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,4 +1,4 @@
-"""Server-sent events, and requests whose client goes away."""
+"""Server-sent events, and cancellation when a client disconnects."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Events = AsyncGenerator[dict[str, Any], None]
 
 
 class EventStream(StreamingResponse):
-    """Sends dicts as events, then `[DONE]`; a failure is an event of its own before that.
+    """Sends dicts as events, then `[DONE]`; an error is the last event before it.
 
-    When the client leaves, the generator is closed at once, which aborts its requests.
+    When the client disconnects, the generator is closed at once, which aborts its requests.
     """
 
     media_type = "text/event-stream"
@@ -40,18 +40,17 @@ class EventStream(StreamingResponse):
         self.on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run as an ASGI application."""
         gone = asyncio.ensure_future(_wait_gone(receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            # Left in reverse: the step that waits for an event ends before the generator that it waits in is closed.
+            # Exited in reverse: the task that waits for an event ends before its generator is closed.
             async with aclosing(self.events) as events, aclosing(_chunks(events, gone)) as chunks:
                 async for chunk in chunks:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             if not gone.done():
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:
-            pass  # the client left while something was sent
+            pass  # the client disconnected during a write
         finally:
             gone.cancel()
             self.on_close()
@@ -74,7 +73,7 @@ async def _chunks(events: Events, gone: asyncio.Future[None]) -> AsyncGenerator[
             yield _event(error_body(error))
             break
         except Exception as error:
-            # The status is sent already; a stream that just ends would look like a success.
+            # The status was sent; a stream that merely ends would look like a success.
             log.error("a stream failed", exc_info=error)
             yield _event(error_body(RametError("an internal error occurred")))
             break
@@ -94,7 +93,7 @@ async def _wait_gone(receive: Receive) -> None:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any] | list[Any]]) -> Response:
-    """The JSON answer of `work`, which is cancelled when the client leaves first."""
+    """The JSON response of `work`, which is cancelled when the client disconnects."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_wait_gone(request.receive))
     try:

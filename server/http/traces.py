@@ -1,4 +1,4 @@
-"""OpenTelemetry traces, an extra (`pip install ramet[otel]`): a span for every HTTP request."""
+"""OpenTelemetry traces (`pip install ramet[otel]`): a span for every HTTP request."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from runtime.logs import request_id
 
 
 class NoTraces(RametError):
-    """Traces are wanted, but what makes them is not installed."""
+    """The `otel` extra is not installed."""
 
 
 def add_traces(app: FastAPI, endpoint: str) -> None:
-    """Send a span for every request to an OTLP collector; `traceparent` of a request is taken up.
+    """Send a span for every request to an OTLP collector; a request's `traceparent` is its parent.
 
     Args:
-        app: the application.
-        endpoint: where the collector takes traces over HTTP, e.g. http://127.0.0.1:4318/v1/traces.
+        endpoint: the collector's URL for traces over HTTP, e.g. http://127.0.0.1:4318/v1/traces.
 
     Raises:
         NoTraces: if the extra is not installed.
@@ -35,7 +34,7 @@ def add_traces(app: FastAPI, endpoint: str) -> None:
         raise NoTraces(f"--otlp-endpoint needs pip install ramet[otel]: {error.name} is missing") from None
     provider = TracerProvider(resource=Resource({"service.name": "ramet", "service.version": version("ramet")}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
-    # What is left is sent when the process ends. Spans for every event of a stream would be thousands a second.
+    # Without these spans, as every event of a stream would have one. The last batch is sent at exit.
     app.add_middleware(
         OpenTelemetryMiddleware,
         tracer_provider=provider,

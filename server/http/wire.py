@@ -1,8 +1,7 @@
-"""What request bodies are made of.
+"""Request bodies: their base class and the types of their fields.
 
-One rule for all routes: a field that is not known is refused, unless it is null or false (clients send what they do
-not use) or on a body's list of fields that change nothing here. Null means the default. Types are strict: no number
-in a string, no `true` for 1.
+One rule for all routes: an unknown field is refused, unless it is null or false (clients send fields that they do not
+use) or in the body's `IGNORED`. Null means the default. Types are strict: no number in a string, no `true` for 1.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ class Body(BaseModel):
     """Base of request bodies.
 
     Attributes:
-        IGNORED: fields that may be there and change nothing.
-        NULL_COUNTS: fields for which null is not the default.
+        IGNORED: fields that are accepted and have no effect.
+        NULL_COUNTS: fields for which null is a value of its own.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -52,7 +51,7 @@ def _unicode(text: str) -> str:
 
 
 def _with_int_keys(value: Any) -> Any:
-    """JSON has no integers as keys; what is none is left for validation to refuse."""
+    """A dict with its decimal keys as integers, which JSON lacks; validation refuses the others."""
     if not isinstance(value, dict):
         return value
     return {int(k) if isinstance(k, str) and k.isascii() and k[:20].isdigit() else k: v for k, v in value.items()}
@@ -71,9 +70,7 @@ CacheSalt = Annotated[
     str, Field(min_length=1, max_length=256, description="requests with different salts never share cached pages")
 ]
 Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31, description="larger goes first among waiting requests")]
-Timeout = Annotated[
-    float, Field(gt=0, le=86_400, description="seconds after which the request ends with an error (408)")
-]
+Timeout = Annotated[float, Field(gt=0, le=86_400, description="seconds until the request fails with 408")]
 LogitBias = Annotated[
     dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_with_int_keys), Field(max_length=1024)
 ]
@@ -90,7 +87,7 @@ class Sampling(Body, SamplingParams):
     logit_bias: LogitBias = Field(default_factory=dict)
 
     def plain(self) -> SamplingParams:
-        """The parameters under the engine's names."""
+        """The parameters by the engine's names."""
         fields = {name: getattr(self, name) for name in SamplingParams.model_fields}
         if self.sampling_seed is not None:
             fields["seed"] = self.sampling_seed

@@ -29,7 +29,7 @@ _STARTED_S = int(time.time())
 
 @router.get("/models", responses=examples.MODELS)
 async def models(context: Ctx) -> dict[str, Any]:
-    """The one model that is served."""
+    """The served model."""
     return {"object": "list", "data": [_model(context)]}
 
 
@@ -53,7 +53,7 @@ def _model(context: Context) -> dict[str, Any]:
 
 @router.post("/chat/completions", response_model=None, responses=examples.CHAT)
 async def chat_completions(body: ChatRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
-    """Answer a conversation."""
+    """The assistant's next message in a conversation."""
     check_model(body.model, context)
     body.refuse_unsupported()
     messages = [message.plain() for message in body.messages]
@@ -159,7 +159,7 @@ def _entry(item: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _token(token: int, logprob: float | None, tokenizer: Tokenizer) -> dict[str, Any]:
     text = tokenizer.decode([token], False)
-    # A token may be part of a character; its bytes are not known then.
+    # A token may be part of a character; its bytes are unknown then.
     return {
         "token": text,
         "logprob": logprob,

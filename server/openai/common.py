@@ -1,4 +1,4 @@
-"""What completions and chat completions share in their answers."""
+"""Fields that responses of completions and chat completions share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_model(name: str, context: Context) -> None:
 
 
 def envelope(kind: str, rid: str, context: Context) -> dict[str, Any]:
-    """The fields that every answer and every chunk begins with."""
+    """The first fields of every response and chunk."""
     info = context.engine.info
     return {
         "id": rid,
@@ -35,7 +35,7 @@ def envelope(kind: str, rid: str, context: Context) -> dict[str, Any]:
 
 
 def usage(outputs: Iterable[Output]) -> dict[str, Any]:
-    """Token counts over the last Outputs of a call; a prompt counts once, however many choices it has."""
+    """Token counts over the last Outputs of a call; each prompt counts once, not for every choice."""
     outputs = list(outputs)
     prompts = {output.index: output for output in outputs if output.choice == 0}
     prompt = sum(output.prompt_tokens for output in prompts.values())
@@ -49,5 +49,5 @@ def usage(outputs: Iterable[Output]) -> dict[str, Any]:
 
 
 def finish_reason(output: Output) -> str | None:
-    """`stop`, `length`, `abort`, or None while it goes on."""
+    """`stop`, `length` or `abort`; None before the end."""
     return None if output.finish is None else output.finish.type

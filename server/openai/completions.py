@@ -24,9 +24,9 @@ router = APIRouter(prefix="/v1", tags=["openai"])
 
 
 def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:
-    """One submission a prompt. Raises InvalidRequest."""
+    """One submission for each prompt. Raises InvalidRequest."""
     if body.suffix is not None:
-        raise InvalidRequest("suffix is not supported: the model completes from the left only", param="suffix")
+        raise InvalidRequest("suffix is not supported", param="suffix")
     if body.best_of is not None and body.best_of != body.n:
         raise InvalidRequest("best_of is not supported; use n", param="best_of")
     if body.echo and body.logprobs is not None and body.n > 1:
@@ -90,7 +90,7 @@ async def _events(
 
 
 class _Choice:
-    """Writes one choice, whole or piece by piece."""
+    """The fields of one choice, whole or for each event of a stream."""
 
     def __init__(self, body: CompletionRequest, submission: Submission, tokenizer: Tokenizer):
         self._body = body

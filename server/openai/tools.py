@@ -1,8 +1,8 @@
-"""Tools: how they come into the prompt, and how a model's calls are found in its text.
+"""Tools: their description in the prompt, and the parser of a model's calls.
 
-Models write calls in the form that their chat template taught them. Three forms are read: a JSON object between
-`<tool_call>` tags (Qwen, Hermes, SmolLM2), a list after `[TOOL_CALLS]` (Mistral), and a text that is one JSON object
-(Llama). To a template that knows no tools they are described in a system message, in the first form.
+Three formats are parsed: a JSON object between `<tool_call>` tags (Qwen, Hermes, SmolLM2), a list after `[TOOL_CALLS]`
+(Mistral), and a text that is one JSON object (Llama). For chat templates without tools, a system message describes them
+in the first format.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Function(Body):
 
 
 class Tool(Body):
-    """A tool: only functions are."""
+    """A tool; functions are the only kind."""
 
     type: Literal["function"]
     function: Function
 
     def plain(self) -> dict[str, Any]:
-        """What a chat template takes."""
+        """The chat template's dict."""
         described = {"description": self.function.description or "", "parameters": self.schema_of_arguments()}
         return {"type": "function", "function": {"name": self.function.name, **described}}
 
@@ -69,7 +69,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class CalledFunction(BaseModel):
-    """A call in an earlier turn; `arguments` is JSON text."""
+    """The function of an earlier call; `arguments` is JSON text."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -78,7 +78,7 @@ class CalledFunction(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call as clients send it back."""
+    """An earlier call, as clients send it back."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -87,7 +87,7 @@ class ToolCall(BaseModel):
     function: CalledFunction
 
     def plain(self) -> dict[str, Any]:
-        """What a chat template takes: arguments as an object, where they are one."""
+        """The chat template's dict, with the arguments as an object if they are one."""
         try:
             arguments = parse_json(self.function.arguments or "{}")
         except ValueError:
@@ -109,7 +109,7 @@ def render_chat(
 
 
 def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """A turn in words alone, for a template that knows no calls."""
+    """A message as text alone, for templates without tool calls."""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     if calls := message.get("tool_calls"):
@@ -134,7 +134,7 @@ def schema_of_call(tools: list[Tool]) -> str:
     """The JSON schema of a call of one of some tools, as text."""
     definitions, forms = {}, []
     for i, tool in enumerate(tools):
-        # Where a schema leaves it open, a function takes the parameters that it names and no others.
+        # Unless its schema allows more, a function takes only the parameters that it names.
         closed = {"additionalProperties": False} | tool.schema_of_arguments()
         definitions[f"tool{i}"] = _moved(closed, f"#/$defs/tool{i}/")
         form = {"name": {"const": tool.function.name}, "arguments": {"$ref": f"#/$defs/tool{i}"}}
@@ -145,7 +145,7 @@ def schema_of_call(tools: list[Tool]) -> str:
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """A schema whose references into itself hold where it now lies."""
+    """A schema whose references to itself start at its new place, `root`."""
     if isinstance(schema, list):
         return [_moved(item, root) for item in schema]
     if not isinstance(schema, dict):
@@ -159,12 +159,12 @@ def _moved(schema: Any, root: str) -> Any:
 
 @dataclass(slots=True)
 class CallReader:
-    """Finds the calls in one growing text.
+    """Incremental parser of tool calls.
 
     Attributes:
-        names: of the tools that may be called; what looks like a call of another one stays text.
+        names: the tools that may be called; calls of others stay text.
         forced: whether the whole text is one call.
-        single: whether calls after the first are left out.
+        single: whether calls after the first are dropped.
         tagged: whether the model writes calls between tags; else its whole text is one or several calls.
     """
 
@@ -177,7 +177,7 @@ class CallReader:
     _plain: bool = field(default=False, init=False)
 
     def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Add text; what of it can be shown now, and the calls that are complete, as OpenAI's `tool_calls`."""
+        """Add text; returns the text to show now, and the complete calls as OpenAI's `tool_calls`."""
         if not self.names:
             return text, []
         self._held += text
@@ -207,7 +207,7 @@ class CallReader:
         return shown, found
 
     def _settled(self, start: int) -> int:
-        """How much of the held text stands before a tag at `start` (-1: none yet), and before what may become one."""
+        """Characters of the held text before a tag at `start` (-1: none yet), or before the beginning of a tag."""
         if start < 0:
             start = len(self._held) - next(
                 (n for n in range(len(_OPEN) - 1, 0, -1) if self._held.endswith(_OPEN[:n])), 0
@@ -227,7 +227,7 @@ class CallReader:
         return ("", calls) if calls else (shown, [])
 
     def _read(self, text: str) -> list[tuple[str, str]]:
-        """The calls that a JSON text holds: one, or a list of them; none if it is anything else."""
+        """The calls in a JSON text, which is one call or a list of calls; none for other text."""
         try:
             value = parse_json(text)
         except ValueError:
@@ -254,6 +254,6 @@ def _arguments(entry: dict[str, Any]) -> str:
 
 
 def writes_tags(tokenizer: Tokenizer) -> bool:
-    """Whether a model writes its calls between tags."""
+    """Whether the model's chat template puts calls between tags, or has no tools."""
     template = tokenizer.chat_template or ""
     return _OPEN in template or "tools" not in template

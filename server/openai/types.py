@@ -1,4 +1,4 @@
-"""Bodies of the OpenAI routes."""
+"""Request bodies of the OpenAI routes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NewTokens = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 class StreamOptions(Body):
-    """What a stream tells besides text."""
+    """Options of a stream."""
 
     IGNORED = frozenset({"include_obfuscation"})
 
@@ -26,14 +26,14 @@ class StreamOptions(Body):
 
 
 class CommonRequest(Body):
-    """What completions and chat completions share; beyond OpenAI's fields, vLLM's and SGLang's extensions."""
+    """Fields of completions and chat completions: OpenAI's, and extensions of vLLM and SGLang."""
 
-    # Fields of the OpenAI API that have no meaning for a server of one local model.
+    # Fields of the OpenAI API without meaning for one local model.
     IGNORED = frozenset(
         {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
         | {"verbosity", "reasoning_effort", "prediction"}
     )
-    # What the engine's parameters are called here, where the names differ.
+    # The request's fields by the engine's parameters, where their names differ.
     NAMES: ClassVar[dict[str, str]] = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
 
     model: str
@@ -105,7 +105,7 @@ class CompletionRequest(CommonRequest):
 
 
 class TextPart(BaseModel):
-    """A piece of text in a message."""
+    """A text part of a message's content."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -114,7 +114,7 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """A turn of a conversation. Further fields are ignored: clients send back what servers have sent them."""
+    """A message of a conversation. Other fields are ignored, since clients send back servers' messages."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -130,7 +130,7 @@ class Message(BaseModel):
         return self
 
     def plain(self) -> dict[str, Any]:
-        """What a chat template takes: the role, one string, and calls of tools or whose answer it is."""
+        """The chat template's dict: role, content as one string, tool calls or the id of the call it answers."""
         content = self.content or ""
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
@@ -141,13 +141,13 @@ class Message(BaseModel):
 
 
 class ResponseFormat(Body):
-    """What an answer must look like; `json_schema` holds a name and the schema."""
+    """Format of the answer; `json_schema` holds a name and the schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonObject | None = None
 
     def schema_text(self) -> str | None:
-        """The JSON schema that the answer follows, None for any text. Raises InvalidRequest."""
+        """Text of the JSON schema that the answer follows; None for any text. Raises InvalidRequest."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -161,7 +161,7 @@ class ResponseFormat(Body):
 class ChatRequest(CommonRequest):
     """`POST /v1/chat/completions`."""
 
-    # What SGLang's router sends along; no model here marks its reasoning.
+    # Fields that SGLang's router sends; no supported model marks its reasoning.
     IGNORED = CommonRequest.IGNORED | {"separate_reasoning", "stream_reasoning"}
     NAMES: ClassVar[dict[str, str]] = {**CommonRequest.NAMES, "prompt": "messages", "json_schema": "response_format"}
 
@@ -191,16 +191,16 @@ class ChatRequest(CommonRequest):
 
     @property
     def offered(self) -> list[Tool]:
-        """The tools that the model is told of."""
+        """The tools in the prompt."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer has to be a call."""
+        """Whether the answer must be a call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     def schema_text(self) -> str | None:
-        """What the answer must follow, if anything. Raises InvalidRequest."""
+        """Text of the JSON schema that the answer follows; None for any text. Raises InvalidRequest."""
         if isinstance(self.tool_choice, NamedTool):
             wanted = self.tool_choice.function.name
             tools = [tool for tool in self.offered if tool.function.name == wanted]
@@ -212,13 +212,13 @@ class ChatRequest(CommonRequest):
         return self.response_format.schema_text() if self.response_format else None
 
     def refuse_unsupported(self) -> None:
-        """Raise InvalidRequest for what this server cannot do, instead of leaving it out silently."""
+        """Raise InvalidRequest for unsupported fields, which are never ignored silently."""
         if self.functions or self.function_call not in (None, "none", "auto"):
             raise InvalidRequest("functions are not supported; use tools", param="functions")
         if self.must_call and not self.tools:
             raise InvalidRequest("tool_choice needs tools", param="tool_choice")
         if self.offered and self.response_format and self.response_format.type != "text":
-            raise InvalidRequest("an answer cannot both follow response_format and call tools", param="response_format")
+            raise InvalidRequest("response_format and tools exclude each other", param="response_format")
         if self.modalities not in (None, ["text"]):
             raise InvalidRequest("the only modality is text", param="modalities")
         if self.top_logprobs is not None and not self.logprobs:

@@ -53,8 +53,8 @@ class LiveServer:
         return next(int(line.split()[0]) for line in children.stdout.splitlines() if "runtime.engine.process" in line)
 
 
-def start(log: Path, *options: str, verify: ssl.SSLContext | bool = True) -> LiveServer:
-    """Start `ramet serve` on a free port and wait until it serves."""
+def start(log: Path, *options: str, verify: ssl.SSLContext | bool = True, own_group: bool = False) -> LiveServer:
+    """Start `ramet serve` on a free port, if asked for as the leader of a process group, and wait until it serves."""
     command = [
         sys.executable,
         "-m",
@@ -70,7 +70,11 @@ def start(log: Path, *options: str, verify: ssl.SSLContext | bool = True) -> Liv
     ]
     with log.open("w") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            process_group=0 if own_group else None,
         )
     deadline = time.monotonic() + 120
     while not (found := re.search(r"serving on (https?://[^\s\"]+)", log.read_text())):

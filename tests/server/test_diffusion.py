@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from tests.server.test_generate import ask, events
+from tests.server.http.test_generate import ask, events
 
 GREEDY = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
 PROMPT = "A prompt that is long enough to fill some pages, about roots, stems and leaves of aspens, and their names."
@@ -41,7 +41,7 @@ def test_generate_and_what_it_says_of_reuse(tiny):
 
 
 def first_tokens(tiny):
-    """How many times to a first token have been booked."""
+    """Recorded times to first token."""
     text = tiny.get("/metrics").text
     return float(re.search(r"^sglang:time_to_first_token_seconds_count\{.*\} (\S+)$", text, re.MULTILINE)[1])
 

@@ -120,6 +120,8 @@ def test_what_runs_may_end_when_the_server_is_stopped(tiny_dir, tmp_path):
         (["--dtype", "int3"], 2, "--dtype"),
         (["--no-such-option"], 2, "unrecognized"),
         (["--attention-backend", "flashinfer", "--device", "cpu"], 1, "needs CUDA"),
+        (["--pool-memory", "1000000"], 1, "--pool-memory"),
+        (["--pool-tokens", "1000000000000"], 1, "--pool-tokens"),
     ],
 )
 def test_what_cannot_start_says_why_in_one_line(options, code, words, tiny_dir):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import shutil
 import signal
 import socket
@@ -306,6 +307,44 @@ def test_sigterm_lets_what_runs_end_and_takes_nothing_new(tiny_dir, tmp_path):
     assert len(found) == 4
     for lines in found:
         assert json.loads(lines[-2][6:])["meta_info"]["finish_reason"] == {"type": "length", "length": 400}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_process_group_lets_what_runs_end(tiny_dir, tmp_path, number):
+    """As `timeout`, systemd and a terminal send it: to the engine as well."""
+    options = ["--model", str(tiny_dir), "--pool-tokens", "8192", "--drain-time", "300"]
+    server = start(tmp_path / "log", *options, own_group=True)
+    threads, found = streams(server, 2)
+    os.killpg(server.process.pid, number)
+    assert server.process.wait(300) == 0
+    for thread in threads:
+        thread.join(20)
+    assert [json.loads(lines[-2][6:])["meta_info"]["finish_reason"]["type"] for lines in found] == ["length"] * 2
+
+
+def test_the_engine_is_ended_by_its_server_alone(tiny_dir, tmp_path):
+    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "1024")
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(server.engine_pid(), number)
+    body = {"text": "x", "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
+    assert httpx.post(f"{server.url}/generate", json=body, timeout=60).json()["meta_info"]["completion_tokens"] == 3
+    assert stop(server) == 0
+
+
+def test_a_signal_after_a_shutdown_is_the_first_one(tiny_dir, tmp_path):
+    """An orchestrator may ask for the one and send the other."""
+    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192", "--drain-time", "2")
+    httpx.post(f"{server.url}/pause")
+    found = []
+    body = {**LONG, "stream": False}
+    thread = threading.Thread(target=lambda: found.append(httpx.post(f"{server.url}/generate", json=body, timeout=60)))
+    thread.start()
+    server.wait(lambda state: state["waiting"] == 1)
+    assert httpx.post(f"{server.url}/shutdown").status_code == 202
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(30) == 0
+    thread.join(20)
+    assert found[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
 
 
 def test_what_runs_for_too_long_is_aborted(tiny_dir, tmp_path):

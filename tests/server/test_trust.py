@@ -1,4 +1,4 @@
-"""What no module may do: unpickle, run remote code, or listen where others can reach it."""
+"""No module unpickles, runs remote code, or listens where others can reach it."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def test_sockets_between_processes_are_their_owners_alone(server):
             assert stat.S_IMODE(directory.stat().st_mode) == 0o700, directory
 
 
-# Who tells others what time it is; all else measures durations, and a clock that jumps must change none.
+# Modules that report the time of day; all others measure durations, which a clock that jumps must not change.
 TELLS_THE_TIME = {
     *("runtime/kv/publisher.py", "runtime/models/tokenizer.py"),
-    *("server/dashboard.py", "server/openai_chat.py", "server/openai_common.py"),
+    *("server/admin/dashboard.py", "server/openai/chat.py", "server/openai/common.py"),
 }
 
 

@@ -76,7 +76,8 @@ class Inbox:
 
 def main() -> int:
     """Compute until the driver hangs up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     inbox = Inbox()
     boot = inbox.boot()
     config = Config.model_validate_json(boot.config)

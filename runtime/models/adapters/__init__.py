@@ -1,8 +1,8 @@
-"""Adapters that ship with Ramet, each a change of the default model."""
+"""Adapters of the default model that ship with Ramet."""
 
 from importlib.resources import files
 
 _SUFFIX = ".safetensors"
 
-# The short names that `--model` takes: each is an adapter file of this package.
+# Short names for `--model`, each of an adapter file in this package.
 ADAPTERS = tuple(sorted(f.name.removesuffix(_SUFFIX) for f in files(__package__).iterdir() if f.name.endswith(_SUFFIX)))

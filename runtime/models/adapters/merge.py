@@ -1,4 +1,4 @@
-"""Base checkpoint + low-rank adapter -> the checkpoint of a diffusion model, in the cache beside the default model."""
+"""Merge of a low-rank adapter with its base checkpoint into a diffusion model's checkpoint."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from runtime.models.spec import ModelSpec, read_json
 if TYPE_CHECKING:
     from torch import Tensor
 
-# `<empty_output>`: reserved in SmolLM2's vocabulary, and in no text.
+# `<empty_output>`, which SmolLM2's vocabulary reserves and no text contains.
 MASK_TOKEN_ID = 16
 MASK_EMBEDDING = "mask_embedding"
 
-# A table of this name in a model's directory belongs to the model; BiCache reads it.
+# The depth table in a model's directory, which BiCache reads.
 DEPTH_TABLE_FILE = "depth_table.json"
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 def build_adapted(name: str, cache_dir: Path) -> Path:
-    """The directory of an adapted default model below `cache_dir`; merged the first time.
+    """The directory of an adapted default model in `cache_dir`; merged the first time.
 
     Raises:
-        ModelError: if the default model cannot be had, the adapter does not fit it, or the disk is full.
+        ModelError: if the default model cannot be fetched, the adapter does not fit it, or the disk is full.
     """
     adapter = Path(__file__).with_name(f"{name}.safetensors")
     return merge_adapter(fetch_default(cache_dir), adapter, cache_dir / "models", name)
 
 
 def merge_adapter(base: Path, adapter: Path, models: Path, name: str) -> Path:
-    """`models`/`name`-(digest of the adapter's files), which appears only when it is whole.
+    """The directory `models`/`name`-DIGEST, which appears only when it is complete.
 
     Args:
         base: directory of the causal model that the adapter was trained on.
         adapter: safetensors file with `TENSOR.lora_A.weight` [rank, in] and `TENSOR.lora_B.weight` [out, rank] for
-            weights of the base, `mask_embedding` [hidden], and rank and alpha as metadata. A depth table of its own
-            may lie beside ADAPTER.safetensors, as ADAPTER.depth_table.json.
-        models: where merged models lie.
-        name: how the directory's name begins.
+            weights of the base, `mask_embedding` [hidden], and rank and alpha as metadata. ADAPTER.depth_table.json
+            beside ADAPTER.safetensors is its depth table, if it has one.
+        models: directory of merged models.
+        name: beginning of the directory's name.
 
     Raises:
         ModelError: as `build_adapted`.
@@ -59,7 +59,7 @@ def merge_adapter(base: Path, adapter: Path, models: Path, name: str) -> Path:
     target = models / f"{name}-{_digest([adapter, *tables])}"
     if (target / "config.json").exists():
         return target
-    # Here, as who only asks for the names does without torch.
+    # Imported here, as the server process needs only the names, and no torch.
     import torch
     from safetensors.torch import save_file
 
@@ -85,7 +85,7 @@ def merge_adapter(base: Path, adapter: Path, models: Path, name: str) -> Path:
 
 
 def diffusion_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a causal Llama, as that of the masked diffusion model made of it."""
+    """The configuration of the masked diffusion model that is made of a causal Llama."""
     own = {"architectures": ["LlamaDiffusionModel"], "model_type": "llama_diffusion"}
     return config | own | {"mask_token_id": MASK_TOKEN_ID, "logits_shift": 1}
 

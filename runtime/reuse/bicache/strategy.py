@@ -19,6 +19,7 @@ from runtime.reuse.bicache.boundary_states import BoundaryStore
 from runtime.reuse.bicache.depth_table import NO_TABLE, DepthTable, choose_table
 from runtime.reuse.bicache.encodings import Beginning, Encodings, encoding_of
 from runtime.reuse.bicache.plan import Share, next_work, plan_rows
+from runtime.reuse.bicache.shallow_meta import ShallowMeta
 from runtime.reuse.build import RowSet
 from runtime.reuse.strategy import Found, Strategy
 

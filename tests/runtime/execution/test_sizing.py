@@ -1,4 +1,4 @@
-"""What fits on a device, and pools of half the size."""
+"""Sizing of weights and pools, and pools of half the size."""
 
 import pytest
 import torch
@@ -73,3 +73,11 @@ def test_flashinfer_is_not_taken_for_float32():
     assert choose_attention(ModelConfig(), CUDA, torch.float32) == "cpu"
     with pytest.raises(ModelError, match=r"no float32|not installed"):
         choose_attention(ModelConfig(attention_backend="flashinfer"), CUDA, torch.float32)
+
+
+def test_a_pool_that_the_machine_cannot_hold_is_refused():
+    cpu = torch.device("cpu")
+    for options in ({"pool_memory": 1e6}, {"pool_tokens": 1 << 40}):
+        with pytest.raises(ModelError, match=r"GiB.*this machine has.*--pool-tokens or --pool-memory"):
+            pool_pages(CacheConfig(**options), 1 << 20, cpu)
+    assert pool_pages(CacheConfig(pool_memory=0.5, page_size=16), 1 << 20, cpu) == 512 // 16

@@ -17,7 +17,7 @@ from tests.tiny import save_tiny
 
 
 def permute(tensor: np.ndarray, heads: int) -> np.ndarray:
-    """What llama.cpp does to q and k rows."""
+    """llama.cpp's order of q and k rows."""
     rows = len(tensor)
     return tensor.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2).reshape(tensor.shape)
 

@@ -1,4 +1,4 @@
-"""What GGUF files may hold: number formats, missing and odd parts, full disks, several converters at once."""
+"""GGUF files: number formats, missing and odd tensors, full disks, several converters at once."""
 
 from __future__ import annotations
 

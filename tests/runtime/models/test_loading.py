@@ -87,7 +87,7 @@ def test_a_missing_tensor_is_named(copy):
 def test_a_truncated_file_is_named(copy):
     path = copy / "model.safetensors"
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(ModelError, match=r"model\.safetensors is not a whole"):
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a complete"):
         load(copy)
 
 
@@ -136,7 +136,7 @@ def test_an_unreachable_hub_is_one_clear_error(monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="the hub did not give it"):
+    with pytest.raises(ModelError, match="could not be fetched from the hub"):
         resolve_model(ModelConfig(model="ramet-tests/no-such-model"))
 
 

@@ -6,7 +6,7 @@ from server.http.rate import Rate
 
 LABELS = '{model_name="smollm2"}'
 
-# What dashboards for SGLang and vLLM read.
+# Names that dashboards for SGLang and vLLM read.
 NAMES = [
     *("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage", "sglang:cache_hit_rate"),
     *("sglang:gen_throughput", "sglang:num_retracted_reqs", "sglang:prompt_tokens_total"),

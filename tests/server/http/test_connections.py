@@ -69,7 +69,7 @@ def test_whoever_still_sends_gets_the_answer(connect, start, status):
 
 
 def test_a_body_that_was_announced_and_not_sent_is_not_the_next_request(connect):
-    """Who waits for `100 Continue` and is refused may send the body, or not: no connection goes on after that."""
+    """A client that is refused instead of `100 Continue` may send its body or not, so the connection is closed."""
     connection = connect()
     another = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(another)}\r\nExpect: 100-continue\r\n\r\n"
@@ -100,6 +100,67 @@ def test_what_is_no_http_has_an_id_in_the_log(connect, guarded):
     _, headers, _ = read_to_end(connection)
     (line,) = [line for line in guarded.log.read_text().splitlines() if headers["x-request-id"] in line]
     assert "Invalid HTTP request" in line
+
+
+BODY = b'{"prompt": "x"}'
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [KEY, f"Content-Length: {len(BODY)}", f"content-length: {len(BODY)}"],
+        [KEY, f"Content-Length: {len(BODY)}, {len(BODY)}"],
+        [KEY, f"Content-Length: {len(BODY)},", f" {len(BODY)}"],
+        [KEY, KEY, f"Content-Length: {len(BODY)}"],
+        [KEY, "X-API-Key: boss-secret-key", f"Content-Length: {len(BODY)}"],
+        [*["Authorization: Bearer alice-secret-key"] * 2, f"Content-Length: {len(BODY)}"],
+        ["Authorization: Bearer x", "Authorization: Bearer boss-secret-key", f"Content-Length: {len(BODY)}"],
+    ],
+)
+def test_headers_that_may_stand_once_are_refused_twice(connect, headers):
+    """Of two, a proxy before this server may have believed the other one."""
+    connection = connect()
+    head = "\r\n".join(["POST /tokenize HTTP/1.1", "Host: x", "Connection: close", *headers, "", ""])
+    connection.sendall(head.encode() + BODY)
+    connection.shutdown(socket.SHUT_WR)
+    status, _, body = read_to_end(connection)
+    assert (status, body["error"]["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_the_second_request_on_a_connection_is_looked_at_as_well(connect, half):
+    connection = connect()
+    first = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    second = b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nContent-Length: 0\r\n\r\n"
+    connection.sendall(first + second[:70] if half else first + second)
+    if half:
+        time.sleep(0.2)
+        connection.sendall(second[70:])
+    received = b""
+    while chunk := connection.recv(65536):
+        received += chunk
+    assert re.findall(rb"HTTP/1.1 (\d+)", received) == [b"200", b"400"]
+
+
+@pytest.mark.parametrize(
+    ("target", "key", "status"),
+    [
+        ("http://elsewhere:80/v1/models?x=1", "alice", 200),
+        ("HTTPS://x/v1/models", "alice", 200),
+        ("http://x/v1/models", "", 401),
+        ("http://x/server_info", "alice", 403),
+        ("http://x/server_info", "boss", 200),
+        ("http://x", "", 200),
+        ("http://x?y=/v1/models", "", 200),
+        ("http:/v1/models", "alice", 404),
+    ],
+)
+def test_a_target_in_absolute_form_is_its_path(connect, target, key, status):
+    """As clients send it that take the server for a proxy (RFC 9112, section 3.2.2)."""
+    connection = connect()
+    authorization = f"X-API-Key: {key}-secret-key\r\n" if key else ""
+    connection.sendall(f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{authorization}\r\n".encode())
+    assert int(connection.makefile("rb").readline().split()[1]) == status
 
 
 def test_nobody_says_where_a_request_comes_from(guarded):

@@ -1,4 +1,4 @@
-"""What the page is made from: the routes, what they tell to whom, and what they do to single nodes."""
+"""The dashboard's routes: their data, who may see it, and changes of single nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the body limit does to an application's messages, without a server."""
+"""Limits on bodies, on ASGI messages without a server."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def cached(answer: httpx.Response) -> int:
     return answer.json()["meta_info"]["cached_tokens"]
 
 
-# Who may ask for what, every route that there is: whoever adds one has to decide.
+# The keys that each route needs, for every route that there is.
 OPEN = {"/health", "/ready", "/", "/dashboard"}
 ANY_KEY = {
     *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}"),

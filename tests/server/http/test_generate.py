@@ -192,7 +192,7 @@ def test_two_hundred_disconnects(client, server):
 def test_routes_about_the_server(client):
     assert client.get("/health").status_code == 200
     assert client.get("/health_generate").status_code == 200
-    # What balancers ask where they want no text.
+    # Load balancers send HEAD.
     assert [client.head(path).status_code for path in ("/health", "/ready")] == [200, 200]
     info = client.get("/model_info").json()
     assert (info["served_model_name"], info["context_length"]) == ("smollm2", 8192)

@@ -1,4 +1,4 @@
-"""What is no good request is answered with a client error in the one schema, and the next good request still works."""
+"""Invalid requests get a client error in the error schema, and the next valid request still works."""
 
 from __future__ import annotations
 
@@ -74,6 +74,7 @@ BAD = [
         "sampling_params.json_schema",
     ),
     (rb'{"text": "x", "sampling_params": {"json_schema": "{\"a\": NaN}"}}', 400, SCHEMA),
+    (b'{"text": "x", "sampling_params": {"json_schema": "{\\"const\\": %d}"}}' % (1 << 64), 400, SCHEMA),
     (b'{"text": "x", "sampling_params": {"repetition_penalty": 5e-324}}', 400, "sampling_params.repetition_penalty"),
     (b'{"text": "x", "sampling_params": {"json_schema": "{\\"$ref\\": \\"#\\"}"}}', 400, None),
 ]
@@ -213,6 +214,11 @@ def test_odd_arguments_of_earlier_calls_are_taken_as_text(client, arguments):
             "/v1/chat/completions",
             {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": {"const": "\ud800"}}}},
             "response_format.json_schema",
+        ),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": {"minimum": -(1 << 64)}}}},
+            "response_format",
         ),
     ],
 )

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from server.openai.tools import CallReader, Tool, _moved, render_chat
-from tests.server.test_openai import MODEL
+from tests.server.openai.test_openai import MODEL
 
 WEATHER = {
     "type": "function",

@@ -13,7 +13,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.server.test_openai import CHAT, MODEL
+from tests.server.openai.test_openai import CHAT, MODEL
 
 SCHEMA = {
     "type": "object",

@@ -1,4 +1,4 @@
-"""What LiteLLM makes of a server: run with an interpreter that has it, as it wants another `openai` than Ramet's tests.
+"""LiteLLM against a server: run with an interpreter that has it, as it wants another `openai` than Ramet's tests.
 
 `python litellm_client.py URL MODEL` prints one JSON object.
 """

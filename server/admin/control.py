@@ -1,0 +1,79 @@
+"""Routes to control and monitor the server."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
+from pydantic import ConfigDict
+
+from runtime.errors import InvalidRequest
+from server.context import Ctx
+from server.http import examples
+from server.http.wire import Body, Rid
+
+router = APIRouter(tags=["server"])
+
+
+class AbortRequest(Body):
+    model_config = ConfigDict(json_schema_extra={"example": {"rid": "my-request"}})
+
+    rid: Rid | None = None
+    abort_all: bool = False
+
+
+@router.post("/pause", responses=examples.PAUSED)
+async def pause(context: Ctx) -> dict[str, Any]:
+    """Stop computing until `/resume`: running requests stand still, new ones wait."""
+    return {"paused": await context.engine.pause(True)}
+
+
+@router.post("/resume", responses=examples.RESUMED)
+async def resume(context: Ctx) -> dict[str, Any]:
+    """Continue after `/pause`."""
+    return {"paused": await context.engine.pause(False)}
+
+
+@router.post("/shutdown", status_code=202, responses=examples.STOPPING)
+async def shutdown(context: Ctx) -> dict[str, Any]:
+    """Stop as on SIGTERM: new requests are refused, running ones may end within `--drain-time`."""
+    context.gate.close()
+    return {"success": True}
+
+
+@router.get("/server_info", responses=examples.SERVER_INFO)
+@router.get("/get_server_info", include_in_schema=False)
+async def server_info(context: Ctx) -> dict[str, Any]:
+    """Version, configuration, model, and the engine's counters and gauges."""
+    return {
+        "version": version("ramet"),
+        "model": msgspec.to_builtins(context.engine.info),
+        "config": context.config.model_dump(mode="json"),
+        "state": await context.engine.state(),
+    }
+
+
+@router.get("/flush_cache", include_in_schema=False)
+@router.post("/flush_cache", responses=examples.FLUSHED)
+async def flush_cache(context: Ctx, pins: bool = False) -> dict[str, Any]:
+    """Drop every cached page that no live request uses; pinned pages only with `?pins=true`."""
+    return {"success": True, **await context.engine.flush_cache(pins)}
+
+
+@router.post("/abort_request", responses=examples.SUCCESS)
+async def abort_request(context: Ctx, body: AbortRequest) -> dict[str, Any]:
+    """Abort one request by its id, or all. An unknown id is no error."""
+    if (body.rid is None) == (not body.abort_all):
+        raise InvalidRequest("either rid or abort_all must be given", param="rid")
+    context.engine.abort(body.rid)
+    return {"success": True}
+
+
+@router.get("/metrics", response_class=PlainTextResponse, responses=examples.METRICS)
+async def metrics(context: Ctx) -> Response:
+    """Prometheus exposition text."""
+    text = context.metrics.render(await context.engine.state())
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
