@@ -65,9 +65,9 @@ def _from_file(path: Path, cache_dir: Path) -> Path:
 
 
 def _from_hub(name: str) -> Path:
-    from httpx import HTTPError
     from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    # HTTPError: of the HTTP client that this version of the hub has (httpx or httpx2).
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalEntryNotFoundError
 
     try:
         # First, so that an unsupported model is refused before gigabytes are fetched.
