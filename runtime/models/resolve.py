@@ -66,7 +66,8 @@ def _from_file(path: Path, cache_dir: Path) -> Path:
 
 def _from_hub(name: str) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
-    # HTTPError: of the HTTP client that this version of the hub has (httpx or httpx2).
+
+    # HTTPError is that of the HTTP client of this version of the hub (httpx or httpx2).
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalEntryNotFoundError
 
     try:
