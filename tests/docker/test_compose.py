@@ -55,6 +55,7 @@ def test_build_arguments_are_the_dockerfiles_own(name):
         if build := service.get("build"):
             text = (DOCKER / build["context"] / build["dockerfile"]).read_text()
             assert set(build["args"]) <= set(re.findall(r"^ARG (\w+)", text, re.MULTILINE))
+            assert f" AS {build['target']}\n" in text
 
 
 def test_everything_is_limited_and_starts_again(name):
