@@ -16,7 +16,7 @@ REACHES = $(VENV)/bin/python -c 'import sys, urllib.request as r; r.urlopen(sys.
 
 # A stamp for each part of the set-up: torch, what serving needs, and extras of pyproject.toml (bench, dev).
 $(VENV)/.torch:
-	@echo "==> a virtual environment in $(VENV), once: a few minutes, and 0.3 to 3 GB of packages"
+	@echo "==> a virtual environment in $(VENV), once: a few minutes, and 0.3 GB of packages, or 3 GB with CUDA"
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 ifneq ($(and $(TORCH_INDEX),$(filter torch%,$(TORCH))),)
 	@echo "==> $(TORCH) from $(TORCH_INDEX): 0.2 GB if it is built for CPUs"
@@ -24,17 +24,17 @@ ifneq ($(and $(TORCH_INDEX),$(filter torch%,$(TORCH))),)
 	  echo "==> $(TORCH_INDEX) does not give it; the plain package follows"
 endif
 	@$(VENV)/bin/python -m pip show --quiet torch 2>/dev/null || \
-	  echo "==> $(TORCH), the plain package: 0.2 GB, on Linux with CUDA's libraries 3 GB"
+	  echo "==> $(TORCH), the plain package: 3 GB where it brings CUDA's libraries (on Linux), else 0.2 GB"
 	$(PIP) "$(TORCH)"
 	@touch $@
 
 $(VENV)/.serve: $(VENV)/.torch pyproject.toml setup.py $(wildcard runtime/execution/native/src/*)
-	@echo "==> what serving needs: 0.1 GB, and a minute for the CPU kernels where there is a C++ compiler"
+	@echo "==> the packages that serving needs: 0.1 GB, and a minute for the CPU kernels where there is a C++ compiler"
 	$(PIP) --editable .
 	@touch $@
 
 $(VENV)/.%: $(VENV)/.serve docker/requirements.py
-	@echo "==> the packages of ramet[$*]: up to 0.2 GB"
+	@echo "==> the packages of ramet[$*]: up to 0.15 GB"
 	$(VENV)/bin/python docker/requirements.py $* > $(VENV)/$*.txt
 	$(PIP) --requirement $(VENV)/$*.txt
 	@touch $@
