@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from runtime.reuse.bicache.profile.settings import ProfileSettings
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a profile."""
     parser.add_argument("--out", type=Path, required=True, help="where the table goes, as JSON")
-    parser.add_argument("--plot", type=Path, help="where a heat map goes, as PNG; default: beside the table")
+    parser.add_argument(
+        "--plot", type=Path, help="where a heat map goes, as PNG; default: beside the table"
+    )
     parser.add_argument("--prefix", type=Path, help="text file: the shared prefix; default: made-up rules")
     parser.add_argument("--prompts", type=Path, help="text file: a prompt a line; default: made-up questions")
     for name, field in ProfileSettings.model_fields.items():
@@ -54,6 +57,9 @@ def profile(config: Config, settings: ProfileSettings, arguments: argparse.Names
     from runtime.reuse.bicache.profile.probe import Probe
     from runtime.reuse.bicache.profile.profiler import Profiler, header
 
+    draws = find_spec("matplotlib") is not None
+    if arguments.plot and not draws:
+        raise ModelError("--plot needs matplotlib: pip install 'ramet[bench]'")
     path = resolve_model(config.model)
     spec = ModelSpec.load(path)
     if spec.diffusion is None:
@@ -78,7 +84,8 @@ def profile(config: Config, settings: ProfileSettings, arguments: argparse.Names
     finally:
         records.close()
     arguments.out.write_text(json.dumps(table) + "\n", encoding="utf-8")
-    draw_heat_map(table, arguments.plot or arguments.out.with_suffix(".png"))
+    if draws:
+        draw_heat_map(table, arguments.plot or arguments.out.with_suffix(".png"))
     records.remove()
     _print(table, "")
     for kept, part in table["truncated"].items():
