@@ -24,9 +24,7 @@ from runtime.reuse.bicache.profile.settings import ProfileSettings
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a profile."""
     parser.add_argument("--out", type=Path, required=True, help="where the table goes, as JSON")
-    parser.add_argument(
-        "--plot", type=Path, help="where a heat map goes, as PNG; default: beside the table"
-    )
+    parser.add_argument("--plot", type=Path, help="where a heat map goes, as PNG; default: beside the table")
     parser.add_argument("--prefix", type=Path, help="text file: the shared prefix; default: made-up rules")
     parser.add_argument("--prompts", type=Path, help="text file: a prompt a line; default: made-up questions")
     for name, field in ProfileSettings.model_fields.items():
