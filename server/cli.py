@@ -128,7 +128,7 @@ _COMMANDS: dict[str, Command] = {
     "bench": ("measure a server or this machine", _add_bench, _bench),
     "options": ("print the options of `serve` as tables in Markdown", lambda parser: None, _options),
 }
-# The extra `bench`, without matplotlib, which only plots need.
+# The extra `load`; plots need matplotlib as well.
 _BENCH_PACKAGES = ("aiohttp", "httpx", "rich")
 
 if __name__ == "__main__":
