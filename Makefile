@@ -12,7 +12,7 @@ PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --progress-
 # Is there such an index? Seconds, where pip would try again for minutes.
 REACHES = $(VENV)/bin/python -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1] + "/torch/", timeout=5)' 2>/dev/null
 
-.PHONY: serve test lint docs bench-prefix compose clean
+.PHONY: serve test lint docs bench bench-prefix compose clean
 
 # A stamp for each part of the set-up: torch, what serving needs, and extras of pyproject.toml (bench, dev).
 $(VENV)/.torch:
@@ -57,8 +57,9 @@ docs: $(VENV)/.serve
 	sed -e '/^<!-- options/,/^<!-- end/{//!d;}' -e '/^<!-- options/r $(VENV)/options.md' server/README.md > $(VENV)/README.md
 	cp $(VENV)/README.md server/README.md
 
-bench-prefix: $(VENV)/.bench
-	$(VENV)/bin/ramet bench prefix $(ARGS)
+# make bench ARGS="tree"; make bench-prefix
+bench bench-prefix: $(VENV)/.bench
+	$(VENV)/bin/ramet $(subst -, ,$@) $(ARGS)
 
 compose:
 	docker/make-secrets.sh
