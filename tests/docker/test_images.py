@@ -1,4 +1,4 @@
-"""The Dockerfile: it copies what exists and what the build may see, and the pins fit the distribution."""
+"""The Dockerfile: it copies files that exist and that the build may see, and the pins fit the distribution."""
 
 from __future__ import annotations
 
