@@ -1,37 +1,65 @@
-# Ramet: `make serve` and `make test` do all the set-up they need; both may be run again at any time.
-PYTHON ?= python3
-VENV   ?= .venv
-# The one version that Ramet is tested with; TORCH="torch>=2.6" or a wheel's path takes another.
-TORCH  ?= torch==2.13.0
-ARGS   ?=
-
-STAMP := $(VENV)/.installed
-
+# `make serve` and `make test` do all the set-up that they need; both may be run again at any time.
+PYTHON  ?= python3
+VENV    ?= .venv
 COMPOSE ?= docker compose
+ARGS    ?=
+# The one version that Ramet is tested with; TORCH="torch>=2.6" or a wheel's path takes another.
+TORCH   ?= torch==2.13.0
+# An index that is asked for torch first. Without an NVIDIA driver: PyTorch's own for CPUs, whose package has no CUDA.
+TORCH_INDEX ?= $(if $(wildcard /proc/driver/nvidia)$(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 
-.PHONY: serve test lint bench-prefix compose clean
+PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar on
+# Is there such an index? Seconds, where pip would try again for minutes.
+REACHES = $(VENV)/bin/python -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1] + "/torch/", timeout=5)' 2>/dev/null
 
-$(STAMP): pyproject.toml
-	@echo "==> setting up $(VENV) (a few minutes the first time)"
+.PHONY: serve test lint docs bench bench-prefix compose clean
+
+# A stamp for each part of the set-up: torch, what serving needs, and extras of pyproject.toml (bench, dev).
+$(VENV)/.torch:
+	@echo "==> a virtual environment in $(VENV), once: a few minutes, and 0.3 GB of packages, or 3 GB with CUDA"
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --progress-bar on "$(TORCH)"
-	$(VENV)/bin/python -m pip install --progress-bar on -e ".[dev]"
+ifneq ($(and $(TORCH_INDEX),$(filter torch%,$(TORCH))),)
+	@echo "==> $(TORCH) from $(TORCH_INDEX): 0.2 GB if it is built for CPUs"
+	@{ $(REACHES) $(TORCH_INDEX) && $(PIP) --no-deps --index-url $(TORCH_INDEX) "$(TORCH)"; } || \
+	  echo "==> $(TORCH_INDEX) does not give it; the plain package follows"
+endif
+	@$(VENV)/bin/python -m pip show --quiet torch 2>/dev/null || \
+	  echo "==> $(TORCH), the plain package: 3 GB where it brings CUDA's libraries (on Linux), else 0.2 GB"
+	$(PIP) "$(TORCH)"
 	@touch $@
 
-serve: $(STAMP)
+$(VENV)/.serve: $(VENV)/.torch pyproject.toml setup.py $(wildcard runtime/execution/native/src/*)
+	@echo "==> the packages that serving needs: 0.1 GB, and a minute for the CPU kernels where there is a C++ compiler"
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.%: $(VENV)/.serve docker/requirements.py
+	@echo "==> the packages of ramet[$*]: up to 0.15 GB"
+	$(VENV)/bin/python docker/requirements.py $* > $(VENV)/$*.txt
+	$(PIP) --requirement $(VENV)/$*.txt
+	@touch $@
+
+serve: $(VENV)/.serve
 	$(VENV)/bin/ramet serve $(ARGS)
 
-test: $(STAMP)
+test: $(VENV)/.dev
 	$(VENV)/bin/ramet fetch-model
 	$(VENV)/bin/python -m pytest $(ARGS)
 
-lint: $(STAMP)
+lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-bench-prefix: $(STAMP)
-	$(VENV)/bin/ramet bench prefix $(ARGS)
+# The tables of options in server/README.md, between their two markers.
+docs: $(VENV)/.serve
+	env -u RAMET_CACHE -u XDG_CACHE_HOME $(VENV)/bin/ramet options > $(VENV)/options.md
+	sed -e '/^<!-- options/,/^<!-- end/{//!d;}' -e '/^<!-- options/r $(VENV)/options.md' server/README.md > $(VENV)/README.md
+	cp $(VENV)/README.md server/README.md
+
+# make bench ARGS="tree"; make bench-prefix
+bench bench-prefix: $(VENV)/.bench
+	$(VENV)/bin/ramet $(subst -, ,$@) $(ARGS)
 
 compose:
 	docker/make-secrets.sh

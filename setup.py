@@ -1,7 +1,7 @@
-"""The native CPU kernels, the one part of the build that pyproject.toml cannot say without saying it thrice.
+"""The build of the native CPU kernels; pyproject.toml has everything else.
 
-The same sources are compiled for each instruction set, and the best that the processor has is loaded
-(runtime/execution/native/library.py). All are optional: without a compiler, or for another kind of processor, torch
+The same sources are compiled for each instruction set, and the engine loads the best one that the processor has
+(runtime/execution/native/library.py). All are optional: without a compiler, or on another kind of processor, torch
 computes.
 """
 

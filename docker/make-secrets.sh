@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes what the compose files need beside themselves: the keys of an admin, a user and Prometheus, Grafana's password,
-# and `.env`. What is there already is kept.
+# Makes the files that the compose files need: keys of an admin, a user and Prometheus, Grafana's password, and `.env`.
+# Files that exist are kept.
 set -eu
 cd "$(dirname "$0")"
 

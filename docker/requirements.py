@@ -1,9 +1,22 @@
-"""Prints the distribution's dependencies, and those of the extras named: all that an image needs before the source."""
+"""Prints the dependencies of the distribution, and those of the extras that are named."""
 
+import re
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
-project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
-extras = project["optional-dependencies"]
-print(*project["dependencies"], *(line for name in sys.argv[1:] for line in extras[name]), sep="\n")
+PROJECT = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def extra(name: str) -> Iterator[str]:
+    """The requirements of an extra, in which an extra may name others: `ramet[bench,otel]`."""
+    for requirement in PROJECT["optional-dependencies"][name]:
+        if others := re.fullmatch(rf"{PROJECT['name']}\[(.+)\]", requirement):
+            for other in others[1].split(","):
+                yield from extra(other)
+        else:
+            yield requirement
+
+
+print(*PROJECT["dependencies"], *(line for name in sys.argv[1:] for line in extra(name)), sep="\n")

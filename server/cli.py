@@ -6,11 +6,12 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 
 from pydantic import ValidationError
 
 from runtime.errors import RametError
-from server.options import add_options, config_from
+from server.options import add_options, config_from, options_table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +83,14 @@ def _fetch(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     return 0
 
 
+def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    print(options_table())
+    return 0
+
+
 def _add_bench(parser: argparse.ArgumentParser) -> None:
+    if missing := [name for name in _BENCH_PACKAGES if find_spec(name) is None]:
+        parser.exit(1, f"ramet: benchmarks need {', '.join(missing)}: pip install 'ramet[bench]'\n")
     from loadgen.commands import add_benches
 
     add_benches(parser)
@@ -118,7 +126,10 @@ _COMMANDS: dict[str, Command] = {
     "fetch-model": ("fetch and convert a model, and print its directory", _add_fetch, _fetch),
     "profile": ("measure in how many layers a diffusion model's prefixes can be reused", _add_profile, _profile),
     "bench": ("measure a server or this machine", _add_bench, _bench),
+    "options": ("print the options of `serve` as tables in Markdown", lambda parser: None, _options),
 }
+# The extra `load`; plots need matplotlib as well.
+_BENCH_PACKAGES = ("aiohttp", "httpx", "rich")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import types
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
@@ -57,3 +59,20 @@ def config_from(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
         parser.error(
             f"argument --{str(problem['loc'][-1]).replace('_', '-')}: {problem['msg']}, not {problem['input']!r}"
         )
+
+
+def options_table() -> str:
+    """All options with their defaults as Markdown, a table for each section."""
+    return "\n\n".join("\n".join(_section_rows(section.annotation)) for section in Config.model_fields.values())
+
+
+def _section_rows(section: Any) -> Iterator[str]:
+    yield from (f"**{section.__doc__.rstrip('.')}**", "", "| option | default | |", "| --- | --- | --- |")
+    for name, field in section.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        if isinstance(default, Path):
+            default = str(default).replace(str(Path.home()), "~")
+        elif isinstance(default, bool):
+            default = "on" if default else "off"
+        shown = "" if default is None else f"`{default}`"
+        yield f"| `--{name.replace('_', '-')}` | {shown} | {field.description} |"

@@ -65,9 +65,10 @@ def _from_file(path: Path, cache_dir: Path) -> Path:
 
 
 def _from_hub(name: str) -> Path:
-    from httpx import HTTPError
     from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    # HTTPError is that of the HTTP client of this version of the hub (httpx or httpx2).
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, LocalEntryNotFoundError
 
     try:
         # The configuration first, so that an unsupported model is refused before gigabytes are fetched.

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 DOCKER = Path(__file__).parents[2] / "docker"
-# What `docker compose -f ... -f ...` is given, by what it is for.
+# The files of each stack, as `docker compose -f` takes them.
 STACKS = {
     "base": ["docker-compose.yml"],
     "gpu": ["docker-compose.yml", "compose.gpu.yml"],

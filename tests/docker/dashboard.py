@@ -1,4 +1,4 @@
-"""The dashboard's queries, and what a Prometheus says to them: `python -m tests.docker.dashboard URL`."""
+"""The dashboard's queries, and the answers of a Prometheus to them: `python -m tests.docker.dashboard URL`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import httpx
 
 DASHBOARD = Path(__file__).parents[2] / "docker/grafana/dashboards/ramet.json"
 
-# What Grafana puts in place of its variables, for all models and replicas at a scrape interval of ten seconds.
+# Values for Grafana's variables: all models and replicas at a scrape interval of ten seconds.
 _VARIABLES = {"$__rate_interval": "40s", "$model": ".*", "$instance": ".*"}
 
 

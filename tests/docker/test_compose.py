@@ -1,4 +1,4 @@
-"""The compose files: they hang together, name what exists, and publish nothing beyond the machine."""
+"""The compose files: they fit together, name files that exist, and publish nothing beyond the machine."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ def test_build_arguments_are_the_dockerfiles_own(name):
         if build := service.get("build"):
             text = (DOCKER / build["context"] / build["dockerfile"]).read_text()
             assert set(build["args"]) <= set(re.findall(r"^ARG (\w+)", text, re.MULTILINE))
+            assert f" AS {build['target']}\n" in text
 
 
 def test_everything_is_limited_and_starts_again(name):
@@ -73,7 +74,7 @@ def test_servers_understand_their_options(name):
         config = config_from(parser, parser.parse_args(shlex.split(server["command"])))
         assert config.server.api_keys == Path("/run/secrets/api_keys")
         assert config.engine.threads == int(server["deploy"]["resources"]["limits"]["cpus"])
-        # Compose kills what has not ended by then.
+        # Compose kills containers that have not ended by then.
         assert config.server.drain_time < int(server["stop_grace_period"].removesuffix("s"))
 
 

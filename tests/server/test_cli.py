@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import socket
 import subprocess
 import sys
@@ -9,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config import Config, ServerConfig
+from runtime.config import CacheConfig, Config, ServerConfig
 from server.cli import main
-from server.options import add_options
+from server.options import add_options, options_table
 from server.serve import _bind
 
 
@@ -92,15 +94,35 @@ def test_options_can_be_taken_from_some_sections_only():
     }
 
 
-def test_the_readme_has_every_option_with_its_default():
-    from runtime.config import Config
+def test_the_readme_has_the_tables_of_options(monkeypatch):
+    """`make docs` writes them."""
+    monkeypatch.delenv("RAMET_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    readme = (Path(__file__).parents[2] / "server/README.md").read_text(encoding="utf-8")
+    assert re.search(r"^<!-- options.*\n((?s:.*))^<!-- end", readme, re.MULTILINE)[1] == options_table() + "\n"
 
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    for section in Config.model_fields.values():
-        for name, field in section.annotation.model_fields.items():
-            row = next(
-                (line for line in readme.splitlines() if line.startswith(f"| `--{name.replace('_', '-')}` |")), ""
-            )
-            assert row.endswith(f"| {field.description} |"), name
-            if name != "cache_dir" and field.default is not None:
-                assert f"| `{str(field.default).lower()}` |" in row.lower(), name
+
+def test_the_tables_have_every_option_with_its_default(capsys):
+    assert main(["options"]) == 0
+    rows = [row.split(" | ") for row in capsys.readouterr().out.splitlines() if row.startswith("| `--")]
+    options = {name: field for s in Config.model_fields.values() for name, field in s.annotation.model_fields.items()}
+    assert [row[0] for row in rows] == [f"| `--{name.replace('_', '-')}`" for name in options]
+    defaults = {row[0].strip("| `-").replace("-", "_"): row[1].strip("`") for row in rows}
+    assert defaults["page_size"] == str(CacheConfig().page_size)
+    assert (defaults["prefix_cache"], defaults["auto_pins"], defaults["ttl"], defaults["kv_events"]) == (
+        "on",
+        "0",
+        "600.0",
+        "",
+    )
+    assert all(row[2] == f"{field.description} |" for row, field in zip(rows, options.values(), strict=True))
+
+
+def test_a_benchmark_without_its_packages_is_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(
+        "server.cli.find_spec", lambda name: None if name == "aiohttp" else importlib.util.find_spec(name)
+    )
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "serve"])
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "ramet: benchmarks need aiohttp: pip install 'ramet[bench]'\n"

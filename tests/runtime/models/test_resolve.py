@@ -7,6 +7,7 @@ import os
 from fnmatch import fnmatch
 
 import huggingface_hub
+import huggingface_hub.errors
 import pytest
 
 from runtime.config import ModelConfig
@@ -84,3 +85,12 @@ def test_neither_pickles_nor_code_nor_copies_are_fetched(hub, tiny_dir):
         "a.pkl",
     ]
     assert not any(fetched(name) for name in others)
+
+
+def test_an_error_of_the_hubs_http_client_is_one_line(monkeypatch):
+    def fail(*_):
+        raise huggingface_hub.errors.HTTPError("the connection was cut")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    with pytest.raises(ModelError, match=r"the hub did not give it: the connection was cut$"):
+        resolve_model(ModelConfig(model="some/model"))

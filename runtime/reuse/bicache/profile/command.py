@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,9 @@ def profile(config: Config, settings: ProfileSettings, arguments: argparse.Names
     from runtime.reuse.bicache.profile.probe import Probe
     from runtime.reuse.bicache.profile.profiler import Profiler, header
 
+    draws = find_spec("matplotlib") is not None
+    if arguments.plot and not draws:
+        raise ModelError("--plot needs matplotlib: pip install 'ramet[bench]'")
     path = resolve_model(config.model)
     spec = ModelSpec.load(path)
     if spec.diffusion is None:
@@ -78,7 +82,8 @@ def profile(config: Config, settings: ProfileSettings, arguments: argparse.Names
     finally:
         records.close()
     arguments.out.write_text(json.dumps(table) + "\n", encoding="utf-8")
-    draw_heat_map(table, arguments.plot or arguments.out.with_suffix(".png"))
+    if draws:
+        draw_heat_map(table, arguments.plot or arguments.out.with_suffix(".png"))
     records.remove()
     _print(table, "")
     for kept, part in table["truncated"].items():

@@ -7,16 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from runtime.errors import ModelError
-
 
 def draw_heat_map(table: dict[str, Any], path: Path) -> None:
-    """Write a PNG of a profile's table. Raises ModelError without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ModelError("--plot needs matplotlib: pip install ramet[bench]") from None
+    """Write a PNG of a profile's table; needs matplotlib."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     ratios = list(table["similarity"])
     values = np.array([table["similarity"][ratio] for ratio in ratios]).T
     figure = Figure(figsize=(8, 5), layout="constrained")

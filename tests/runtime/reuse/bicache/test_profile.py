@@ -193,6 +193,17 @@ def test_the_command_writes_a_table_that_the_engine_takes(default_model_dir, tmp
     assert make_core(path).strategy.table.name == "profiled, cosine", "a table in the model's directory is its own"
 
 
+def test_without_matplotlib_there_is_no_heat_map(default_model_dir, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("runtime.reuse.bicache.profile.command.find_spec", lambda name: None)
+    path = save_tiny("llada", tmp_path / "tiny", tokenizer_from=default_model_dir)
+    command = ["profile", "--model", str(path), "--out", str(tmp_path / "t.json"), "--ratios", "40", "--length", "80"]
+    command += ["--samples", "1", "--rule", "cosine"]
+    assert main([*command, "--plot", str(tmp_path / "p.png")]) == 1, "before anything is measured"
+    assert "pip install 'ramet[bench]'" in capsys.readouterr().err
+    assert main(command) == 0
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["t.json", "tiny"]
+
+
 def test_what_cannot_be_profiled(default_model_dir, tmp_path, capsys):
     out = ["--out", str(tmp_path / "t.json")]
     assert main(["profile", "--model", str(default_model_dir), *out]) == 1
