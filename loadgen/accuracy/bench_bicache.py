@@ -27,7 +27,7 @@ from loadgen.accuracy.cases import (
     table_cases,
     threshold_cases,
 )
-from loadgen.accuracy.measure import Cell, Outcome, Records, Runner
+from loadgen.accuracy.measure import Cell, Outcome, Runner
 from loadgen.accuracy.rules import Rules, TaskSamples, profile_tasks
 from loadgen.accuracy.sections import Cluster, Row, Section, case_section, gain_section, pooled_section
 from loadgen.accuracy.tasks import TASKS, Source
@@ -35,6 +35,7 @@ from loadgen.accuracy.vocabulary import Vocabulary
 from loadgen.http.tables import wide_console
 from runtime.errors import ModelError
 from runtime.models.resolve import resolve_model
+from runtime.reuse.bicache.profile.records import Records
 from runtime.reuse.bicache.profile.settings import ProfileSettings
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     sections = bench.sections()
     for section in sections:
         wide_console().print(section.table())
-    (arguments.out / "table.md").write_text("\n\n".join(section.markdown() for section in sections) + "\n")
+    (arguments.out / "table.md").write_text("\n".join(section.markdown() for section in sections))
     _plot_sweeps(bench, arguments.out)
     return 0
 
@@ -175,7 +176,7 @@ class _Bench:
             if self.records.get(key) is None:  # the table and the sweeps have cases in common
                 self._check_time()
                 examples = cell.group(self.source, number, self.arguments.questions)
-                self.records.put(key, self.runner.run(case, examples))
+                self.records.put(key, asdict(self.runner.run(case, examples)))
 
     def sections(self) -> list[Section]:
         """Every table of which there is something."""
@@ -220,9 +221,7 @@ class _Bench:
         return Outcome.total(self._measured(number, cell, case) for number in range(groups))
 
     def _measured(self, number: int, cell: Cell, case: Case) -> Outcome:
-        outcome = self.records.get(self._key(number, cell, case))
-        assert outcome is not None
-        return outcome
+        return Outcome(**self.records.get(self._key(number, cell, case)))
 
     def _key(self, number: int, cell: Cell, case: Case) -> dict[str, Any]:
         table = {"table": self._table} if case.fields.get("depth", 0) is None else {}

@@ -80,10 +80,7 @@ def profile_tasks(
     if path.exists() and (table := json.loads(path.read_text("utf-8"))).get("of") == header:
         return Rules(table)
     records = Records(path.with_name(path.name + ".partial"), header)
-    try:
-        table = Profiler(Probe(executor), samples, settings, records, before).run()
-    finally:
-        records.close()
+    table = Profiler(Probe(executor), samples, settings, records, before).run()
     path.write_text(json.dumps({**table, "of": header}) + "\n", encoding="utf-8")
     records.remove()
     return Rules(json.loads(path.read_text("utf-8")))

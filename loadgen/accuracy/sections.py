@@ -10,6 +10,7 @@ from rich.table import Table
 
 from loadgen.accuracy.cases import BICACHE, COMBINED, NO_CACHE, WITHIN, Case, Plan
 from loadgen.accuracy.measure import Outcome
+from loadgen.http.tables import make_table, markdown_table
 from loadgen.micro.cost_model import modelled_passes
 
 Row = tuple[Case, Outcome]
@@ -38,17 +39,11 @@ class Section:
 
     def table(self) -> Table:
         """For the terminal."""
-        table = Table(title=self.title)
-        for column in ("", *self.columns):
-            table.add_column(column, justify="right" if column else "left")
-        for row in self.rows:
-            table.add_row(*row)
-        return table
+        return make_table(self.title, ("", *self.columns), self.rows)
 
     def markdown(self) -> str:
         """For a file."""
-        lines = [f"{self.title}\n", f"| | {' | '.join(self.columns)} |", "| --- |" + " --- |" * len(self.columns)]
-        return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in self.rows)])
+        return f"{self.title}\n\n{markdown_table(['', *self.columns], self.rows)}"
 
 
 def case_section(title: str, rows: Sequence[Row]) -> Section:

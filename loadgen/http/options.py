@@ -21,7 +21,6 @@ from loadgen.http.slo import LATENCIES, Slo
 from loadgen.http.target import FIXED_OUTPUT, Target
 from loadgen.http.tokens import TokenCounter
 from loadgen.http.workloads import WORKLOADS, Workload
-from loadgen.http.workloads.trace import Trace
 
 if TYPE_CHECKING:
     from loadgen.http.run import Plan, Prepared
@@ -186,7 +185,7 @@ def add_arrivals(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--arrivals",
         choices=["closed", "poisson", "gamma", "constant", "ramp", "trace"],
-        help="default: trace for the workload trace, poisson with --rate, else closed",
+        help="default: poisson with --rate, trace for a workload with times, else closed",
     )
     group.add_argument("--concurrency", type=count, metavar="N", help=f"closed; default: {_DEFAULT_CONCURRENCY}")
     group.add_argument("--rate", type=positive, metavar="X", help="sessions per second, of open arrivals")
@@ -198,7 +197,7 @@ def add_arrivals(parser: argparse.ArgumentParser) -> None:
 def arrivals(arguments: argparse.Namespace, work: Workload) -> Arrivals:
     """The arrivals that were asked for. Raises ValueError for options that do not go together."""
     kind = arguments.arrivals or (
-        "poisson" if arguments.rate else "closed" if arguments.concurrency or not isinstance(work, Trace) else "trace"
+        "poisson" if arguments.rate else "closed" if arguments.concurrency or not work.TIMED else "trace"
     )
     needs = {
         "closed": (),
@@ -216,8 +215,8 @@ def arrivals(arguments: argparse.Namespace, work: Workload) -> Arrivals:
         wanted = " and ".join(map(_flag, needs)) or ("--concurrency" if kind == "closed" else "no further option")
         raise ValueError(f"{kind} arrivals take {wanted}, not {', '.join(map(_flag, sorted(given))) or 'nothing'}")
     if kind == "trace":
-        if not isinstance(work, Trace):
-            raise ValueError("trace arrivals need the workload trace")
+        if not work.TIMED:
+            raise ValueError("trace arrivals need a workload with times, such as trace")
         return Recorded()
     if kind == "closed":
         return Closed(arguments.concurrency or _DEFAULT_CONCURRENCY)

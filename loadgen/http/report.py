@@ -8,8 +8,8 @@ from pathlib import Path
 
 from loadgen.http.plots import run_figures, svg
 from loadgen.http.run import Result
+from loadgen.http.run_tables import figures, warnings
 from loadgen.http.summary import PERCENTILES
-from loadgen.http.tables import figures, warnings
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1c1c1c;
