@@ -111,7 +111,7 @@ _COUNTED = ("no cache", "naive", "d = 0", "BiCache")
 
 
 def _cost(name: str, ratio: float, depth: float) -> float:
-    """The cost model: a step's share of the rows of a pass; `ratio` of them are shared, `depth` of the layers reused."""
+    """A step's share of a pass, by the cost model; `ratio`: share of shared rows, `depth`: share of reused layers."""
     if name == "no cache":
         return 1.0
     if name == "naive":

@@ -107,7 +107,7 @@ class Speed(WatchedDrive):
         self._row_bytes *= self.core.executor.pool.k.dtype.itemsize
 
     def decode(self, batch: int) -> Figures:
-        """Steps of requests without a shared prefix, beside reading weights and KV at full bandwidth; host time by part."""
+        """Steps of requests without a shared prefix, beside the time to read weights and KV; host time by part."""
         steps = self.sizes.steps
         with self._decoding(batch, 3 * steps + 3):
             self.pace(3)

@@ -107,9 +107,10 @@ class Load:
 
 
 class ClosedLoop(Load):
-    """Clients that send their next request when the last one has ended: one of 16 prefixes of 2,048 tokens, and 64 more.
+    """Clients that send their next request when the last one has ended.
 
-    A cold request has a prefix of its own. The clients begin one by one within ten seconds.
+    A request has one of 16 prefixes of 2,048 tokens, or a cold one of its own, and 64 tokens more. The clients begin
+    one by one within ten seconds.
     """
 
     def __init__(self, draw: random.Random, requests: int, clients: int, cold: float):
@@ -168,7 +169,7 @@ class Simulation:
         self._ended = _Ended()
 
     def run(self) -> dict[str, float]:
-        """Run the load; returns TTFT (mean, p50, p99, max), total time (both in seconds) and the cached share of prompts."""
+        """Run the load; TTFT (mean, p50, p99, max) and total time, in seconds, and the cached share of prompts."""
         self._schedule(next(self._stream, None))
         while self._due or self.scheduler.running or self.scheduler.waiting:
             self._receive()
