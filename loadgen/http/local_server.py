@@ -1,4 +1,4 @@
-"""A server of one's own for the time of a benchmark."""
+"""A Ramet server for the time of a benchmark."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ START_SECONDS = 300
 
 @contextmanager
 def local_server(options: Sequence[str]) -> Iterator[str]:
-    """Start `ramet serve` with some options on a free port of 127.0.0.1; yields its URL.
+    """Start `ramet serve` with options on a free port of 127.0.0.1; yields its URL.
 
     Raises:
-        RuntimeError: if it ends or is not ready in time.
+        RuntimeError: if it ends early or is not ready in time.
     """
     process, url = start_server(options)
     try:
@@ -30,7 +30,7 @@ def local_server(options: Sequence[str]) -> Iterator[str]:
 
 
 def start_server(options: Sequence[str]) -> tuple[subprocess.Popen[bytes], str]:
-    """The process of a server that is ready, and its URL. Raises RuntimeError as `local_server`."""
+    """The process and the URL of a ready server. Raises RuntimeError as `local_server`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -22,23 +22,17 @@ def run(tmp_path):
         parser = argparse.ArgumentParser()
         bench_scheduler.add_arguments(parser)
         path = tmp_path / "out.json"
-        small = [
-            "--requests",
-            "120",
-            "--concurrency",
-            "12",
-            "--running",
-            "4",
-            "--waiting",
-            "5",
-            "--nodes",
-            "20",
-            "--pool-tokens",
-            "60000",
-            "--seed",
-            "3",
-        ]
-        assert bench_scheduler.run(parser.parse_args([*small, "--json", str(path), *more])) == 0
+        small = {
+            "requests": 120,
+            "concurrency": 12,
+            "running": 4,
+            "pool-tokens": 60000,
+            "seed": 3,
+            "waiting": 5,
+            "nodes": 20,
+        }
+        given = [part for name, value in small.items() for part in (f"--{name}", f"{value}")]
+        assert bench_scheduler.run(parser.parse_args([*given, "--json", str(path), *more])) == 0
         return json.loads(path.read_text())
 
     return call
