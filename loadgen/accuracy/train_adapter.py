@@ -37,7 +37,7 @@ _DECAY_FROM = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What one batch is made of: a task, tokens of the canvas, tokens of a whole sequence at least."""
+    """A batch: its task, tokens of the canvas, and the least number of tokens of a sequence."""
 
     task: str
     room: int
@@ -149,7 +149,7 @@ class Trainer:
         return self.model.first_rows(hide(tokens, before), shared)
 
     def _mask(self, answers: torch.Tensor, rng: random.Random) -> torch.Tensor:
-        """Which tokens of the answers are hidden; the first where chance would leave a whole batch bare."""
+        """The mask of the answers' hidden tokens; the first one, where chance would hide none of a row."""
         generator = torch.Generator().manual_seed(rng.getrandbits(63))
         size, room = answers.shape
         t = (torch.rand(1, generator=generator) + torch.arange(size) / size) % 1

@@ -53,7 +53,7 @@ async def slow(victim: Victim, scale: float, draw: random.Random) -> Finding:
     """Clients that ask for much and read nothing; the server has `--client-timeout 3`."""
     count = max(int(50 * scale), 4)
     await victim.warm_up(draw)
-    # Everything so far is sent again with every event, with the alternatives of every token.
+    # Each event repeats the text so far, with the alternatives of each token.
     sampling = {"max_new_tokens": 256, "ignore_eos": True}
     body = {"stream": True, "return_logprob": True, "top_logprobs_num": 64, "sampling_params": sampling}
 
@@ -61,7 +61,7 @@ async def slow(victim: Victim, scale: float, draw: random.Random) -> Finding:
         asked = [request({**body, "input_ids": ids(draw, 30)}) for _ in range(count)]
         return await asyncio.gather(*(_unread(victim, data) for data in asked))
 
-    # What unread answers take until they are cut is kept for the next ones: no leak, but more than at the start.
+    # Buffers of unread answers are kept for the next ones: no leak, but more than at the start.
     await one_round()
     before = victim.memory()
     answers = await one_round()
@@ -74,7 +74,7 @@ async def slow(victim: Victim, scale: float, draw: random.Random) -> Finding:
 
 
 async def _unread(victim: Victim, data: bytes) -> bytes:
-    """What is left in the buffers once the server has given a client up."""
+    """Read the buffers once the server has given up on a client that read nothing."""
     async with Wire(victim.address, receive_buffer=4096) as wire:
         await wire.send(data)
         deadline = time.monotonic() + 120
@@ -83,13 +83,13 @@ async def _unread(victim: Victim, data: bytes) -> bytes:
             state = await victim.state()
             if not state["running"] and not state["waiting"]:
                 break
-        # The last ones have just stopped being computed; their connections have as long as all others.
+        # The last requests have just ended; their connections have the timeout of all others.
         await asyncio.sleep(4)
         return await wire.receive_all()
 
 
 async def large(victim: Victim, scale: float, draw: random.Random) -> Finding:
-    """Bodies that are too large, too deep or too much of something, and how soon they are refused."""
+    """Bodies that are too large, too deep or have too many elements, and the time until they are refused."""
     rounds = max(int(20 * scale), 1)
     await victim.warm_up(draw)
     before = victim.memory()
@@ -112,11 +112,11 @@ async def large(victim: Victim, scale: float, draw: random.Random) -> Finding:
     problems += await victim.problems(before)
     seen = "refused within " + ", ".join(f"{1000 * seconds:.0f} ms ({name})" for name, seconds in worst.items())
     total = sum(map(len, times.values()))
-    return Finding(f"{total} bodies too large, too deep, too much", seen, problems, {"worst_s": worst})
+    return Finding(f"{total} bodies too large, too deep, with too many elements", seen, problems, {"worst_s": worst})
 
 
 def _refused() -> list[tuple[str, bytes, int]]:
-    """Name, bytes and status of what must be refused; the default limit of a body is 8 MiB."""
+    """Name, bytes and status of the bodies; the default limit is 8 MiB."""
     mega = 1 << 20
     bias = {str(i): 1 for i in range(5000)}
     return [
@@ -132,7 +132,7 @@ def _refused() -> list[tuple[str, bytes, int]]:
 
 
 async def fuzz(victim: Victim, scale: float, draw: random.Random) -> Finding:
-    """Bodies with random damage, and clients of streams that cut, stall and reset."""
+    """Bodies with random damage, and clients that cut, stall and reset."""
     count = max(int(2000 * scale), 20)
     await victim.warm_up(draw)
     statuses: Counter[str] = Counter()
@@ -206,7 +206,7 @@ def _damaged(draw: random.Random) -> bytes:
 
 
 async def _send(victim: Victim, body: bytes, draw: random.Random) -> tuple[str, str]:
-    """Send a body as some client would; the status as text, and what is wrong with the answer."""
+    """Send a body in a random way; the status, or what the client did, and a problem of the answer or an empty text."""
     data = request(body)
     async with Wire(victim.address) as wire:
         way = draw.choice(["whole", "whole", "pieces", "cut", "reset", "stall"])

@@ -1,4 +1,4 @@
-"""Cases of engines that are killed and servers that are stopped, under streams."""
+"""Cases of a killed engine and of a stopped server, under streams."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _TOLD_WITHIN_S = 5.0
 
 @dataclass
 class Stream:
-    """How one stream went.
+    """The course of one stream.
 
     Attributes:
-        status: HTTP's; 0 if there was no connection.
-        events: how many came.
+        status: of HTTP; 0 without a connection.
+        events: number of events.
         end: the last event before `[DONE]`; None if the stream was cut.
-        ended_s: when, by the monotonic clock.
+        ended_s: its end, by the monotonic clock.
     """
 
     status: int = 0
@@ -88,7 +88,7 @@ async def kill(victim: Victim, scale: float, draw: random.Random) -> Finding:
 
 
 async def drain(victim: Victim, scale: float, draw: random.Random) -> Finding:
-    """SIGTERM under load: what was accepted is served to its end."""
+    """SIGTERM under load: accepted requests are served to their end."""
     count = max(int(32 * scale), 4)
     streams: list[Stream] = []
     stopped = False

@@ -1,4 +1,4 @@
-"""How many open streams a server holds without errors and without making those that run wait."""
+"""The number of open streams that a server holds without errors and without slowing down the running ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TOKENS = 32
 
 
 async def held(victim: Victim, scale: float, draw: random.Random) -> Finding:
-    """Closed loops of more and more streams, against the batch at which the server is saturated (`--max-running`)."""
+    """Closed loops of more and more streams, compared with the saturated batch (`--max-running`)."""
     saturated = (await victim.get("/server_info"))["config"]["scheduler"]["max_running"]
     levels = [level for level in _LEVELS if level <= max(1000 * scale, 128)]
     await victim.warm_up(draw)

@@ -1,4 +1,4 @@
-"""Everything at once for a long time: load at capacity, aborts, flushes, pins, grammars; no wrong answer, no leak."""
+"""Mixed load for a long time: streams, aborts, flushes, pins, grammars; no wrong answer, no leak."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Soak:
         self.pins: list[str] = []
 
     async def learn(self) -> None:
-        """The answers of the idle server, one after another."""
+        """Collect answers of the idle server, one after the other."""
         for _ in range(_KNOWN):
             prompt = self.draw.choice(self.roots)[: self.draw.randrange(200)] + ids(
                 self.draw, self.draw.randrange(1, 80)
@@ -70,7 +70,7 @@ class _Soak:
             self.wrong.append(f"{how}: {found} instead of {expected}")
 
     async def judge(self) -> None:
-        """Ask the server, now idle, about the answers that were not the expected ones; in float32 all are wrong."""
+        """Score the unexpected answers on the server, which is idle now; in float32 all of them are wrong."""
         exact = (await self.victim.get("/model_info"))["dtype"] == "float32"
         for prompt, expected, found in self.others:
             nats = await apart(self.victim, prompt, expected, found)
@@ -139,13 +139,13 @@ class _Soak:
 
 
 async def soak(victim: Victim, scale: float, draw: random.Random) -> Finding:
-    """Twenty minutes of everything; the server has not enough room for what runs at once."""
+    """Twenty minutes of mixed load; the server's pool is too small for it."""
     seconds = max(_SECONDS * scale, 8)
     await victim.warm_up(draw)
     run = _Soak(victim, draw)
     await run.learn()
     started_s = time.monotonic()
-    # What the first tenth of the time needs is no leak.
+    # Growth within the first tenth of the time is no leak.
     await asyncio.gather(*(run.client(started_s + seconds / 10) for _ in range(_CLIENTS)))
     memory = [victim.memory()]
     for _ in range(9):

@@ -1,24 +1,23 @@
-"""Whether an answer that is not the idle server's is a greedy answer all the same.
+"""Ties: greedy answers that differ from the idle server's within rounding.
 
-In bfloat16 the order in which a batch's rows are summed up moves log-probabilities a little. Where the first two
-choices are closer than that, either may be taken, and what follows is another text, as good as the first. So an answer
-is judged by what the idle server thinks of each of its tokens, given those before: a fault shows as a token that is far
-from the first choice.
+In bfloat16 the composition of a batch moves log-probabilities by a rounding. Where the first two choices are closer
+than that, either may be taken, and another text follows, as good as the first. So an answer is judged by the idle
+server's log-probability of each of its tokens, given those before: a fault shows as a token far from the first choice.
 """
 
 from __future__ import annotations
 
 from loadgen.faults.victim import Victim
 
-# Nats between two choices of which either may be taken; up to 0.02 are seen with the default model.
+# Nats between two choices of which either may be taken; the default model shows up to 0.02.
 TIE_NATS = 0.05
 
 
 async def apart(victim: Victim, prompt: list[int], expected: list[int], found: list[int]) -> float:
-    """How far two greedy answers of one length are from being equally good, in nats; to be asked while nothing runs.
+    """Distance in nats between two greedy answers of one length, asked of an idle server.
 
-    It is the larger one of: how far apart the two tokens are where the answers part, and by how much any token of
-    `found` falls short of the first choice.
+    It is the larger of two: the gap between the two tokens where the answers part, and the greatest shortfall of a
+    token of `found` from the first choice.
     """
     parted = next(i for i, (one, other) in enumerate(zip(expected, found, strict=True)) if one != other)
     theirs, own = await _scored(victim, prompt, expected), await _scored(victim, prompt, found)

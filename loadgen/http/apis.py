@@ -130,7 +130,7 @@ class OpenAIAnswer(Answer):
             if reason := choice.get("finish_reason"):
                 self._finish(str(reason))
         self.text += text
-        # An event with the finish reason alone, or with tokens without text, counts if it is the first with a choice.
+        # The finish reason alone counts where no output came before it: the tokens had no text.
         return bool(text) or (self.finished and bool(event["choices"]) and not self.record.arrivals_s)
 
     def _new_text(self, choice: dict[str, Any]) -> str:

@@ -86,7 +86,7 @@ class Ramp(Open):
             yield self._instant(expected)
 
     def _instant(self, expected: float) -> float:
-        """When `expected` arrivals are due: the inverse of the rate's integral."""
+        """The time by which `expected` arrivals are due: the inverse of the integral of the rate."""
         slope = (self.end_rate - self.rate) / self.seconds
         at_end = (self.rate + self.end_rate) / 2 * self.seconds
         if expected >= at_end:

@@ -1,4 +1,4 @@
-"""Runs in small."""
+"""Small runs against a server, and sessions of a workload."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ def sessions(workload: Workload, count: int | None = None, seed: int = 1) -> lis
 
 
 def text_of(session: Session) -> str:
-    """All that a session's user says."""
+    """The text of all messages of a session."""
     return "\n".join(message.content for turn in session.turns for message in turn.messages)

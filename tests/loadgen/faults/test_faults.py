@@ -34,13 +34,13 @@ def test_a_server_stands(case, tiny_dir, tmp_path, monkeypatch):
 
 
 def test_a_wrong_answer_is_no_tie(tiny_dir):
-    """What the idle server would not have said itself is far from what it would, wherever it stands."""
+    """A token that the idle server would not choose is far from its first choice, at any place."""
 
     async def measure() -> tuple[float, list[float]]:
         async with victim([option.format(tiny_dir) for option in SMALL]) as server:
             draw = random.Random(1)
             prompt = ids(draw, 30)
-            _, answer = await server.http.generate(prompt, 8)
+            _, answer = await server.generate(prompt, 8)
             said = answer["output_ids"]
             wrong = [[*said[:at], *ids(draw, 1), *said[at + 1 :]] for at in (0, 4, 7)]
             return await shortfall(server, prompt, said), [await apart(server, prompt, said, other) for other in wrong]

@@ -42,7 +42,7 @@ SMALL = ("--prompt-tokens", 10, "--output-tokens", 5)
 
 
 class Page(HTMLParser):
-    """What a page shows, and what it would load."""
+    """The tags of a page, and the addresses that it would load."""
 
     def __init__(self, text):
         super().__init__()

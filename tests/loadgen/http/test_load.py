@@ -1,4 +1,4 @@
-"""When requests are sent, how many, and from when their time counts."""
+"""Times of sending, number of requests, and latencies from the scheduled time."""
 
 from __future__ import annotations
 
