@@ -1,4 +1,4 @@
-"""Every case of `ramet bench faults` on a small scale: what it finds, and that it finds something."""
+"""Cases of `ramet bench faults` on a small scale, with the bounds of the full one."""
 
 from __future__ import annotations
 
@@ -19,10 +19,6 @@ SMALL = ["--model", "{}", "--dtype", "float32", "--threads", "1"]
 @pytest.mark.parametrize("case", ["storm", "large", "fuzz", "kill", "drain"])
 def test_a_server_stands(case, tiny_dir, tmp_path, monkeypatch):
     out = tmp_path / "out.json"
-    # Whether memory grows is for the full scale: a server that has just begun grows with its first requests.
-    monkeypatch.setattr("loadgen.faults.victim.MEMORY_SHARE", 1.0)
-    monkeypatch.setattr("loadgen.faults.clients._REFUSED_WITHIN_S", 30)
-    monkeypatch.setattr("loadgen.faults.endings._TOLD_WITHIN_S", 60)
     options = [option.format(tiny_dir) for option in SMALL]
     monkeypatch.setattr(
         "sys.argv", ["loadgen", "faults", "--case", case, "--scale", "0.02", "--json", str(out), "--", *options]
