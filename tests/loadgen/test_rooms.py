@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -58,6 +63,25 @@ def test_a_bench_has_a_name_a_summary_and_two_functions(name):
     assert first.endswith(".")
     assert list(inspect.signature(module.add_arguments).parameters) == ["parser"]
     assert list(inspect.signature(module.run).parameters) == ["arguments"]
+
+
+def test_the_readme_adds_a_workload_and_a_bench_with_a_file_each(tmp_path):
+    package = tmp_path / "loadgen"
+    shutil.copytree(ROOT, package, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    workload, bench = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    (package / "http" / "workloads" / "constant_question.py").write_text(workload)
+    (package / "micro" / "bench_sleep.py").write_text(bench)
+
+    def call(*arguments):
+        command = [sys.executable, "-m", "loadgen", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    assert "the time that a sleep takes" in call("--help").stdout
+    measured = call("sleep", "--seconds", "0.01")
+    assert (measured.returncode, "measured" in measured.stdout) == (0, True)
+    refused = call("serve", "--workload", "constant-question", "--prompt-tokens", "9", "--url", "http://127.0.0.1:9")
+    assert "cannot be reached" in refused.stderr
 
 
 def test_every_workload_of_the_folder_has_a_name():
