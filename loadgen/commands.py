@@ -31,7 +31,8 @@ def add_benches(parser: argparse.ArgumentParser) -> None:
     benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH", parser_class=_BenchParser)
     for name, path in sorted(BENCHES.items()):
         summary = _summary(path)
-        benches.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.").bench = name
+        description = f"{summary[0].upper()}{summary[1:]}."
+        benches.add_parser(name, help=summary.replace("%", "%%"), description=description).bench = name
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
