@@ -14,8 +14,8 @@ from rich.console import Console
 from loadgen.faults.clients import fuzz, large, slow, storm
 from loadgen.faults.endings import drain, kill
 from loadgen.faults.held import held
+from loadgen.faults.server import Finding, Server, running_server
 from loadgen.faults.soak import soak
-from loadgen.faults.victim import Finding, Victim, victim
 from loadgen.http import options
 from loadgen.http.files import write_json
 from loadgen.http.tables import make_table, wide_console
@@ -24,7 +24,7 @@ from loadgen.http.tables import make_table, wide_console
 class Case(NamedTuple):
     """A case, and the options of its server."""
 
-    run: Callable[[Victim, float, random.Random], Awaitable[Finding]]
+    run: Callable[[Server, float, random.Random], Awaitable[Finding]]
     options: tuple[str, ...] = ()
 
 
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _run(case: Case, arguments: argparse.Namespace) -> Finding:
-    async with victim([*case.options, *arguments.server_options]) as server:
+    async with running_server([*case.options, *arguments.server_options]) as server:
         return await case.run(server, arguments.scale, random.Random(arguments.seed))
 
 

@@ -14,7 +14,7 @@ from loadgen.http.session import Conversation
 _MOST = 1 << 53  # beyond it a float no longer counts in ones
 
 
-class Rubbish(ValueError):
+class BadEvent(ValueError):
     """The server sent an event that its API does not have."""
 
 
@@ -23,7 +23,7 @@ class ServerError(Exception):
 
 
 @dataclass(frozen=True)
-class Ask:
+class RequestFields:
     """Fields that all requests of a run share.
 
     Attributes:
@@ -48,7 +48,7 @@ class Answer(ABC):
         self.finished = False
 
     def take(self, data: bytes, now_s: float) -> None:
-        """Book one event. Raises Rubbish or ServerError."""
+        """Book one event. Raises BadEvent or ServerError."""
         try:
             event = msgspec.json.decode(data)
             if not isinstance(event, dict):
@@ -58,7 +58,7 @@ class Answer(ABC):
             if self._read(event):
                 self.record.arrivals_s.append(now_s)
         except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise Rubbish(f"{error!r} in {data[:200]!r}") from error
+            raise BadEvent(f"{error!r} in {data[:200]!r}") from error
 
     def end(self) -> None:
         """Fill in the times and counts that the server did not report."""
@@ -86,9 +86,9 @@ class Answer(ABC):
 
 
 def _amount(value: Any, kinds: Any) -> Any:
-    """A non-negative finite count or time. Raises Rubbish for anything else."""
+    """A non-negative finite count or time. Raises BadEvent for anything else."""
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < _MOST:
-        raise Rubbish(f"{value!r} is no count or time")
+        raise BadEvent(f"{value!r} is no count or time")
     return value
 
 
@@ -152,7 +152,7 @@ class Api(ABC):
     answer: type[Answer]
 
     @abstractmethod
-    def body(self, conversation: Conversation, tokens: int | None, ask: Ask) -> dict[str, Any]:
+    def body(self, conversation: Conversation, tokens: int | None, fields: RequestFields) -> dict[str, Any]:
         """The request's body; `tokens`: wanted length of the answer, None leaves it to the server."""
 
 
@@ -161,12 +161,12 @@ class Generate(Api):
 
     path, answer = "/generate", GenerateAnswer
 
-    def body(self, conversation: Conversation, tokens: int | None, ask: Ask) -> dict[str, Any]:
+    def body(self, conversation: Conversation, tokens: int | None, fields: RequestFields) -> dict[str, Any]:
         """See Api."""
-        sampling: dict[str, Any] = {"temperature": ask.temperature}
+        sampling: dict[str, Any] = {"temperature": fields.temperature}
         if tokens is not None:
-            sampling |= {"max_new_tokens": tokens} | _fixed(ask, "min_new_tokens", tokens)
-        extra = dict(ask.extra or {})
+            sampling |= {"max_new_tokens": tokens} | _fixed(fields, "min_new_tokens", tokens)
+        extra = dict(fields.extra or {})
         sampling |= extra.pop("sampling_params", {})
         return {"text": conversation.as_text(), "sampling_params": sampling, "stream": True, **extra}
 
@@ -176,9 +176,9 @@ class Completions(Api):
 
     path, answer = "/v1/completions", OpenAIAnswer
 
-    def body(self, conversation: Conversation, tokens: int | None, ask: Ask) -> dict[str, Any]:
+    def body(self, conversation: Conversation, tokens: int | None, fields: RequestFields) -> dict[str, Any]:
         """See Api."""
-        return {"prompt": conversation.as_text(), **_openai(tokens, ask)}
+        return {"prompt": conversation.as_text(), **_openai(tokens, fields)}
 
 
 class Chat(Api):
@@ -186,23 +186,23 @@ class Chat(Api):
 
     path, answer = "/v1/chat/completions", ChatAnswer
 
-    def body(self, conversation: Conversation, tokens: int | None, ask: Ask) -> dict[str, Any]:
+    def body(self, conversation: Conversation, tokens: int | None, fields: RequestFields) -> dict[str, Any]:
         """See Api."""
-        return {"messages": conversation.as_chat(), **_openai(tokens, ask)}
+        return {"messages": conversation.as_chat(), **_openai(tokens, fields)}
 
 
-def _openai(tokens: int | None, ask: Ask) -> dict[str, Any]:
-    body: dict[str, Any] = {"model": ask.model, "temperature": ask.temperature, "stream": True}
+def _openai(tokens: int | None, fields: RequestFields) -> dict[str, Any]:
+    body: dict[str, Any] = {"model": fields.model, "temperature": fields.temperature, "stream": True}
     body["stream_options"] = {"include_usage": True}
     if tokens is not None:
-        body |= {"max_tokens": tokens} | _fixed(ask, "min_tokens", tokens)
-    return body | (ask.extra or {})
+        body |= {"max_tokens": tokens} | _fixed(fields, "min_tokens", tokens)
+    return body | (fields.extra or {})
 
 
-def _fixed(ask: Ask, least: str, tokens: int) -> dict[str, Any]:
-    if ask.fixed_output == "ignore_eos":
+def _fixed(fields: RequestFields, least: str, tokens: int) -> dict[str, Any]:
+    if fields.fixed_output == "ignore_eos":
         return {"ignore_eos": True}
-    return {least: tokens} if ask.fixed_output == "min_tokens" else {}
+    return {least: tokens} if fields.fixed_output == "min_tokens" else {}
 
 
 APIS: dict[str, type[Api]] = {"generate": Generate, "chat": Chat, "completions": Completions}

@@ -168,7 +168,7 @@ def _plan(arguments: argparse.Namespace, one: _Run, seed: int) -> Plan:
         seed=one.seed(seed),
         warmup=arguments.warmup,
         scripted=arguments.answers == "scripted",
-        patience=options.patience(arguments),
+        timeouts=options.timeouts(arguments),
     )
 
 

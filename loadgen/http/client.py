@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from loadgen.http.apis import Answer, Api, Ask, Rubbish, ServerError
+from loadgen.http.apis import Answer, Api, BadEvent, RequestFields, ServerError
 from loadgen.http.record import Record
 from loadgen.http.session import Conversation
 from loadgen.http.sse import EventSplitter
@@ -26,7 +26,7 @@ class Failed(Exception):
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """Timeouts of a request.
 
     Attributes:
@@ -41,17 +41,17 @@ class Patience:
 class Client:
     """A client of one server and one API. To be entered before use."""
 
-    def __init__(self, url: str, api: Api, ask: Ask, patience: Patience, key: str | None = None):
+    def __init__(self, url: str, api: Api, fields: RequestFields, timeouts: Timeouts, key: str | None = None):
         self._url = url.rstrip("/") + api.path
         self._api = api
-        self._ask = ask
-        self._patience = patience
+        self._fields = fields
+        self._timeouts = timeouts
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def __aenter__(self) -> Client:
         # The load bounds the open requests, not the connector.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._patience.stall_s)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._timeouts.stall_s)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
         return self
 
@@ -60,12 +60,12 @@ class Client:
 
     async def send(self, conversation: Conversation, record: Record, now_s: Callable[[], float]) -> str:
         """Send the conversation; fills the record, failures included, and returns the answer's text."""
-        body = self._api.body(conversation, record.wanted_tokens, self._ask)
+        body = self._api.body(conversation, record.wanted_tokens, self._fields)
         record.prompt_chars = sum(len(part) for message in conversation.messages for part in message.parts)
         answer = self._api.answer(record)
         record.sent_s = now_s()
         try:
-            async with asyncio.timeout(self._patience.total_s):
+            async with asyncio.timeout(self._timeouts.total_s):
                 await self._stream(body, answer, now_s)
         except BaseException as error:
             record.error, record.message = _kind(error), _printable(str(error)[:300]) or None
@@ -146,7 +146,7 @@ def _kind(error: BaseException) -> str | None:
             return "cut"
         case aiohttp.ServerDisconnectedError() | aiohttp.ClientOSError() | ConnectionError():
             return "reset"
-        case Rubbish() | aiohttp.ClientError() | ValueError():
+        case BadEvent() | aiohttp.ClientError() | ValueError():
             return "rubbish"
         case Exception():
             # A defect of the load generator, most likely; a run of hours must not be lost to it.

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from loadgen.http.apis import APIS
 from loadgen.http.arrivals import Arrivals, Closed, Constant, Gamma, Open, Ramp, Recorded
-from loadgen.http.client import Patience
+from loadgen.http.client import Timeouts
 from loadgen.http.lengths import Distribution
 from loadgen.http.load import Bounds
 from loadgen.http.run import Plan, Prepared, prepare
@@ -108,9 +108,9 @@ def prepared(arguments: argparse.Namespace, server: Target, extra: dict[str, Any
     return prepare(server, field, arguments.temperature, arguments.extra_body | (extra or {}), counter)
 
 
-def patience(arguments: argparse.Namespace) -> Patience:
+def timeouts(arguments: argparse.Namespace) -> Timeouts:
     """The timeouts of a request."""
-    return Patience(arguments.timeout, arguments.stall_timeout)
+    return Timeouts(arguments.timeout, arguments.stall_timeout)
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
@@ -279,7 +279,7 @@ def plan(arguments: argparse.Namespace, work: Workload, comes: Arrivals, number:
         cut_s=arguments.cut,
         scripted=arguments.answers == "scripted",
         slo=slo(arguments),
-        patience=patience(arguments),
+        timeouts=timeouts(arguments),
     )
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import httpx
 
-from loadgen.http.apis import APIS, Ask
+from loadgen.http.apis import APIS, RequestFields
 from loadgen.http.arrivals import Arrivals, Closed
-from loadgen.http.client import Client, Patience
+from loadgen.http.client import Client, Timeouts
 from loadgen.http.lag import LagMeter
 from loadgen.http.load import Bounds, Load
 from loadgen.http.prose import Cost, Prose
@@ -56,7 +56,7 @@ class Plan:
     cut_s: float = 0.0
     scripted: bool = False
     slo: Slo | None = None
-    patience: Patience = field(default_factory=Patience)
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
     def sessions(self, cost: Cost) -> Iterator[Session]:
         """The sessions. Raises ValueError now, and not during the run, for a file that cannot be read."""
@@ -77,7 +77,7 @@ class Prepared:
     """
 
     target: Target
-    ask: Ask
+    fields: RequestFields
     cost: Cost
     counted: str
     exactness: int
@@ -119,7 +119,7 @@ def prepare(
     if fixed_output is None:
         fixed_output = find_fixed_output(target, model)
     cost, counted, exactness = word_cost(target, model, Prose(random.Random(0)), counter)
-    return Prepared(target, Ask(model, fixed_output, temperature, extra), cost, counted, exactness, counter)
+    return Prepared(target, RequestFields(model, fixed_output, temperature, extra), cost, counted, exactness, counter)
 
 
 Watch = Callable[[Load], AbstractContextManager[Any]]
@@ -139,7 +139,7 @@ async def _execute(prepared: Prepared, plan: Plan, watch: Watch) -> Result:
     started = datetime.now(UTC)
     sessions = plan.sessions(prepared.cost)
     rng = random.Random(plan.seed)
-    async with Client(target.url, APIS[target.api](), prepared.ask, plan.patience, target.key) as client:
+    async with Client(target.url, APIS[target.api](), prepared.fields, plan.timeouts, target.key) as client:
         load = Load(client, sessions, plan.arrivals, plan.bounds, rng, plan.scripted, prepared.counter)
         prelude = _Prelude(prepared, plan, client)
         interrupted = await _until_interrupted(prelude.run())
@@ -152,9 +152,9 @@ async def _execute(prepared: Prepared, plan: Plan, watch: Watch) -> Result:
     facts = {
         "started_at": started.isoformat(timespec="seconds"),
         "ended_by": "the user" if interrupted else load.ended_by,
-        "server": {"name": target.name, "url": target.url, "api": target.api, "model": prepared.ask.model},
-        "request": {"temperature": prepared.ask.temperature, **(prepared.ask.extra or {})},
-        "fixed_output": prepared.ask.fixed_output or "not supported: answers end where the model ends them",
+        "server": {"name": target.name, "url": target.url, "api": target.api, "model": prepared.fields.model},
+        "request": {"temperature": prepared.fields.temperature, **(prepared.fields.extra or {})},
+        "fixed_output": prepared.fields.fixed_output or "not supported: answers end where the model ends them",
         "prompt_lengths_from": prepared.counted,
         "workload": {"kind": type(plan.workload).__name__} | {k: str(v) for k, v in vars(plan.workload).items()},
         "arrivals": str(plan.arrivals),
@@ -216,7 +216,7 @@ class _Prelude:
     async def scrape(self) -> Scrape | None:
         """The server's counters now; the timeout is at most a request's."""
         target = self.prepared.target
-        return await scrape(target.url, target.key, min(_SCRAPE_S, self.plan.patience.stall_s))
+        return await scrape(target.url, target.key, min(_SCRAPE_S, self.plan.timeouts.stall_s))
 
     async def _warm_up(self) -> None:
         """Send text that the run does not use, at no more than the run's concurrency."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from loadgen.http.apis import APIS, Ask
+from loadgen.http.apis import APIS, RequestFields
 from loadgen.http.prose import CHARS_PER_TOKEN, Cost, Prose, vocabulary
 from loadgen.http.session import Conversation, Message
 from loadgen.http.tokens import TokenCounter
@@ -119,7 +119,7 @@ def _usage(client: httpx.Client, target: Target, model: str, text: str) -> int:
 
 def _one_token(target: Target, model: str, text: str, fixed_output: str = "") -> dict[str, Any]:
     conversation = Conversation(False, [Message.of("user", text)])
-    body = APIS[target.api]().body(conversation, 1, Ask(model, fixed_output))
+    body = APIS[target.api]().body(conversation, 1, RequestFields(model, fixed_output))
     body.pop("stream_options", None)
     return body | {"stream": False}
 

@@ -10,8 +10,8 @@ import pytest
 
 from loadgen.__main__ import main
 from loadgen.faults.clients import _judge
+from loadgen.faults.server import ids, running_server
 from loadgen.faults.ties import TIE_NATS, apart, shortfall
-from loadgen.faults.victim import ids, victim
 
 SMALL = ["--model", "{}", "--dtype", "float32", "--threads", "1"]
 
@@ -33,7 +33,7 @@ def test_a_wrong_answer_is_no_tie(tiny_dir):
     """A token that the idle server would not choose is far from its first choice, at any place."""
 
     async def measure() -> tuple[float, list[float]]:
-        async with victim([option.format(tiny_dir) for option in SMALL]) as server:
+        async with running_server([option.format(tiny_dir) for option in SMALL]) as server:
             draw = random.Random(1)
             prompt = ids(draw, 30)
             _, answer = await server.generate(prompt, 8)

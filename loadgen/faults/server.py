@@ -40,7 +40,7 @@ class Finding:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-class Victim:
+class Server:
     """One server process and a client for it.
 
     Attributes:
@@ -139,7 +139,7 @@ def ids(draw: random.Random, count: int) -> list[int]:
 
 
 @asynccontextmanager
-async def victim(options: Sequence[str]) -> AsyncIterator[Victim]:
+async def running_server(options: Sequence[str]) -> AsyncIterator[Server]:
     """A new server, ended afterwards in whatever state it is."""
     started_s = time.monotonic()
     process, url = await asyncio.to_thread(start_server, options)
@@ -147,7 +147,7 @@ async def victim(options: Sequence[str]) -> AsyncIterator[Victim]:
     timeout = aiohttp.ClientTimeout(total=600)
     try:
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
-            yield Victim(process, url, time.monotonic() - started_s, http)
+            yield Server(process, url, time.monotonic() - started_s, http)
     finally:
         process.terminate()
         try:
