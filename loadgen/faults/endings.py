@@ -35,11 +35,9 @@ class Stream:
 
 
 async def _follow(server: Server, prompt: list[int], tokens: int, stream: Stream) -> None:
-    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    body = {"input_ids": prompt, "stream": True, "sampling_params": sampling}
     last = None
     try:
-        async with server.http.post(f"{server.url}/generate", json=body) as answer:
+        async with server.stream(prompt, tokens) as answer:
             stream.status = answer.status
             async for line in answer.content:
                 if line.startswith(b"data: [DONE]"):
@@ -59,7 +57,7 @@ async def kill(server: Server, scale: float, draw: random.Random) -> Finding:
     _, before = await server.generate(prompt, 16)
     streams = [Stream() for _ in range(count)]
     tasks = [asyncio.ensure_future(_follow(server, ids(draw, 20), 400, stream)) for stream in streams]
-    while not all(stream.events for stream in streams):
+    while not all(stream.events or task.done() for stream, task in zip(streams, tasks, strict=True)):
         await asyncio.sleep(0.02)
     killed_s = time.monotonic()
     os.kill(server.engine_pid(), signal.SIGKILL)

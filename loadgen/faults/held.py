@@ -50,12 +50,10 @@ async def _level(server: Server, streams: int, draw: random.Random) -> tuple[flo
 
     async def client() -> None:
         for _ in range(rounds):
-            sampling = {"temperature": 0, "max_new_tokens": _TOKENS, "ignore_eos": True}
-            body = {"input_ids": ids(draw, 16), "stream": True, "sampling_params": sampling}
             done = False
             last_s = None
             try:
-                async with server.http.post(f"{server.url}/generate", json=body) as answer:
+                async with server.stream(ids(draw, 16), _TOKENS) as answer:
                     async for line in answer.content:
                         if not line.startswith(b"data: "):
                             continue

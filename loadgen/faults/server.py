@@ -82,8 +82,11 @@ class Server:
 
     async def generate(self, prompt: list[int], tokens: int, **body: Any) -> tuple[int, Any]:
         """Complete token ids greedily, to exactly `tokens` tokens."""
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        return await self.post("/generate", input_ids=prompt, sampling_params=sampling, **body)
+        return await self.post("/generate", **_greedy(prompt, tokens), **body)
+
+    def stream(self, prompt: list[int], tokens: int, **body: Any) -> Any:
+        """The same as a stream; the HTTP response, to be entered."""
+        return self.http.post(f"{self.url}/generate", json={**_greedy(prompt, tokens), "stream": True, **body})
 
     async def state(self) -> dict[str, Any]:
         """The engine's counters and gauges."""
@@ -131,6 +134,10 @@ class Server:
                 found.append(f"the {name} grew from {before[name]:.0f} to {mib:.0f} MiB")
         status, _ = await self.generate(ids(random.Random(0), 20), 4)
         return found if status == 200 else [*found, f"a good request is answered with {status}"]
+
+
+def _greedy(prompt: list[int], tokens: int) -> dict[str, Any]:
+    return {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}}
 
 
 def ids(draw: random.Random, count: int) -> list[int]:

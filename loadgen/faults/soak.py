@@ -87,25 +87,20 @@ class _Soak:
     async def _check_stream(self) -> None:
         prompt, expected = self.draw.choice(self.known)
         last: dict[str, Any] = {}
-        async with self._stream(prompt, 24) as answer:
+        async with self.server.stream(prompt, 24) as answer:
             async for line in answer.content:
                 if line.startswith(b"data: {"):
                     last = json.loads(line[6:])
         self._compare(prompt, expected, last.get("output_ids", last), "stream")
 
-    def _stream(self, prompt: list[int], tokens: int, **body: Any) -> Any:
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        full = {"input_ids": prompt, "stream": True, "sampling_params": sampling, **body}
-        return self.server.http.post(f"{self.server.url}/generate", json=full)
-
     async def _leave(self) -> None:
         prompt = self.draw.choice(self.roots)[: self.draw.randrange(1, 200)] + ids(self.draw, self.draw.randrange(300))
-        async with self._stream(prompt, 200) as answer:
+        async with self.server.stream(prompt, 200) as answer:
             await answer.content.read(self.draw.randrange(1, 4000))
 
     async def _abort(self) -> None:
         rid = f"soak-{self.draw.randrange(1 << 60)}"
-        async with self._stream(ids(self.draw, 50), 300, rid=rid) as answer:
+        async with self.server.stream(ids(self.draw, 50), 300, rid=rid) as answer:
             await answer.content.readline()
             await self.server.post("/abort_request", rid=rid)
             text = await answer.content.read()

@@ -31,21 +31,27 @@ def local_server(options: Sequence[str]) -> Iterator[str]:
 
 def start_server(options: Sequence[str]) -> tuple[subprocess.Popen[bytes], str]:
     """The process and the URL of a ready server. Raises RuntimeError as `local_server`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "server.cli", "serve", "--port", str(port), "--log-level", "warning", *options]
     process = subprocess.Popen(command)
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_ready(url, process)
+        wait_ready(url, process)
     except BaseException:
         process.kill()
         raise
     return process, url
 
 
-def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+def free_port() -> int:
+    """A port of 127.0.0.1 that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Wait until `/health` answers with 200. Raises RuntimeError if the process ends or that takes too long."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
