@@ -1,1 +1,1 @@
-"""Load and benchmarks: how a server behaves, seen through HTTP alone."""
+"""Benchmarks of a server over HTTP, and of parts of Ramet in process."""

@@ -1,1 +1,1 @@
-"""What reuse costs in accuracy: tasks, a model of our own that can do them, tables."""
+"""Accuracy of approximate reuse: tasks, the training of a model for them, tables."""

@@ -1,7 +1,7 @@
-"""`ramet bench bicache`: accuracy and cost of reusing a shared prefix in a diffusion model, as in BiCache's Table 1.
+"""`ramet bench bicache`: accuracy and cost of reusing a shared prefix in a diffusion model (BiCache, Table 1).
 
-Everything that was measured stands in a file, so that a run that was ended goes on, and one with more samples, ratios
-or sweeps runs only what is new.
+All outcomes are recorded in a file, so that an interrupted run goes on, and a run with more samples, ratios or sweeps
+measures only the new ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
@@ -27,24 +27,23 @@ from loadgen.accuracy.cases import (
     table_cases,
     threshold_cases,
 )
-from loadgen.accuracy.measure import Cell, Outcome, Records, Runner
+from loadgen.accuracy.measure import Cell, Outcome, Runner
 from loadgen.accuracy.rules import Rules, TaskSamples, profile_tasks
 from loadgen.accuracy.sections import Cluster, Row, Section, case_section, gain_section, pooled_section
 from loadgen.accuracy.tasks import TASKS, Source
 from loadgen.accuracy.vocabulary import Vocabulary
 from loadgen.http.tables import wide_console
+from runtime.engine.offline import Engine
 from runtime.errors import ModelError
 from runtime.models.resolve import resolve_model
+from runtime.reuse.bicache.profile.records import Records
 from runtime.reuse.bicache.profile.settings import ProfileSettings
-
-if TYPE_CHECKING:
-    from runtime.engine.offline import Engine
 
 _MODEL = "smollm2-135m-diffusion"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The benchmark's options."""
+    """Add the benchmark's options."""
     parser.add_argument("--out", type=Path, default=Path("bicache"), help="directory of records, table and plots")
     parser.add_argument("--model", default=_MODEL, help=f"a diffusion model adapted to the tasks (default: {_MODEL})")
     parser.add_argument("--dtype", default="auto", help="default: auto")
@@ -70,14 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--profile-samples", type=int, default=8, help="requests a ratio for both (default: 8)")
     parser.add_argument("--kl-bound", type=float, default=0.05, help="nats, of the calibration (default: 0.05)")
-    parser.add_argument("--minutes", type=float, help="end after so long; the same command goes on where it was")
+    parser.add_argument("--minutes", type=float, help="end after that time; the same command goes on from there")
     parser.add_argument("--seed", type=int, default=1000, help="of the samples; training draws from others")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure what is missing, print the tables, write them and the plots."""
-    from runtime.engine.offline import Engine
-
+    """Measure the missing outcomes, print the tables, write them and the plots."""
     arguments.out.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"model": arguments.model, "dtype": arguments.dtype, "page_size": 1}
     for name in ("threads", "depth_table"):
@@ -93,17 +90,17 @@ def run(arguments: argparse.Namespace) -> int:
     sections = bench.sections()
     for section in sections:
         wide_console().print(section.table())
-    (arguments.out / "table.md").write_text("\n\n".join(section.markdown() for section in sections) + "\n")
+    (arguments.out / "table.md").write_text("\n".join(section.markdown() for section in sections))
     _plot_sweeps(bench, arguments.out)
     return 0
 
 
 class _TimeIsUp(Exception):
-    """As long as it may take."""
+    """The time of `--minutes` is up."""
 
 
 class _Bench:
-    """Cells times cases. `_rules` is None until the tasks are profiled, or where nothing asks for that."""
+    """Cells x cases. `_rules` is None until the tasks are profiled, and where no option needs that."""
 
     def __init__(self, engine: Engine, arguments: argparse.Namespace):
         a = self.arguments = arguments
@@ -118,7 +115,7 @@ class _Bench:
         self.cells = [Cell(task, a.room, ratio) for task in a.tasks for ratio in sorted(a.ratios)]
         self.plan = Plan(a.room, a.steps, a.block, a.refresh_interval, a.threshold, a.depth, info.num_layers)
         self._of = {"model": path.name, "seed": a.seed, "dtype": a.dtype, "questions": a.questions}
-        # What a depth of None means.
+        # The depth table: the meaning of a depth of None.
         self._table = info.depth_table
         self._executor = engine.core.executor
         self._rules: Rules | None = None
@@ -129,7 +126,7 @@ class _Bench:
             raise _TimeIsUp
 
     def profile(self) -> None:
-        """Find out what the rules say, where that is asked for; first, for the engine has nothing in its pool yet."""
+        """Profile the tasks where an option needs it; first of all, while the engine's pool is empty."""
         a = self.arguments
         if not (a.taus or a.rules):
             return
@@ -161,7 +158,7 @@ class _Bench:
         return found
 
     def measure(self) -> None:
-        """Run what has no record yet; groups first, so that every case has some samples early."""
+        """Run the cases without an outcome, group by group, so that every case has some samples early."""
         work = [
             (number, cell, case)
             for number in range(self.arguments.groups)
@@ -175,10 +172,10 @@ class _Bench:
             if self.records.get(key) is None:  # the table and the sweeps have cases in common
                 self._check_time()
                 examples = cell.group(self.source, number, self.arguments.questions)
-                self.records.put(key, self.runner.run(case, examples))
+                self.records.put(key, asdict(self.runner.run(case, examples)))
 
     def sections(self) -> list[Section]:
-        """Every table of which there is something."""
+        """All tables with at least one whole group."""
         whole = list(self.rows("table"))
         found = [case_section(self._title("table", cell, rows[0][1]), rows) for cell, rows in whole]
         if whole:
@@ -191,7 +188,7 @@ class _Bench:
         return found
 
     def _clusters(self) -> list[Cluster]:
-        """The table's outcomes by list, for those that all cells have been through."""
+        """The table's outcomes by list, over the groups that all cells have finished."""
         groups = min(self._whole_groups(cell) for cell in self.cells)
         return [self._cluster(task, number) for task in self.arguments.tasks for number in range(groups)]
 
@@ -203,7 +200,7 @@ class _Bench:
         }
 
     def rows(self, kind: str) -> Iterator[tuple[Cell, list[Row]]]:
-        """The rows of a kind of case for each cell, over the groups that all its cases have been through."""
+        """The rows of a kind of case for each cell, over the groups that all its cases have finished."""
         for cell in self.cells:
             groups, cases = self._whole_groups(cell), self.cases(cell).get(kind, [])
             if groups and cases:
@@ -220,9 +217,7 @@ class _Bench:
         return Outcome.total(self._measured(number, cell, case) for number in range(groups))
 
     def _measured(self, number: int, cell: Cell, case: Case) -> Outcome:
-        outcome = self.records.get(self._key(number, cell, case))
-        assert outcome is not None
-        return outcome
+        return Outcome(**self.records.get(self._key(number, cell, case)))
 
     def _key(self, number: int, cell: Cell, case: Case) -> dict[str, Any]:
         table = {"table": self._table} if case.fields.get("depth", 0) is None else {}
@@ -238,7 +233,7 @@ class _Bench:
         )
 
 
-# Besides the table.
+# Kinds of cases besides the table.
 _KINDS = ("depth", "R", "tau", "rule")
 # The paper's threshold.
 _TAU = 0.97

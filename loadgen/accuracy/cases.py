@@ -1,4 +1,4 @@
-"""The ways to treat a shared prefix that are compared, as parameters of a request."""
+"""The compared treatments of a shared prefix, as parameters of a request."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from runtime.params import DiffusionParams
 
-# Rows of the table that others are compared with.
+# Rows with which others are compared.
 NO_CACHE = "no cache"
 WITHIN = "refreshed within the request (d = 0)"
 BICACHE = "BiCache"
@@ -19,14 +19,14 @@ COMBINED = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What all cases have in common.
+    """Parameters of all cases.
 
     Attributes:
         room: tokens of the canvas.
-        steps: denoising steps, where a threshold does not end them sooner.
-        block: tokens of a block of the Fast-dLLM cases; the others have one block.
+        steps: denoising steps, unless a threshold ends them sooner.
+        block: block length of the Fast-dLLM cases; the others have one block.
         interval: R, steps between refreshes.
-        threshold: confidence from which the Fast-dLLM cases decide a token.
+        threshold: confidence at which the Fast-dLLM cases decide a token.
         depth: layers that BiCache reuses; None: by the model's table.
         layers: of the model.
     """
@@ -47,7 +47,7 @@ class Case:
     Attributes:
         name: in the table.
         fields: of `DiffusionParams`, without the prefix's length.
-        value: where it stands in a sweep.
+        value: its x in a sweep.
     """
 
     name: str
@@ -56,19 +56,19 @@ class Case:
 
     @property
     def is_reusing(self) -> bool:
-        """Whether the prefix has to be encoded before."""
+        """Whether the prefix is encoded first."""
         return self.fields.get("reuse") is not False
 
     def params(self, prefix_tokens: int) -> DiffusionParams:
-        """The parameters of a request whose prefix has so many tokens."""
+        """The parameters of a request with a prefix of that length."""
         return DiffusionParams.model_validate({**self.fields, "prefix_tokens": prefix_tokens})
 
 
 def table_cases(plan: Plan) -> list[Case]:
-    """The rows of the paper's Table 1, and the ablations that it lacks.
+    """The rows of the paper's Table 1, and further ablations.
 
-    Fast-dLLM alone refreshes the prefix once a block, as it is published; with BiCache under it, the prefix's deep
-    layers at most once in `interval` steps, at a block's beginning.
+    Fast-dLLM alone refreshes the prefix once in each block, as published; with BiCache under it, the prefix's deep
+    layers are refreshed at most once in `interval` steps, at the beginning of a block.
     """
     whole = {"gen_length": plan.room, "steps": plan.steps, "block_length": plan.room, "refresh_interval": plan.interval}
     blocks = {**whole, "block_length": plan.block, "threshold": plan.threshold}
@@ -90,12 +90,12 @@ def depth_cases(plan: Plan, depths: list[int]) -> list[Case]:
 
 
 def threshold_cases(plan: Plan, depths: dict[float, int]) -> list[Case]:
-    """BiCache alone by the threshold that makes the paper's rule say a depth."""
+    """BiCache alone by the threshold of the paper's rule, with the depth that it gives."""
     return [Case(f"tau = {threshold:g}", _alone(plan, depth), threshold) for threshold, depth in depths.items()]
 
 
 def rule_cases(plan: Plan, depths: dict[str, int]) -> list[Case]:
-    """No cache, and BiCache alone with the depth that each rule says."""
+    """No cache, and BiCache alone with the depth of each rule."""
     none = Case(NO_CACHE, {**_alone(plan, 0), "reuse": False})
     del none.fields["depth"]
     return [none, *(Case(rule, _alone(plan, depth)) for rule, depth in depths.items())]

@@ -1,12 +1,10 @@
-"""One group of requests under one case: answers, time and rows, kept in a file so that a run can go on."""
+"""Answers, time and forward rows of one group of requests under one case."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from loadgen.accuracy.cases import Case
@@ -22,14 +20,14 @@ _GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Which requests: a task at a ratio r = prefix / (prompt + canvas)."""
+    """A kind of requests: a task at a ratio r = prefix / (prompt + canvas)."""
 
     task: str
     room: int
     ratio: float
 
     def group(self, source: Source, number: int, questions: int) -> list[Example]:
-        """Requests that share a prefix of the length that makes the ratio; a longer one where the task needs it."""
+        """Requests that share a prefix as long as the ratio says, or longer where the task needs it."""
         probe = source.group(self.task, number, self.room, questions)[0]
         rest = len(probe.suffix) + self.room
         prefix = round(rest * self.ratio / (1 - self.ratio))
@@ -38,15 +36,15 @@ class Cell:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a group.
+    """Results of a group, or the sum of several.
 
     Attributes:
-        answers: requests; `exact`: those whose answer is right to the token, up to its end.
-        tokens: tokens of the right answers with their ends; `right`: those that stand where they should.
-        generated: tokens that were denoised, and `seconds` for it, one request after the other.
-        rows: forward rows: rows that ran through a layer, over layers; an encoding of the prefix is not in it.
-        depth: layers that were reused.
-        ratio: the prefix's share, over the group's requests.
+        answers: number of requests; `exact`: those with every token right, up to the answer's end.
+        tokens: tokens of the right answers with their ends; `right`: those found in their place.
+        generated: denoised tokens; `seconds`: time for them, one request after the other.
+        rows: forward rows (rows x layers over layers), without the encoding of the prefix.
+        depth: reused layers.
+        ratio: the prefix's share of a request.
     """
 
     answers: int = 0
@@ -61,14 +59,14 @@ class Outcome:
 
     @classmethod
     def total(cls, outcomes: Iterable[Outcome]) -> Outcome:
-        """All of them together."""
+        """The sum of several."""
         whole = cls()
         for outcome in outcomes:
             whole.add(outcome)
         return whole
 
     def add(self, other: Outcome) -> None:
-        """Put groups together."""
+        """Add the results of another group; depth and ratio become the other's."""
         for name in ("answers", "exact", "tokens", "right", "generated", "seconds", "rows"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.depth, self.ratio = other.depth, other.ratio
@@ -84,7 +82,7 @@ class Runner:
         self._layers = engine.info.diffusion.num_layers
 
     def run(self, case: Case, examples: list[Example]) -> Outcome:
-        """What a case makes of a group."""
+        """The results of a group under a case."""
         prefix = len(examples[0].prefix)
         params = case.params(prefix)
         if case.is_reusing:
@@ -114,32 +112,3 @@ class Runner:
         submission = Submission(example.prefix + example.suffix, _GREEDY, diffusion=params)
         *_, last = self._engine.stream_all([submission])
         return last.token_ids, last.reuse or {}
-
-
-class Records:
-    """Outcomes by what made them, in a JSONL file: what stands there is not run again."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._outcomes: dict[str, Outcome] = {}
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:  # a run was ended while it wrote
-            path.write_text(whole, encoding="utf-8")
-        for line in whole.splitlines():
-            record = json.loads(line)
-            self._outcomes[_key(record["of"])] = Outcome(**record["outcome"])
-
-    def get(self, of: dict[str, Any]) -> Outcome | None:
-        """The outcome, if it is there."""
-        return self._outcomes.get(_key(of))
-
-    def put(self, of: dict[str, Any], outcome: Outcome) -> None:
-        """Keep it."""
-        self._outcomes[_key(of)] = outcome
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"of": of, "outcome": asdict(outcome)}) + "\n")
-
-
-def _key(of: dict[str, Any]) -> str:
-    return json.dumps(of, sort_keys=True)

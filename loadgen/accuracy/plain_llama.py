@@ -1,4 +1,4 @@
-"""A Llama without its causal mask, plainly: what an adapter is trained in."""
+"""A plain Llama without a causal mask, for the training of adapters."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class Rows:
 
 
 class PlainLlama(nn.Module):
-    """The frozen network; `linear` is where a subclass adds to a product.
+    """The frozen network; a subclass may override `linear`.
 
     Args:
         spec: of the network.
         weights: by their names in a checkpoint.
-        device: where to compute.
+        device: of weights and computation.
     """
 
     def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], device: torch.device):
@@ -65,7 +65,7 @@ class PlainLlama(nn.Module):
     def forward(self, tokens: Tensor, behind: list[KeysValues] | None = None) -> Tensor:
         """Hidden states [B, T, hidden] of token ids [B, T] after the last norm; every row sees every row.
 
-        `behind`: keys and values of the first rows, which are read in place of these and are not in the result.
+        `behind`: keys and values of the first rows, read in place of these rows, which are not in the result.
         """
         start = 0 if behind is None else behind[0][0].shape[2]
         rows = self.embed(tokens[:, start:], start)

@@ -1,4 +1,4 @@
-"""In how many layers each rule reuses a prefix, from a profile of the benchmark's own tasks."""
+"""Depths of reuse by each rule, from a profile of the benchmark's tasks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TaskSamples:
-    """Requests of some tasks in turn, without their answers: a profile needs no labels."""
+    """Requests of some tasks in turn, without their answers, because a profile needs no labels."""
 
     def __init__(self, tasks: Sequence[str], room: int, source: Source):
         self._tasks, self._room, self._source = tasks, room, source
@@ -36,7 +36,7 @@ class TaskSamples:
 
 
 class Rules:
-    """What a profile says at a ratio in percent, one of those that were profiled."""
+    """The depths of a profile at one of its ratios, in percent."""
 
     def __init__(self, table: dict[str, Any]):
         self._table = table
@@ -63,12 +63,12 @@ def profile_tasks(
     """Profile an idle engine's model, unless `path` has it already.
 
     Args:
-        executor: its pool has pages of one token; what is in it is overwritten.
-        samples: what is run.
-        settings: how.
-        of: what else the result depends on.
-        path: where the table goes; measurements lie beside it until it is written, so that an ended run goes on.
-        before: called before each measurement; what it raises ends the profile.
+        executor: with pages of one token; the contents of its pool are overwritten.
+        samples: the requests.
+        settings: of the profile.
+        of: further parameters on which the result depends.
+        path: of the table; records lie beside it until it is written, so that an interrupted run goes on.
+        before: called before each measurement; an exception from it ends the profile.
 
     Raises:
         ModelError: if the measurements beside `path` were begun with other settings.
@@ -80,10 +80,7 @@ def profile_tasks(
     if path.exists() and (table := json.loads(path.read_text("utf-8"))).get("of") == header:
         return Rules(table)
     records = Records(path.with_name(path.name + ".partial"), header)
-    try:
-        table = Profiler(Probe(executor), samples, settings, records, before).run()
-    finally:
-        records.close()
+    table = Profiler(Probe(executor), samples, settings, records, before).run()
     path.write_text(json.dumps({**table, "of": header}) + "\n", encoding="utf-8")
     records.remove()
     return Rules(json.loads(path.read_text("utf-8")))

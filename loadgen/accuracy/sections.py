@@ -1,4 +1,4 @@
-"""The tables that `ramet bench bicache` prints and writes: what each case did, what reuse gains, all cells together."""
+"""The tables of `ramet bench bicache`: results of each case, gains of reuse, all cells together."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from rich.table import Table
 
 from loadgen.accuracy.cases import BICACHE, COMBINED, NO_CACHE, WITHIN, Case, Plan
 from loadgen.accuracy.measure import Outcome
+from loadgen.http.tables import make_table, markdown_table
 from loadgen.micro.cost_model import modelled_passes
 
 Row = tuple[Case, Outcome]
 
-# Outcomes of one list of a task by case, over its ratios: what rises and falls together.
+# Outcomes of one list of a task by case, summed over its ratios, which depend on each other.
 Cluster = dict[str, Outcome]
 
 _DRAWS = 2000
@@ -30,7 +31,7 @@ _COLUMNS: dict[str, Callable[[Outcome], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A table with a title; the first column of `rows` names the row and has no head."""
+    """A table with a title; the first cell of a row is its name, and that column has no head."""
 
     title: str
     columns: Sequence[str]
@@ -38,27 +39,21 @@ class Section:
 
     def table(self) -> Table:
         """For the terminal."""
-        table = Table(title=self.title)
-        for column in ("", *self.columns):
-            table.add_column(column, justify="right" if column else "left")
-        for row in self.rows:
-            table.add_row(*row)
-        return table
+        return make_table(self.title, ("", *self.columns), self.rows)
 
     def markdown(self) -> str:
         """For a file."""
-        lines = [f"{self.title}\n", f"| | {' | '.join(self.columns)} |", "| --- |" + " --- |" * len(self.columns)]
-        return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in self.rows)])
+        return f"{self.title}\n\n{markdown_table(['', *self.columns], self.rows)}"
 
 
 def case_section(title: str, rows: Sequence[Row]) -> Section:
-    """What each case of a cell did."""
+    """Results of each case of a cell."""
     filled = [[case.name, *(column(outcome) for column in _COLUMNS.values())] for case, outcome in rows]
     return Section(title, list(_COLUMNS), filled)
 
 
 def gain_section(cells: Sequence[tuple[str, Sequence[Row]]], plan: Plan) -> Section:
-    """Tokens/s over those of the case that reuse is to beat, for each cell by its name."""
+    """Ratios of tokens/s, for each cell by its name: BiCache to no cache and d = 0, and combined to Fast-dLLM alone."""
     filled = []
     for name, rows in cells:
         of = {case.name: outcome for case, outcome in rows}
@@ -78,9 +73,9 @@ def modelled_cost(outcome: Outcome, plan: Plan) -> float:
 
 
 def pooled_section(clusters: Sequence[Cluster], seed: int = 0) -> Section:
-    """All cells together, and how far each case's answers lie from those without a cache.
+    """Sums over all cells, and the difference of right answers to no cache, in points.
 
-    The interval is of the difference between the two, in points, by a bootstrap over the clusters.
+    The interval of the difference is by a bootstrap over the clusters.
     """
     rng = np.random.default_rng(seed)
     filled = []

@@ -1,4 +1,4 @@
-"""Seeded tasks whose answers depend on the whole prefix: what a reuse of stale prefix rows would get wrong.
+"""Seeded tasks with answers that depend on the whole prefix, so that stale prefix rows show as wrong answers.
 
 Every example is a chat of one system message (the prefix, which requests share) and one user message (the suffix).
 """
@@ -23,9 +23,9 @@ class Example:
     """Token ids of one request.
 
     Attributes:
-        prefix: the system message, up to where the user's begins.
-        suffix: the user's message, up to where the answer begins.
-        answer: as long as the canvas; ends of text fill what the answer leaves.
+        prefix: the system message, up to the user's.
+        suffix: the user's message, up to the answer.
+        answer: as long as the canvas; padded with ends of text.
     """
 
     prefix: list[int]
@@ -40,7 +40,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """A task's texts: what the system message ends with, and questions about it with their answers."""
+    """Texts of a task: the end of the system message, and questions about it with their answers."""
 
     system: str
     turns: list[tuple[str, str]]

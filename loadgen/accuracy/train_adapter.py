@@ -1,4 +1,4 @@
-"""Adapt the default model to masked diffusion: `python -m loadgen.accuracy.train_adapter --out DIRECTORY`.
+"""Adaptation of the default model to masked diffusion: `python -m loadgen.accuracy.train_adapter --out DIRECTORY`.
 
 LoRA on all linear layers and a learned mask embedding; full attention; the answer's tokens masked with probability t, t
 stratified over the batch; plain cross-entropy of the masked ones, each read from the row before (Dream's shift by one).
@@ -37,7 +37,7 @@ _DECAY_FROM = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What one batch is made of: a task, tokens of the canvas, tokens of a whole sequence at least."""
+    """A batch: its task, tokens of the canvas, and the least number of tokens of a sequence."""
 
     task: str
     room: int
@@ -45,21 +45,21 @@ class Shape:
 
 
 def draw_tasks(rng: random.Random, mix: dict[str, float], parts: int) -> list[str]:
-    """One task a part, each as often as the mix says to within one, at any number of parts."""
+    """A task for each part, each as often as the mix says, to within one."""
     bounds = list(accumulate(mix.values()))
     start = rng.random()
     return [list(mix)[bisect(bounds, bounds[-1] * (start + i) / parts)] for i in range(parts)]
 
 
 def draw_shape(rng: random.Random, progress: float, task: str, lengths: Sequence[int]) -> Shape:
-    """Short canvases first, then longer ones; prose before one batch in four in the second half of the run."""
+    """Short canvases first, then longer ones; in the second half of the run, a quarter of the batches have prose."""
     rooms = [12, 16] if progress < 0.35 else [16, 24, 32] if progress < 0.65 else [24, 32, 32, 32, 48, 64]
     filled = progress > 0.5 and rng.random() < 0.25
     return Shape(task, rng.choice(rooms), rng.choice(lengths) if filled else 0)
 
 
 class Trainer:
-    """A run that can be stopped at any time and goes on from its last checkpoint, with the same data."""
+    """A run of training; an interrupted one goes on from its last checkpoint with the same data."""
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
@@ -97,7 +97,7 @@ class Trainer:
         return min(1.0, max(self.step / self.options.steps, self.seconds / (60 * self.options.minutes)))
 
     def _train_step(self, progress: float) -> list[tuple[str, float]]:
-        """One update; the loss of each part."""
+        """Update the adapter once; task and loss of each part."""
         options = self.options
         rng = random.Random(repr((options.seed, self.step)))
         self.optimizer.zero_grad(set_to_none=True)
@@ -115,7 +115,7 @@ class Trainer:
         return losses
 
     def _loss(self, shape: Shape, number: int, rng: random.Random) -> torch.Tensor:
-        """Of one part of a step; its number says which examples."""
+        """The loss of one part of a step; its number selects the examples."""
         tokens, shared, room = self._batch(shape, number)
         self.tokens += tokens.numel()
         answers = tokens[:, -room:]
@@ -125,9 +125,9 @@ class Trainer:
         return F.cross_entropy(F.linear(hidden, self.model.head).float(), answers[masked])
 
     def _batch(self, shape: Shape, number: int) -> tuple[torch.Tensor, int, int]:
-        """Token ids [B, T], rows that are the prefix's in all of them, and the room of the answers at their end.
+        """Token ids [B, T], the number of rows that are prefix in all of them, and the room of the answers at the end.
 
-        T times B is about a part of `batch_tokens`.
+        T x B is about `batch_tokens` over the number of parts.
         """
         probe = self.source.group(shape.task, -1, shape.room)[0]
         size = max(2, self.options.batch_tokens // self.options.parts // max(shape.length, len(probe.ids)))
@@ -136,9 +136,9 @@ class Trainer:
         return tokens, min(len(example.prefix) for example in examples), shape.room
 
     def _earlier(self, tokens: torch.Tensor, masked: torch.Tensor, shared: int, number: int) -> list[KeysValues] | None:
-        """Keys and values of the first `shared` rows when more was masked; None in steps that take the present ones.
+        """Keys and values of the first `shared` rows with more masked tokens; None in steps without stale rows.
 
-        With gradients: the prefix's rows have to learn to hold what does not change with the canvas.
+        They have gradients, so that the prefix's rows learn to hold what does not change with the canvas.
         """
         rng = random.Random(repr((self.options.seed, number, "stale")))
         if rng.random() >= self.options.stale:
@@ -149,7 +149,7 @@ class Trainer:
         return self.model.first_rows(hide(tokens, before), shared)
 
     def _mask(self, answers: torch.Tensor, rng: random.Random) -> torch.Tensor:
-        """Which tokens of the answers are hidden; the first where chance would leave a whole batch bare."""
+        """The mask of the answers' hidden tokens; the first one, where chance would hide none of a row."""
         generator = torch.Generator().manual_seed(rng.getrandbits(63))
         size, room = answers.shape
         t = (torch.rand(1, generator=generator) + torch.arange(size) / size) % 1
@@ -192,7 +192,7 @@ class Trainer:
 
 
 def hide(tokens: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
-    """Token ids [B, T] with the mask's in place of those at the end that `masked` [B, room] says."""
+    """Token ids [B, T] with the mask's id in place of the last `room` where `masked` [B, room] is true."""
     noisy = tokens.clone()
     noisy[:, -masked.shape[1] :][masked] = MASK_TOKEN_ID
     return noisy
@@ -209,17 +209,17 @@ def main() -> int:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of a run; those of the command line where none are given."""
+    """The options of a run, from `arguments` or else the command line."""
     parser = argparse.ArgumentParser("train_adapter", description=(__doc__ or "").split(":")[0] + ".")
     parser.add_argument("--out", type=Path, required=True, help="directory of the adapter and of the checkpoint")
     parser.add_argument("--steps", type=int, default=400, help="length of the schedule")
-    parser.add_argument("--minutes", type=float, default=1e6, help="end the schedule after so much training time")
+    parser.add_argument("--minutes", type=float, default=1e6, help="end the schedule after that training time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--parts", type=int, default=1, help="tasks that share a step's tokens")
-    parser.add_argument("--stale", type=float, default=0.0, help="share of steps that read a prefix of earlier steps")
+    parser.add_argument("--stale", type=float, default=0.0, help="share of steps with stale prefix rows")
     parser.add_argument("--mix", type=_mix, default={"keep": 1.0}, help="tasks and weights, as keep=3,lookup=1")
     lengths = [128, 160, 192, 256, 400]
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="tokens of sequences filled with prose")
@@ -228,7 +228,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--save-minutes", type=float, default=5.0)
     parser.add_argument("--log-every", type=int, default=5, help="steps between two lines")
     parser.add_argument("--cache-dir", type=Path, default=default_cache_dir(), help="where the default model lies")
-    parser.add_argument("--base", type=Path, help="directory of another base model; its vocabulary must be the same")
+    parser.add_argument("--base", type=Path, help="directory of another base model with the same vocabulary")
     return parser.parse_args(arguments)
 
 

@@ -1,1 +1,1 @@
-"""What a server must survive: clients that leave, stall and send rubbish, a killed engine, hours of everything."""
+"""Faults: bad clients, killed engines, signals, and long mixed load, each on a server of its own."""

@@ -1,4 +1,4 @@
-"""`ramet bench faults`: a server of its own is treated badly, and looked at afterwards."""
+"""`ramet bench faults`: a server under clients that leave, stall or send rubbish, signals, and a long soak."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 from loadgen.faults.clients import fuzz, large, slow, storm
 from loadgen.faults.endings import drain, kill
 from loadgen.faults.held import held
+from loadgen.faults.server import Finding, Server, running_server
 from loadgen.faults.soak import soak
-from loadgen.faults.victim import Finding, Victim, victim
 from loadgen.http import options
+from loadgen.http.files import write_json
+from loadgen.http.tables import make_table, wide_console
 
 
 class Case(NamedTuple):
-    """A case, and what the server needs for it."""
+    """A case, and the options of its server."""
 
-    run: Callable[[Victim, float, random.Random], Awaitable[Finding]]
+    run: Callable[[Server, float, random.Random], Awaitable[Finding]]
     options: tuple[str, ...] = ()
 
 
@@ -36,16 +37,20 @@ CASES = {
     "kill": Case(kill, (*_POOL, "--on-engine-death", "restart")),
     "drain": Case(drain, _POOL),
     "held": Case(held, ("--pool-tokens", "16384")),
-    # Equal answers are promised in float32. The pool is too small for what runs, so that requests give way, too.
+    # Equal answers are promised in float32. The pool is too small for the load, so that requests are retracted.
     "soak": Case(soak, ("--pool-tokens", "1024", "--max-running", "20", "--dtype", "float32", "--debug-invariants")),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The benchmark's options."""
+    """Add the benchmark's options."""
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES), help="default: all of them")
     parser.add_argument(
-        "--scale", type=options.positive, default=1.0, metavar="X", help="of every number and duration; default: 1"
+        "--scale",
+        type=options.positive,
+        default=1.0,
+        metavar="X",
+        help="factor on all numbers and durations; default: 1",
     )
     parser.add_argument("--seed", type=options.whole, default=0, metavar="N", help="default: 0")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every figure")
@@ -53,10 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the cases; 0 if the server stood them all, else 1."""
-    from loadgen.http.files import write_json
-    from loadgen.http.tables import wide_console
-
+    """Run the cases, each on a server of its own; 0 if none found a problem, else 1."""
     console = wide_console()
     findings = {}
     for name in arguments.case:
@@ -73,12 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _run(case: Case, arguments: argparse.Namespace) -> Finding:
-    async with victim([*case.options, *arguments.server_options]) as server:
+    async with running_server([*case.options, *arguments.server_options]) as server:
         return await case.run(server, arguments.scale, random.Random(arguments.seed))
 
 
 def _report(console: Console, findings: dict[str, Finding]) -> None:
-    table = Table("case", "done", "seen", "stood", title="what the server was put through")
-    for name, found in findings.items():
-        table.add_row(name, found.done, found.seen, "no" if found.problems else "yes")
-    console.print(table)
+    rows = [[name, found.done, found.seen, "no" if found.problems else "yes"] for name, found in findings.items()]
+    console.print(make_table("faults", ("case", "done", "seen", "stood"), rows, left=4))

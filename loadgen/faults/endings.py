@@ -1,4 +1,4 @@
-"""Cases of engines that are killed and servers that are stopped, under streams."""
+"""Cases of a killed engine and of a stopped server, under streams."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from loadgen.faults.victim import Finding, Victim, ids
+from loadgen.faults.server import Finding, Server, ids
 
 _TOLD_WITHIN_S = 5.0
 
 
 @dataclass
 class Stream:
-    """How one stream went.
+    """The course of one stream.
 
     Attributes:
-        status: HTTP's; 0 if there was no connection.
-        events: how many came.
+        status: of HTTP; 0 without a connection.
+        events: number of events.
         end: the last event before `[DONE]`; None if the stream was cut.
-        ended_s: when, by the monotonic clock.
+        ended_s: its end, by the monotonic clock.
     """
 
     status: int = 0
@@ -34,12 +34,10 @@ class Stream:
     ended_s: float = 0.0
 
 
-async def _follow(victim: Victim, prompt: list[int], tokens: int, stream: Stream) -> None:
-    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    body = {"input_ids": prompt, "stream": True, "sampling_params": sampling}
+async def _follow(server: Server, prompt: list[int], tokens: int, stream: Stream) -> None:
     last = None
     try:
-        async with victim.http.post(f"{victim.url}/generate", json=body) as answer:
+        async with server.stream(prompt, tokens) as answer:
             stream.status = answer.status
             async for line in answer.content:
                 if line.startswith(b"data: [DONE]"):
@@ -52,43 +50,43 @@ async def _follow(victim: Victim, prompt: list[int], tokens: int, stream: Stream
     stream.ended_s = time.monotonic()
 
 
-async def kill(victim: Victim, scale: float, draw: random.Random) -> Finding:
+async def kill(server: Server, scale: float, draw: random.Random) -> Finding:
     """`kill -9` of the engine under streams; the server has `--on-engine-death restart`."""
     count = max(int(32 * scale), 4)
     prompt = ids(draw, 40)
-    _, before = await victim.generate(prompt, 16)
+    _, before = await server.generate(prompt, 16)
     streams = [Stream() for _ in range(count)]
-    tasks = [asyncio.ensure_future(_follow(victim, ids(draw, 20), 400, stream)) for stream in streams]
-    while not all(stream.events for stream in streams):
+    tasks = [asyncio.ensure_future(_follow(server, ids(draw, 20), 400, stream)) for stream in streams]
+    while not all(stream.events or task.done() for stream, task in zip(streams, tasks, strict=True)):
         await asyncio.sleep(0.02)
     killed_s = time.monotonic()
-    os.kill(victim.engine_pid(), signal.SIGKILL)
+    os.kill(server.engine_pid(), signal.SIGKILL)
     await asyncio.wait(tasks, timeout=60)
     worst = max(stream.ended_s for stream in streams) - killed_s
     told = sum("error" in (stream.end or {}) for stream in streams)
-    while not await victim.ready():
+    while not await server.ready():
         if time.monotonic() > killed_s + 120:
             return Finding("kill -9", "", ["the engine was not restarted"])
         await asyncio.sleep(0.05)
     restart_s = time.monotonic() - killed_s
-    problems = await victim.problems()
-    _, after = await victim.generate(prompt, 16)
+    problems = await server.problems()
+    _, after = await server.generate(prompt, 16)
     if told < count:
         problems.append(f"{count - told} streams ended without an error event")
     if worst > _TOLD_WITHIN_S:
         problems.append(f"the last client was told after {worst:.1f} s")
-    if restart_s > max(victim.start_s, 5):
-        problems.append(f"the restart took {restart_s:.1f} s, the start {victim.start_s:.1f} s")
+    if restart_s > max(server.start_s, 5):
+        problems.append(f"the restart took {restart_s:.1f} s, the start {server.start_s:.1f} s")
     if before["output_ids"] != after["output_ids"]:
         problems.append("the new engine answers differently")
-    seen = f"all told within {worst:.2f} s; serves again after {restart_s:.1f} s (start: {victim.start_s:.1f} s)"
+    seen = f"all told within {worst:.2f} s; serves again after {restart_s:.1f} s (start: {server.start_s:.1f} s)"
     return Finding(
         f"kill -9 of the engine under {count} streams", seen, problems, {"worst_s": worst, "restart_s": restart_s}
     )
 
 
-async def drain(victim: Victim, scale: float, draw: random.Random) -> Finding:
-    """SIGTERM under load: what was accepted is served to its end."""
+async def drain(server: Server, scale: float, draw: random.Random) -> Finding:
+    """SIGTERM under load: accepted requests are served to their end."""
     count = max(int(32 * scale), 4)
     streams: list[Stream] = []
     stopped = False
@@ -97,7 +95,7 @@ async def drain(victim: Victim, scale: float, draw: random.Random) -> Finding:
         while not stopped:
             stream = Stream()
             streams.append(stream)
-            await _follow(victim, ids(draw, 20), 48, stream)
+            await _follow(server, ids(draw, 20), 48, stream)
             if stream.status != 200:
                 await asyncio.sleep(0.05)
 
@@ -105,8 +103,8 @@ async def drain(victim: Victim, scale: float, draw: random.Random) -> Finding:
     while sum(stream.end is not None for stream in streams) < count:
         await asyncio.sleep(0.05)
     told_s = time.monotonic()
-    victim.process.send_signal(signal.SIGTERM)
-    code = await asyncio.to_thread(victim.process.wait, 120)
+    server.process.send_signal(signal.SIGTERM)
+    code = await asyncio.to_thread(server.process.wait, 120)
     took_s, stopped = time.monotonic() - told_s, True
     await asyncio.wait(tasks, timeout=60)
     accepted = [stream for stream in streams if stream.status == 200]

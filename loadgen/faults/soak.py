@@ -1,4 +1,4 @@
-"""Everything at once for a long time: load at capacity, aborts, flushes, pins, grammars; no wrong answer, no leak."""
+"""Mixed load for a long time: streams, aborts, flushes, pins, grammars; no wrong answer, no leak."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import aiohttp
 
+from loadgen.faults.server import MEMORY_SHARE, Finding, Server, ids
 from loadgen.faults.ties import TIE_NATS, apart, shortfall
-from loadgen.faults.victim import MEMORY_SHARE, Finding, Victim, ids
 
 _SECONDS = 1200
 _KNOWN = 24
@@ -28,8 +28,8 @@ _SCHEMA = json.dumps(
 
 
 class _Soak:
-    def __init__(self, victim: Victim, draw: random.Random):
-        self.victim = victim
+    def __init__(self, server: Server, draw: random.Random):
+        self.server = server
         self.draw = draw
         self.roots = [ids(draw, 200) for _ in range(4)]
         self.known: list[tuple[list[int], list[int]]] = []
@@ -41,12 +41,12 @@ class _Soak:
         self.pins: list[str] = []
 
     async def learn(self) -> None:
-        """The answers of the idle server, one after another."""
+        """Collect answers of the idle server, one after the other."""
         for _ in range(_KNOWN):
             prompt = self.draw.choice(self.roots)[: self.draw.randrange(200)] + ids(
                 self.draw, self.draw.randrange(1, 80)
             )
-            _, answer = await self.victim.generate(prompt, 24)
+            _, answer = await self.server.generate(prompt, 24)
             self.known.append((prompt, answer["output_ids"]))
 
     async def client(self, until_s: float) -> None:
@@ -70,98 +70,93 @@ class _Soak:
             self.wrong.append(f"{how}: {found} instead of {expected}")
 
     async def judge(self) -> None:
-        """Ask the server, now idle, about the answers that were not the expected ones; in float32 all are wrong."""
-        exact = (await self.victim.get("/model_info"))["dtype"] == "float32"
+        """Score the unexpected answers on the server, which is idle now; in float32 all of them are wrong."""
+        exact = (await self.server.get("/model_info"))["dtype"] == "float32"
         for prompt, expected, found in self.others:
-            nats = await apart(self.victim, prompt, expected, found)
+            nats = await apart(self.server, prompt, expected, found)
             self.apart.append(nats)
             if exact or nats > TIE_NATS:
                 self.wrong.append(f"{found} instead of {expected}, {nats:.3f} nats apart")
-        self.again = [await shortfall(self.victim, prompt, expected) for prompt, expected in self.known]
+        self.again = [await shortfall(self.server, prompt, expected) for prompt, expected in self.known]
 
     async def _check(self) -> None:
         prompt, expected = self.draw.choice(self.known)
-        status, answer = await self.victim.generate(prompt, 24)
+        status, answer = await self.server.generate(prompt, 24)
         self._compare(prompt, expected, answer.get("output_ids") if status == 200 else (status, answer), "whole")
 
     async def _check_stream(self) -> None:
         prompt, expected = self.draw.choice(self.known)
         last: dict[str, Any] = {}
-        async with self._stream(prompt, 24) as answer:
+        async with self.server.stream(prompt, 24) as answer:
             async for line in answer.content:
                 if line.startswith(b"data: {"):
                     last = json.loads(line[6:])
         self._compare(prompt, expected, last.get("output_ids", last), "stream")
 
-    def _stream(self, prompt: list[int], tokens: int, **body: Any) -> Any:
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        full = {"input_ids": prompt, "stream": True, "sampling_params": sampling, **body}
-        return self.victim.http.post(f"{self.victim.url}/generate", json=full)
-
     async def _leave(self) -> None:
         prompt = self.draw.choice(self.roots)[: self.draw.randrange(1, 200)] + ids(self.draw, self.draw.randrange(300))
-        async with self._stream(prompt, 200) as answer:
+        async with self.server.stream(prompt, 200) as answer:
             await answer.content.read(self.draw.randrange(1, 4000))
 
     async def _abort(self) -> None:
         rid = f"soak-{self.draw.randrange(1 << 60)}"
-        async with self._stream(ids(self.draw, 50), 300, rid=rid) as answer:
+        async with self.server.stream(ids(self.draw, 50), 300, rid=rid) as answer:
             await answer.content.readline()
-            await self.victim.post("/abort_request", rid=rid)
+            await self.server.post("/abort_request", rid=rid)
             text = await answer.content.read()
         if b'"abort"' not in text or b"[DONE]" not in text:
             self.wrong.append(f"abort: {text[-200:]!r}")
 
     async def _constrain(self) -> None:
         sampling = {"json_schema": _SCHEMA, "max_new_tokens": 60, "temperature": 1.0}
-        status, answer = await self.victim.post("/generate", text="JSON: ", sampling_params=sampling)
+        status, answer = await self.server.post("/generate", text="JSON: ", sampling_params=sampling)
         ended = answer["meta_info"]["finish_reason"]["type"] == "stop" if status == 200 else False
         if status != 200 or (ended and json.loads(answer["text"]).keys() != {"a", "b"}):
             self.wrong.append(f"schema: {answer}")
 
     async def _expire(self) -> None:
-        status, answer = await self.victim.generate(ids(self.draw, 30), 800, timeout_s=self.draw.random() + 0.05)
+        status, answer = await self.server.generate(ids(self.draw, 30), 800, timeout_s=self.draw.random() + 0.05)
         if status != 408:
             self.wrong.append(f"deadline: {status} {str(answer)[:200]}")
 
     async def _flush(self) -> None:
-        await self.victim.post("/flush_cache")
+        await self.server.post("/flush_cache")
 
     async def _pin(self) -> None:
         if len(self.pins) > 3:
-            async with self.victim.http.delete(f"{self.victim.url}/cache/pins/{self.pins.pop()}"):
+            async with self.server.http.delete(f"{self.server.url}/cache/pins/{self.pins.pop()}"):
                 return
-        status, pin = await self.victim.post("/cache/pin", input_ids=self.draw.choice(self.roots), ttl_s=60)
+        status, pin = await self.server.post("/cache/pin", input_ids=self.draw.choice(self.roots), ttl_s=60)
         if status == 200:
             self.pins.append(pin["id"])
         elif status != 409:
             self.wrong.append(f"pin: {status} {pin}")
 
 
-async def soak(victim: Victim, scale: float, draw: random.Random) -> Finding:
-    """Twenty minutes of everything; the server has not enough room for what runs at once."""
+async def soak(server: Server, scale: float, draw: random.Random) -> Finding:
+    """Twenty minutes of mixed load; the server's pool is too small for it."""
     seconds = max(_SECONDS * scale, 8)
-    await victim.warm_up(draw)
-    run = _Soak(victim, draw)
+    await server.warm_up(draw)
+    run = _Soak(server, draw)
     await run.learn()
     started_s = time.monotonic()
-    # What the first tenth of the time needs is no leak.
+    # Growth within the first tenth of the time is no leak.
     await asyncio.gather(*(run.client(started_s + seconds / 10) for _ in range(_CLIENTS)))
-    memory = [victim.memory()]
+    memory = [server.memory()]
     for _ in range(9):
         part_s = time.monotonic() + seconds / 10
         await asyncio.gather(*(run.client(part_s) for _ in range(_CLIENTS)))
-        memory.append(victim.memory())
-    await victim.post("/flush_cache?pins=true")
+        memory.append(server.memory())
+    await server.post("/flush_cache?pins=true")
     await run.judge()
     problems = run.wrong[:5] + ([f"{len(run.wrong)} wrong answers in all"] if run.wrong else [])
-    problems += await victim.problems()
+    problems += await server.problems()
     problems += [
         f"the {name} grew from {memory[0][name]:.0f} to {memory[-1][name]:.0f} MiB"
         for name in memory[0]
         if memory[-1][name] > memory[0][name] * (1 + MEMORY_SHARE)
     ]
-    state = await victim.state()
+    state = await server.state()
     grown = ", ".join(f"{name} {memory[0][name]:.0f} to {memory[-1][name]:.0f} MiB" for name in memory[0])
     compared = run.done["check"] + run.done["check stream"]
     seen = (

@@ -1,6 +1,6 @@
-"""`ramet bench gpu`: correctness and speed of the GPU path, written down with machine and versions.
+"""`ramet bench gpu`: correctness and speed of the GPU path.
 
-Each part stays below nine minutes and goes on where it was ended.
+Each part takes less than nine minutes, and goes on where it was ended.
 """
 
 from __future__ import annotations
@@ -11,43 +11,45 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from loadgen.gpu.records import Item, Records, describe_machine
+import torch
+
+from loadgen.gpu import bicache, correctness, kernels, serving, shapes, speed
+from loadgen.gpu.figures import Item, describe_machine, measure
+from runtime.config import make_config
+from runtime.errors import ModelError
+from runtime.models.resolve import resolve_model
 
 PARTS = ("kernels", "correctness", "speed", "bicache", "server")
 _RESULTS = Path(__file__).parents[1] / "results"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The benchmark's options."""
+    """Add the benchmark's options."""
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--out", type=Path, default=_RESULTS, help=f"where results go; default: {_RESULTS}")
-    parser.add_argument("--limit", type=float, default=480, help="seconds after which nothing is begun (default: 480)")
-    parser.add_argument("--model", help="correctness: default: the default model, else one at random")
-    parser.add_argument("--tokenizer", type=Path, help="server: a directory; default: the default model's")
+    parser.add_argument("--out", type=Path, default=_RESULTS, help=f"directory of the results; default: {_RESULTS}")
+    parser.add_argument("--limit", type=float, default=480, help="seconds after which nothing begins (default: 480)")
+    parser.add_argument("--model", help="for correctness; default: the default model, else one with random weights")
+    parser.add_argument("--tokenizer", type=Path, help="for server: a directory; default: the default model's")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure what has no figures yet; 2 where there is no GPU, 3 if the time was up before the end."""
-    import torch
-
+    """Measure the missing figures; 2 where there is no GPU, 3 if the time was up before the end."""
     if unknown := set(arguments.parts) - set(PARTS):
         print(f"ramet bench: gpu: no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}", file=sys.stderr)
         return 2
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("ramet bench: gpu: torch finds no CUDA device", file=sys.stderr)
         return 2
-    done = True
+    done, machine = True, describe_machine(arguments.device)
     with tempfile.TemporaryDirectory() as directory:
         for part in arguments.parts or PARTS:
-            records = Records(arguments.out / f"gpu-{part}.json", describe_machine(arguments.device))
-            done = records.measure(_items(part, arguments, Path(directory)), arguments.limit) and done
+            items = _items(part, arguments, Path(directory))
+            done = measure(arguments.out / f"gpu-{part}.jsonl", items, arguments.limit, machine) and done
     return 0 if done else 3
 
 
 def _items(part: str, arguments: argparse.Namespace, directory: Path) -> Iterator[Item]:
-    from loadgen.gpu import bicache, correctness, kernels, serving, shapes, speed
-
     device, tiny = arguments.device, arguments.device == "cpu"
     if part == "kernels":
         return kernels.items(device)
@@ -68,11 +70,7 @@ def _items(part: str, arguments: argparse.Namespace, directory: Path) -> Iterato
 
 
 def _model(name: str | None) -> Path | None:
-    """The directory of a model; None if none is named and the default one is not to be had."""
-    from runtime.config import make_config
-    from runtime.errors import ModelError
-    from runtime.models.resolve import resolve_model
-
+    """The directory of a model; None if none is named and the default one is unavailable."""
     try:
         return resolve_model(make_config(**({} if name is None else {"model": name})).model)
     except ModelError:

@@ -9,16 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from loadgen.gpu.drive import Drive
-from loadgen.gpu.records import Figures, Item
+from loadgen.gpu.figures import Figures, Item
 from loadgen.micro.cost_model import modelled_passes
+from loadgen.micro.drive import Drive
 
 _INTERVAL = 16
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured; `steps` of the denoising are timed of each case, whole intervals of R = 16."""
+    """Sizes of the measurement; `steps`: timed denoising steps of each case, whole intervals of R = 16."""
 
     shape: str
     prefixes: tuple[int, ...]
@@ -35,7 +35,7 @@ _QUESTION = 32
 
 
 def items(path: Path, device: str, sizes: Sizes) -> Iterator[Item]:
-    """Every prefix at every batch, all cases in turn."""
+    """Every case for every prefix length and batch."""
     table = Path(__file__).parents[2] / "runtime/reuse/bicache/depth_tables/llada-8b-instruct.json"
     options: dict[str, Any] = {"device": device, "random_weights": True, "dtype": "bfloat16"}
     if sizes is FULL:
@@ -74,12 +74,12 @@ class _Denoise(Drive):
         self._plain_s: dict[tuple[int, int], float] = {}
 
     def case(self, prefix: int, batch: int, name: str) -> Figures:
-        """Requests that share a prefix; the first interval warms up, those after it are timed."""
+        """Requests with a shared prefix; the first interval is a warm-up, the next ones are timed."""
         sizes, layers = self.sizes, self.core.executor.spec.num_layers
         params = dict(CASES[name])
         if params.get("depth") == -1:
             params["depth"] = layers
-        # Fast-dLLM caches within blocks; the others decide over the whole canvas, as the paper's runs.
+        # Fast-dLLM caches within blocks; the others decide over the whole canvas, as in the paper.
         block = 32 if params.get("cache") else sizes.output
         shared = self.text(prefix)
         try:
@@ -111,7 +111,7 @@ _COUNTED = ("no cache", "naive", "d = 0", "BiCache")
 
 
 def _cost(name: str, ratio: float, depth: float) -> float:
-    """The cost model: a step's share of a whole pass's rows; `ratio` of them shared, `depth` of the layers reused."""
+    """A step's share of a pass, by the cost model; `ratio`: share of shared rows, `depth`: share of reused layers."""
     if name == "no cache":
         return 1.0
     if name == "naive":

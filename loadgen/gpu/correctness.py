@@ -1,4 +1,4 @@
-"""What the GPU path computes: attention against the reference, whole models against transformers and themselves."""
+"""Correctness of the GPU path: attention against the reference, models against transformers and themselves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loadgen.gpu.records import Figures, Item
+from loadgen.gpu.figures import Figures, Item
+from loadgen.micro.drive import Drive
 
 if TYPE_CHECKING:
     import numpy as np
@@ -137,8 +138,6 @@ def greedy(model: Path | None, device: str, directory: Path, dtype: str, more: d
 
 
 def _ours(path: Path, options: dict[str, Any], prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    from loadgen.gpu.drive import Drive
-
     options = {"native_kernels": False, "pool_tokens": 4096, **options}
     drive = Drive(path, **options)
     try:

@@ -1,20 +1,20 @@
-"""When a device computes and when it waits for the host, by torch's profiler."""
+"""Busy time and gaps of a device, by torch's profiler."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from loadgen.gpu.records import Figures
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from loadgen.gpu.figures import Figures
 
 
 def profile_gaps(work: Callable[[], object], device: str) -> Figures:
-    """Share of the time, from its first operation to its last, for which the device computes, and its longest rest.
+    """Busy share of the time between the device's first and last operation, and its longest rest.
 
-    On a CPU, to try it, torch's operations stand for the device's.
+    On a CPU, for a trial, torch's operations stand for the device's.
     """
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
     cuda = device == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiled:
         work()
@@ -32,7 +32,7 @@ def profile_gaps(work: Callable[[], object], device: str) -> Figures:
 
 
 def busy_and_rests(spans: Iterable[tuple[float, float]]) -> tuple[float, list[float]]:
-    """For how long at least one of some spans (start, end) lasts, and how long each rest between them is."""
+    """Length of the union of some spans (start, end), and the length of each gap between them."""
     busy, rests, until = 0.0, [], None
     for start, end in sorted(spans):
         if until is not None and start > until:

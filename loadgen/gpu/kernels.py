@@ -1,19 +1,27 @@
-"""FlashInfer's kernels, each used once: where they are compiled at first use, this takes the minutes beforehand."""
+"""FlashInfer's kernels, each used once, so that compilation at first use is out of the way of the other parts."""
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
+
 from loadgen.gpu.correctness import HEADS, attention
-from loadgen.gpu.records import Figures, Item
+from loadgen.gpu.figures import Figures, Item
+from loadgen.micro.timing import timed
+from runtime.execution.ops import FlashInferOps
+from runtime.models.rope import RotaryEmbedding
+from runtime.models.spec import RopeSpec
+from runtime.params import SamplingParams
+from runtime.request import Request, Sequence
+from runtime.sampling.batched import BatchedSampler
 
 
 def items(device: str) -> Iterator[Item]:
-    """Every kernel that the other parts need."""
+    """Every kernel that the other parts use."""
     if device != "cuda":
         return
     for name, call in {"norm": _norm, "activation": _activation, "rotation": _rotation, "sampling": _sampling}.items():
@@ -27,23 +35,18 @@ def items(device: str) -> Iterator[Item]:
 
 
 def _timed(call: Callable[[], object]) -> Figures:
-    import torch
+    def work() -> None:
+        call()
+        torch.cuda.synchronize()
 
-    started = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return {"seconds": time.perf_counter() - started}
+    return {"seconds": timed(work)}
 
 
-def _random(*shape: int) -> Any:
-    import torch
-
+def _random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda").bfloat16()
 
 
-def _ops() -> Any:
-    from runtime.execution.ops import FlashInferOps
-
+def _ops() -> FlashInferOps:
     return FlashInferOps(64)
 
 
@@ -58,11 +61,6 @@ def _activation() -> None:
 
 
 def _rotation() -> None:
-    import torch
-
-    from runtime.models.rope import RotaryEmbedding
-    from runtime.models.spec import RopeSpec
-
     ops, device = _ops(), torch.device("cuda")
     for dim in (64, 128):
         angles = ops.angles(RotaryEmbedding(RopeSpec(10000.0), dim, device), torch.arange(4, device=device))
@@ -71,12 +69,6 @@ def _rotation() -> None:
 
 
 def _sampling() -> None:
-    import torch
-
-    from runtime.params import SamplingParams
-    from runtime.request import Request, Sequence
-    from runtime.sampling.batched import BatchedSampler
-
     sampler = BatchedSampler(4096, torch.device("cuda"))
     params = SamplingParams(temperature=1.0, top_k=40, top_p=0.9, min_p=0.01)
     nobody: Any = None  # neither strategy nor decoding: the sampler asks for neither

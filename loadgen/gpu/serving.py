@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from loadgen.gpu.records import Figures, Item
+from loadgen.gpu.figures import Figures, Item
 from loadgen.http.local_server import start_server
 
 _CASES = "abcdef"

@@ -9,15 +9,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from loadgen.gpu.drive import Drive
+import torch
+
+from loadgen.gpu.drive import WatchedDrive
+from loadgen.gpu.figures import Figures, Item
 from loadgen.gpu.gaps import profile_gaps
-from loadgen.gpu.records import Figures, Item
+from loadgen.micro.drive import matrix_weights
 from loadgen.micro.timing import timed
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """Sizes of the measurement; all but `shape` are tokens, rows, requests or steps."""
 
     shape: str
     context: int
@@ -34,7 +37,7 @@ TINY = Sizes("llama-tiny", 32, 64, 8, (1, 3), (32, 64), 3, 3)
 
 
 def items(path: Path, device: str, sizes: Sizes) -> Iterator[Item]:
-    """What is measured, one engine after the other."""
+    """The measurements, one engine after the other."""
     yield "bounds of this machine", partial(bounds, device)
     running = max(*sizes.batches, sizes.shared_batch)
     options = {"device": device, "random_weights": True, "max_running": running, "dtype": "bfloat16"}
@@ -43,7 +46,7 @@ def items(path: Path, device: str, sizes: Sizes) -> Iterator[Item]:
     opened: list[Speed] = []
 
     def on(call: Callable[[Speed], Figures], **more: object) -> Figures:
-        """Call with the engine of these options, which is opened if another one is open."""
+        """Call with the engine of these options, opened in place of one with others."""
         if not opened or opened[0].options != more:
             while opened:
                 opened.pop().close()
@@ -69,9 +72,7 @@ def items(path: Path, device: str, sizes: Sizes) -> Iterator[Item]:
 
 
 def bounds(device: str) -> Figures:
-    """Bytes that a copy moves (read and written) and operations of a matrix product, in a second."""
-    import torch
-
+    """Bytes that a copy reads and writes, and operations of a matrix product, per second."""
     size = 1 << 30 if device == "cuda" else 1 << 22
     n = 8192 if device == "cuda" else 256
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
@@ -90,25 +91,23 @@ def bounds(device: str) -> Figures:
     return {"copy, TB/s": 2 * size / copied_s / 1e12, "matrix product, TFLOP/s": 2 * n**3 / multiplied_s / 1e12}
 
 
-# As measured on an H200; the machine's own figures stand beside them.
+# Measured on an H200; the table has the machine's own beside them.
 _BYTES_S, _FLOP_S = 4.3e12, 780e12
 
 
-class Speed(Drive):
+class Speed(WatchedDrive):
     """The measurements of one engine."""
 
     def __init__(self, path: Path, sizes: Sizes, more: dict[str, object], options: dict[str, object]):
         super().__init__(path, **{**options, **more})
         self.sizes, self.options = sizes, more
         spec = self.core.executor.spec
-        layer = spec.hidden_size * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
-        layer += 3 * spec.hidden_size * spec.intermediate_size
-        self._body, self._head = layer * spec.num_layers, spec.vocab_size * spec.hidden_size
+        self._body, self._head = matrix_weights(spec)
         self._row_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
         self._row_bytes *= self.core.executor.pool.k.dtype.itemsize
 
     def decode(self, batch: int) -> Figures:
-        """Steps of requests that share nothing, over weights and KV at the memory's pace; and the host's part."""
+        """Steps of requests without a shared prefix, beside the time to read weights and KV; host time by part."""
         steps = self.sizes.steps
         with self._decoding(batch, 3 * steps + 3):
             self.pace(3)
@@ -124,7 +123,7 @@ class Speed(Drive):
 
     @contextmanager
     def _decoding(self, batch: int, steps: int) -> Iterator[None]:
-        """Requests that all decode, for at least so many steps."""
+        """Requests that all decode for at least so many steps, while entered."""
         try:
             for _ in range(batch):
                 self.add(self.text(self.sizes.context), steps + 8)
@@ -134,7 +133,7 @@ class Speed(Drive):
             self.end()
 
     def ahead(self, batch: int) -> Figures:
-        """`decode` in step and one step ahead: what of the host's time is hidden, and how the device rests."""
+        """`decode` in step and one step ahead: the share of host time that is hidden, and the gaps of the device."""
         steps, usual, found = self.sizes.steps, self.core.overlap, {}
         with self._decoding(batch, 4 * steps + 16):
             for name, self.core.overlap in (("in step", False), ("ahead", True)):
@@ -155,7 +154,7 @@ class Speed(Drive):
             return self.decode(batch)
 
     def prefill(self) -> Figures:
-        """A prompt that nothing is known of, over the matrix units' pace."""
+        """An uncached prompt, beside the operations at full speed of the matrix units."""
         length = self.sizes.prefix
         times: list[float] = []
         for again in range(4):
@@ -173,7 +172,7 @@ class Speed(Drive):
         }  # fmt: skip
 
     def ttft(self) -> Figures:
-        """A prefix and a question: nothing cached, and all but the question."""
+        """TTFT of a prefix and a question with nothing cached, and with all but the question cached."""
         cold: list[float] = []
         warm: list[float] = []
         for again in range(4):
@@ -191,7 +190,7 @@ class Speed(Drive):
         }  # fmt: skip
 
     def shared(self, eager: bool) -> Figures:
-        """Decode behind one prefix: read once for all (cascade), and by each."""
+        """Decoding behind one prefix, which is read once for all (cascade) or by each."""
         with self.without(**({"_graphs": None} if eager else {})):
             cascade_s = self._behind_prefix()
             with self.without(least_saved_tokens=1 << 60):

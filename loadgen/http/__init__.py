@@ -1,1 +1,1 @@
-"""Load on any server, over HTTP alone."""
+"""Load on any server with SGLang's or OpenAI's API, over HTTP alone."""

@@ -1,4 +1,4 @@
-"""The three APIs: what is sent, and what the pieces of the answer mean."""
+"""The three APIs: request bodies, and the events of their streams."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from loadgen.http.session import Conversation
 _MOST = 1 << 53  # beyond it a float no longer counts in ones
 
 
-class Rubbish(ValueError):
-    """The server sent what is no event of its API."""
+class BadEvent(ValueError):
+    """The server sent an event that its API does not have."""
 
 
 class ServerError(Exception):
@@ -23,13 +23,13 @@ class ServerError(Exception):
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What every request of a run has in common.
+class RequestFields:
+    """Fields that all requests of a run share.
 
     Attributes:
-        model: its name, as the server has it.
-        fixed_output: how exact output lengths are asked for: "ignore_eos", "min_tokens", or "" for not at all.
-        temperature: of sampling; 0 is greedy.
+        model: its name on the server.
+        fixed_output: the field for answers of an exact length: "ignore_eos", "min_tokens", or "" for none.
+        temperature: 0 is greedy.
         extra: further fields of the body.
     """
 
@@ -40,7 +40,7 @@ class Ask:
 
 
 class Answer(ABC):
-    """An answer as it comes: `take` every event, then look at the record."""
+    """A streamed answer: `take` each event, then `end`; the results are in the record."""
 
     def __init__(self, record: Record):
         self.record = record
@@ -48,7 +48,7 @@ class Answer(ABC):
         self.finished = False
 
     def take(self, data: bytes, now_s: float) -> None:
-        """Book one event. Raises Rubbish or ServerError."""
+        """Book one event. Raises BadEvent or ServerError."""
         try:
             event = msgspec.json.decode(data)
             if not isinstance(event, dict):
@@ -58,10 +58,10 @@ class Answer(ABC):
             if self._read(event):
                 self.record.arrivals_s.append(now_s)
         except (msgspec.DecodeError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise Rubbish(f"{error!r} in {data[:200]!r}") from error
+            raise BadEvent(f"{error!r} in {data[:200]!r}") from error
 
     def end(self) -> None:
-        """Fill in what the server did not tell."""
+        """Fill in the times and counts that the server did not report."""
         record = self.record
         if record.arrivals_s:
             record.first_s = record.arrivals_s[0]
@@ -70,7 +70,7 @@ class Answer(ABC):
 
     @abstractmethod
     def _read(self, event: dict[str, Any]) -> bool:
-        """Book an event's text, counts and finish; whether it carried output."""
+        """Book the text, counts and finish of an event; whether it carried output."""
 
     def _count(self, prompt: Any, output: Any, cached: Any) -> None:
         record = self.record
@@ -86,21 +86,21 @@ class Answer(ABC):
 
 
 def _amount(value: Any, kinds: Any) -> Any:
-    """A count or a time that figures can be made of. Raises Rubbish."""
+    """A non-negative finite count or time. Raises BadEvent for anything else."""
     if isinstance(value, bool) or not isinstance(value, kinds) or not 0 <= value < _MOST:
-        raise Rubbish(f"{value!r} is no count or time")
+        raise BadEvent(f"{value!r} is no count or time")
     return value
 
 
 class GenerateAnswer(Answer):
-    """SGLang's: the text so far in every event, or only what is new; counts in `meta_info`."""
+    """SGLang's stream: the text so far, or only the new text, in every event; counts in `meta_info`."""
 
     def _read(self, event: dict[str, Any]) -> bool:
         meta, before = event["meta_info"], self.record.output_tokens
         self._count(meta.get("prompt_tokens"), meta.get("completion_tokens"), meta.get("cached_tokens"))
         text = event["text"]
         grew = self.record.output_tokens > before or (self.record.counted_by == "pieces" and bool(text))
-        # The new text where it is told apart; else the text so far, unless the server streams only what is new.
+        # `delta` is new text. Without it `text` is the text so far, unless the server streams only new text.
         if "delta" in event:
             self.text += event["delta"]
         else:
@@ -115,14 +115,14 @@ class GenerateAnswer(Answer):
 
 
 class OpenAIAnswer(Answer):
-    """OpenAI's: choices with new text, usage in one of the last events."""
+    """OpenAI's stream: choices with new text, and usage in one of the last events."""
 
     def _read(self, event: dict[str, Any]) -> bool:
         if usage := event.get("usage"):
             details = usage.get("prompt_tokens_details") or {}
             self._count(usage.get("prompt_tokens"), usage.get("completion_tokens"), details.get("cached_tokens"))
         if timings := event.get("timings"):
-            # llama.cpp's own: `prompt_n` were computed, `cache_n` were not.
+            # llama.cpp's own: `cache_n` prompt tokens were cached, `prompt_n` computed.
             self._count(None, timings.get("predicted_n"), timings.get("cache_n"))
         text = ""
         for choice in event["choices"]:
@@ -130,7 +130,7 @@ class OpenAIAnswer(Answer):
             if reason := choice.get("finish_reason"):
                 self._finish(str(reason))
         self.text += text
-        # A last event with nothing but the reason, or tokens whose text is not shown: the first of them still counts.
+        # The finish reason alone counts where no output came before it: the tokens had no text.
         return bool(text) or (self.finished and bool(event["choices"]) and not self.record.arrivals_s)
 
     def _new_text(self, choice: dict[str, Any]) -> str:
@@ -138,7 +138,7 @@ class OpenAIAnswer(Answer):
 
 
 class ChatAnswer(OpenAIAnswer):
-    """The chat API's: new text in `delta`, reasoning included."""
+    """The chat API's stream: new text in `delta`, reasoning included."""
 
     def _new_text(self, choice: dict[str, Any]) -> str:
         delta = choice.get("delta") or {}
@@ -152,8 +152,8 @@ class Api(ABC):
     answer: type[Answer]
 
     @abstractmethod
-    def body(self, conversation: Conversation, tokens: int | None, ask: Ask) -> dict[str, Any]:
-        """The request's body; `tokens` is the wanted length of the answer."""
+    def body(self, conversation: Conversation, tokens: int | None, fields: RequestFields) -> dict[str, Any]:
+        """The request's body; `tokens`: wanted length of the answer, None leaves it to the server."""
 
 
 class Generate(Api):
@@ -161,12 +161,12 @@ class Generate(Api):
 
     path, answer = "/generate", GenerateAnswer
 
-    def body(self, conversation: Conversation, tokens: int | None, ask: Ask) -> dict[str, Any]:
+    def body(self, conversation: Conversation, tokens: int | None, fields: RequestFields) -> dict[str, Any]:
         """See Api."""
-        sampling: dict[str, Any] = {"temperature": ask.temperature}
+        sampling: dict[str, Any] = {"temperature": fields.temperature}
         if tokens is not None:
-            sampling |= {"max_new_tokens": tokens} | _fixed(ask, "min_new_tokens", tokens)
-        extra = dict(ask.extra or {})
+            sampling |= {"max_new_tokens": tokens} | _fixed(fields, "min_new_tokens", tokens)
+        extra = dict(fields.extra or {})
         sampling |= extra.pop("sampling_params", {})
         return {"text": conversation.as_text(), "sampling_params": sampling, "stream": True, **extra}
 
@@ -176,9 +176,9 @@ class Completions(Api):
 
     path, answer = "/v1/completions", OpenAIAnswer
 
-    def body(self, conversation: Conversation, tokens: int | None, ask: Ask) -> dict[str, Any]:
+    def body(self, conversation: Conversation, tokens: int | None, fields: RequestFields) -> dict[str, Any]:
         """See Api."""
-        return {"prompt": conversation.as_text(), **_openai(tokens, ask)}
+        return {"prompt": conversation.as_text(), **_openai(tokens, fields)}
 
 
 class Chat(Api):
@@ -186,23 +186,23 @@ class Chat(Api):
 
     path, answer = "/v1/chat/completions", ChatAnswer
 
-    def body(self, conversation: Conversation, tokens: int | None, ask: Ask) -> dict[str, Any]:
+    def body(self, conversation: Conversation, tokens: int | None, fields: RequestFields) -> dict[str, Any]:
         """See Api."""
-        return {"messages": conversation.as_chat(), **_openai(tokens, ask)}
+        return {"messages": conversation.as_chat(), **_openai(tokens, fields)}
 
 
-def _openai(tokens: int | None, ask: Ask) -> dict[str, Any]:
-    body: dict[str, Any] = {"model": ask.model, "temperature": ask.temperature, "stream": True}
+def _openai(tokens: int | None, fields: RequestFields) -> dict[str, Any]:
+    body: dict[str, Any] = {"model": fields.model, "temperature": fields.temperature, "stream": True}
     body["stream_options"] = {"include_usage": True}
     if tokens is not None:
-        body |= {"max_tokens": tokens} | _fixed(ask, "min_tokens", tokens)
-    return body | (ask.extra or {})
+        body |= {"max_tokens": tokens} | _fixed(fields, "min_tokens", tokens)
+    return body | (fields.extra or {})
 
 
-def _fixed(ask: Ask, least: str, tokens: int) -> dict[str, Any]:
-    if ask.fixed_output == "ignore_eos":
+def _fixed(fields: RequestFields, least: str, tokens: int) -> dict[str, Any]:
+    if fields.fixed_output == "ignore_eos":
         return {"ignore_eos": True}
-    return {least: tokens} if ask.fixed_output == "min_tokens" else {}
+    return {least: tokens} if fields.fixed_output == "min_tokens" else {}
 
 
 APIS: dict[str, type[Api]] = {"generate": Generate, "chat": Chat, "completions": Completions}

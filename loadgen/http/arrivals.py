@@ -1,4 +1,4 @@
-"""When sessions begin."""
+"""Arrival processes: the times at which sessions begin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Closed:
-    """`concurrency` users: each begins its next session when its last one has ended."""
+    """`concurrency` users, each of which begins its next session when the last one has ended."""
 
     concurrency: int
 
@@ -21,18 +21,18 @@ class Closed:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The instants of a trace."""
+    """The times of a trace."""
 
     def __str__(self) -> str:
         return "as recorded"
 
 
 class Open(ABC):
-    """Sessions begin at instants of their own, however slow the server is."""
+    """Open-loop arrivals: their times do not depend on the server."""
 
     @abstractmethod
     def times(self, rng: random.Random) -> Iterator[float]:
-        """Seconds since the start, in order, without end."""
+        """Seconds since the start, ascending, without end."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Constant(Open):
 
 @dataclass(frozen=True)
 class Gamma(Open):
-    """Gaps from a gamma distribution of shape `burstiness`: 1 is Poisson, less is burstier, more is more regular."""
+    """Gamma-distributed gaps of shape `burstiness`: 1 is Poisson, below 1 is burstier, above 1 is more regular."""
 
     rate: float
     burstiness: float = 1.0
@@ -72,7 +72,7 @@ class Gamma(Open):
 
 @dataclass(frozen=True)
 class Ramp(Open):
-    """Poisson arrivals whose rate goes in a line from one to another over some seconds, and stays there."""
+    """Poisson arrivals whose rate changes linearly to `end_rate` within `seconds`, and then stays."""
 
     rate: float
     end_rate: float
@@ -86,7 +86,7 @@ class Ramp(Open):
             yield self._instant(expected)
 
     def _instant(self, expected: float) -> float:
-        """When `expected` arrivals are due: the inverse of the rate's integral."""
+        """The time by which `expected` arrivals are due: the inverse of the integral of the rate."""
         slope = (self.end_rate - self.rate) / self.seconds
         at_end = (self.rate + self.end_rate) / 2 * self.seconds
         if expected >= at_end:

@@ -1,4 +1,4 @@
-"""`ramet bench compare`: results of `serve` side by side, with ratios and how sure they are."""
+"""`ramet bench compare`: results of `serve` side by side, with ratios and their 95 % intervals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import numpy as np
 from rich.table import Table
 
 from loadgen.http import options
+from loadgen.http.files import read_run
 from loadgen.http.record import Record
+from loadgen.http.tables import make_table, wide_console
 
 Statistic = Callable[[np.ndarray], float]
 _WINDOWS = 20
@@ -21,11 +23,11 @@ _WINDOWS = 20
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of a run that can be drawn again.
+    """A figure of a run that can be resampled.
 
     Attributes:
-        sample: the run's independent pieces, one a row: requests, or windows of time.
-        statistic: the figure from the pieces.
+        sample: independent pieces of the run (requests, or windows of time), one in each row.
+        statistic: pieces to figure.
         factor: from its unit to the table's.
     """
 
@@ -44,7 +46,7 @@ def _latency(kind: str) -> Callable[[Sequence[Record]], np.ndarray]:
 
 
 def _output_windows(records: Sequence[Record]) -> np.ndarray:
-    """Output tokens per second, in equal windows of the run's time."""
+    """Output tokens per second in windows of equal length."""
     good = [record for record in records if record.ok and record.arrivals_s]
     if not good:
         return np.array([])
@@ -91,7 +93,7 @@ METRICS = (
 def ratio_interval(
     mine: np.ndarray, base: np.ndarray, statistic: Statistic, draws: int, rng: np.random.Generator
 ) -> tuple[float, float]:
-    """The 95 % bootstrap interval of statistic(mine) / statistic(base), the pieces of both drawn independently."""
+    """95 % bootstrap interval of statistic(mine) / statistic(base); both are resampled independently."""
     ratios = []
     for _ in range(draws):
         under = statistic(base[rng.integers(len(base), size=len(base))])
@@ -102,7 +104,7 @@ def ratio_interval(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The comparison's options."""
+    """Add the comparison's options."""
     parser.add_argument("results", type=Path, nargs="+", metavar="JSON", help="of `serve`; ratios are over the first")
     parser.add_argument("--draws", type=options.count, default=1000, help="of the bootstrap; default: 1000")
     parser.add_argument("--seed", type=options.whole, default=0, help="of the bootstrap; default: 0")
@@ -110,9 +112,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; 0, or 2 if a file is not a result."""
-    from loadgen.http.files import read_run
-    from loadgen.http.tables import wide_console
-
     try:
         runs = [read_run(path) for path in arguments.results]
     except (ValueError, OSError) as error:
@@ -128,14 +127,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def compare_table(names: Sequence[str], runs: Sequence[Sequence[Record]], draws: int, seed: int) -> Table:
-    """A column a run; for all but the first its ratio to the first, with the 95 % interval."""
+    """A column for each run, and for all but the first its ratio to the first with the 95 % interval."""
     rng = np.random.default_rng(seed)
-    table = Table(title="ratios are over the first run, with 95 % bootstrap intervals")
-    table.add_column("")
-    for number, name in enumerate(names):
-        table.add_column(name, justify="right")
-        if number:
-            table.add_column("ratio", justify="right")
+    columns = ["", names[0], *(column for name in names[1:] for column in (name, "ratio"))]
+    table = make_table("ratios are over the first run, with 95 % bootstrap intervals", columns)
     for metric in METRICS:
         samples = [metric.sample(records) for records in runs]
         cells = []

@@ -15,18 +15,19 @@ from typing import Any
 import httpx
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+from loadgen.http.files import write_json
 from loadgen.http.local_server import local_server
+from loadgen.http.tables import make_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The benchmark's options."""
-    parser.add_argument("--url", help="a running server; default: one is started for the benchmark")
+    """Add the benchmark's options."""
+    parser.add_argument("--url", help="a running server; default: a server is started for the benchmark")
     parser.add_argument("--prefix-tokens", type=int, default=4096, help="default: 4096")
     parser.add_argument("--question-tokens", type=int, default=128, help="default: 128")
-    parser.add_argument("--runs", type=int, default=7, help="repetitions, each with a fresh prefix; default: 7")
-    parser.add_argument("--json", metavar="FILE", help="also write every measurement to a file")
+    parser.add_argument("--runs", type=int, default=7, help="repetitions, each with a new prefix; default: 7")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
     parser.add_argument("server_options", nargs="*", help="after --: options for the server that is started")
 
 
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(client: httpx.Client, vocab: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds by kind. Every prefix is new, so that cold is cold; the first round warms the machine up."""
+    """Seconds by kind. Every prefix is new, so that cold is cold; the first round is a warm-up."""
     times: dict[str, list[float]] = {"cold": [], "warm": [], "question alone": []}
     draw = random.SystemRandom()
 
@@ -80,9 +81,8 @@ def _first_token(client: httpx.Client, prompt: list[int]) -> tuple[float, int]:
 def _report(times: dict[str, list[float]], info: dict[str, Any], arguments: argparse.Namespace) -> None:
     question, prefix = arguments.question_tokens, arguments.prefix_tokens
     cold, ideal = statistics.median(times["cold"]), question / (prefix + question)
-    table = Table(title=f"time to first token, {prefix} + {question} tokens, {info['name']} in {info['dtype']}")
-    for column in ("", "median ms", "min", "max", "of cold", "over ideal share"):
-        table.add_column(column, justify="right")
+    title = f"time to first token, {prefix} + {question} tokens, {info['name']} in {info['dtype']}"
+    table = make_table(title, ("", "median ms", "min", "max", "of cold", "over ideal share"))
     for kind, values in times.items():
         share = statistics.median(values) / cold
         ratio = f"{share / ideal:.2f}" if kind == "warm" else ""
@@ -92,5 +92,4 @@ def _report(times: dict[str, list[float]], info: dict[str, Any], arguments: argp
     machine = f"{platform.machine()}, {platform.system()}, {info['device']}, {info['attention_backend']} attention"
     Console().print(table, f"{arguments.runs} runs after one warm-up, each with a fresh prefix; {machine}")
     if arguments.json:
-        record = {"arguments": vars(arguments), "model": info, "seconds": times}
-        Path(arguments.json).write_text(json.dumps(record, indent=1, default=str) + "\n")
+        write_json(arguments.json, {"arguments": vars(arguments), "model": info, "seconds": times})

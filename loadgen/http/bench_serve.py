@@ -1,39 +1,37 @@
-"""`ramet bench serve`: load on a running server, and how it behaves under it."""
+"""`ramet bench serve`: load on a running server: latency, throughput, cache hits, errors."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from loadgen.http import options
-
-if TYPE_CHECKING:
-    from loadgen.http.run import Result
+from loadgen.http.files import write_csv, write_json
+from loadgen.http.progress import live
+from loadgen.http.report import write_report
+from loadgen.http.run import Result, execute
+from loadgen.http.run_tables import run_tables
+from loadgen.http.tables import wide_console
+from loadgen.http.target import TargetError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The benchmark's options."""
+    """Add the benchmark's options."""
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="default: http://127.0.0.1:30000")
     options.add_target(parser)
     options.add_workload(parser)
     options.add_arrivals(parser)
     options.add_bounds(parser)
     group = parser.add_argument_group("output")
-    group.add_argument("--json", type=Path, metavar="FILE", help="everything, with a record of every request")
-    group.add_argument("--csv", type=Path, metavar="FILE", help="a line a request")
-    group.add_argument("--html", type=Path, metavar="FILE", help="a report with plots, in one file")
+    group.add_argument("--json", type=Path, metavar="FILE", help="all results, with a record of each request")
+    group.add_argument("--csv", type=Path, metavar="FILE", help="a line for each request")
+    group.add_argument("--html", type=Path, metavar="FILE", help="a report with plots, as one file")
     group.add_argument("--name", help="the run's name in reports and comparisons; default: the URL")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run; 0 if a request succeeded, 1 if none did, 130 if the user ended it."""
-    from loadgen.http.progress import live
-    from loadgen.http.run import execute
-    from loadgen.http.tables import run_tables, wide_console
-    from loadgen.http.target import TargetError
-
     console = wide_console()
     target = options.target(arguments, arguments.name or arguments.url, arguments.url)
     try:
@@ -58,13 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write(arguments: argparse.Namespace, title: str, result: Result) -> None:
-    from loadgen.http.files import write_csv, write_json
-
     if arguments.json:
         write_json(arguments.json, result.as_dict())
     if arguments.csv:
         write_csv(arguments.csv, result.records)
     if arguments.html:
-        from loadgen.http.report import write_report
-
         write_report(arguments.html, title, result)

@@ -8,22 +8,23 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from loadgen.http import options
 from loadgen.http.arrivals import Closed
+from loadgen.http.files import write_json
 from loadgen.http.lengths import Distribution
 from loadgen.http.load import Bounds
+from loadgen.http.run import Plan, Prepared, execute
 from loadgen.http.suite_table import markdown, run_line, suite_table
+from loadgen.http.tables import wide_console
+from loadgen.http.target import TargetError
 from loadgen.http.workloads import Workload
 from loadgen.http.workloads.base import length
 from loadgen.http.workloads.dialogues import Chat
 from loadgen.http.workloads.prompts import FewShot, LongDecode, Rag, SharedPrefix, Unique
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from loadgen.http.run import Plan, Prepared
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Case:
 
     Attributes:
         levels: concurrencies at which it runs.
-        rounds: requests for each of the users.
-        least: requests at least.
+        rounds: requests of each user.
+        least: minimum of requests.
     """
 
     title: str
@@ -43,7 +44,7 @@ class Case:
     least: int
 
     def requests(self, concurrency: int, scale: float) -> int:
-        """How many requests one run sends; with several turns, whole conversations."""
+        """Requests of one run; with several turns, those of whole conversations."""
         wanted = max(self.least, self.rounds * concurrency) * scale
         step = self.rounds if isinstance(self.workload, Chat) else 1
         return max(math.ceil(wanted / step), 1) * step
@@ -61,7 +62,7 @@ CASES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The suite's options."""
+    """Add the suite's options."""
     parser.add_argument(
         "--url", nargs="+", required=True, metavar="[NAME=]URL", help="servers; the first is compared with the others"
     )
@@ -69,20 +70,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=options.count, nargs="+", metavar="N", help="instead of each case's own")
     parser.add_argument("--repeats", type=options.count, default=3, metavar="N", help="default: 3")
     parser.add_argument(
-        "--scale", type=options.positive, default=1.0, metavar="X", help="times as many requests; default: 1"
+        "--scale", type=options.positive, default=1.0, metavar="X", help="factor on the number of requests; default: 1"
     )
     parser.add_argument(
-        "--length-scale", type=options.positive, default=1.0, metavar="X", help="times as long prompts; default: 1"
+        "--length-scale",
+        type=options.positive,
+        default=1.0,
+        metavar="X",
+        help="factor on the length of prompts; default: 1",
     )
     parser.add_argument(
         "--warmup", type=options.whole, default=2, metavar="N", help="unique requests before every run; default: 2"
-    )
-    parser.add_argument(
-        "--prime",
-        type=options.whole,
-        default=0,
-        metavar="N",
-        help="requests of the workload itself before every run, not counted; default: 0, the cold ones count",
     )
     parser.add_argument("--seed", type=options.whole, help="default: another one every time")
     parser.add_argument("--answers", choices=["server", "scripted"], default="server", help="default: server")
@@ -93,11 +91,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=JSON",
-        help="more fields of the requests to one of the servers",
+        help="further fields of the requests to one of the servers",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="every run's summary; written after every run")
-    parser.add_argument("--records", action="store_true", help="every request's record, too")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the table, for a README")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the summary of every run; written after each run")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the table in Markdown")
 
 
 def _named_body(text: str) -> tuple[str, dict[str, Any]]:
@@ -109,7 +106,7 @@ def _named_body(text: str) -> tuple[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Run:
-    """One run that the suite makes: the same number means the same prompts."""
+    """One run of the suite. Equal runs have equal prompts, on every server."""
 
     case: str
     concurrency: int
@@ -120,10 +117,7 @@ class _Run:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the suite; 0 if every run has a complete answer, 1 if one has none, 130 if the user ended it."""
-    from loadgen.http.tables import wide_console
-    from loadgen.http.target import TargetError
-
+    """Run the suite; 0 if every run has a complete answer, 1 if one has none, 2 on an error, 130 after Ctrl-C."""
     if unknown := set(arguments.cases) - CASES.keys():
         print(f"ramet bench: --cases: no case {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
@@ -145,20 +139,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure_all(
     arguments: argparse.Namespace, servers: list[Prepared], rows: list[dict[str, Any]], console: Console
 ) -> bool:
-    """Run after run, every one appended to `rows`; whether the user ended it."""
-    from loadgen.http.files import write_json
-    from loadgen.http.run import execute
-
+    """Append every run to `rows`; whether the user ended it."""
     seed = options.seed(arguments)
     head = {"format": "ramet-suite-1", "seed": seed, "servers": [server.target.name for server in servers]}
     for one in _runs(arguments):
-        # Every repeat begins with another server, so that none always follows the same one.
+        # Each repeat begins with another server, so that no server always follows the same one.
         for server in servers[one.repeat % len(servers) :] + servers[: one.repeat % len(servers)]:
             name = server.target.name
             result = execute(server, _plan(arguments, one, seed))
             data = result.as_dict()
-            if not arguments.records:
-                del data["requests"]
+            del data["requests"]
             label = {"case": CASES[one.case].title, "letter": one.case}
             rows.append(label | {"concurrency": one.concurrency, "repeat": one.repeat, "server": name, "result": data})
             console.print(f"{one.case} x{one.concurrency} #{one.repeat + 1} {name}: {run_line(data)}", highlight=False)
@@ -170,8 +160,6 @@ def _measure_all(
 
 
 def _plan(arguments: argparse.Namespace, one: _Run, seed: int) -> Plan:
-    from loadgen.http.run import Plan
-
     case = CASES[one.case]
     return Plan(
         workload=_scaled(case.workload, arguments.length_scale),
@@ -179,14 +167,13 @@ def _plan(arguments: argparse.Namespace, one: _Run, seed: int) -> Plan:
         bounds=Bounds(requests=case.requests(one.concurrency, arguments.scale)),
         seed=one.seed(seed),
         warmup=arguments.warmup,
-        prime=arguments.prime,
         scripted=arguments.answers == "scripted",
-        patience=options.patience(arguments),
+        timeouts=options.timeouts(arguments),
     )
 
 
 def _servers(arguments: argparse.Namespace) -> list[Prepared]:
-    """The servers, with one count of words for all: the same prompts for each."""
+    """The servers, with one cost of words for all, so that all get the same prompts."""
     bodies = dict(arguments.server_body)
     found = []
     for text in arguments.url:
@@ -210,7 +197,7 @@ def _runs(arguments: argparse.Namespace) -> Iterator[_Run]:
 
 
 def _scaled(workload: Workload, scale: float) -> Workload:
-    """The workload with prompts and prefixes of another length; answers stay."""
+    """The workload with prompts and prefixes of another length, and the same answers."""
     lengths = {
         field.name: Distribution(value.kind, tuple(scale * number for number in value.arguments))
         for field in fields(workload)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`ramet bench sweep`: more and more load, until a service level breaks; the last level that holds is the knee."""
+"""`ramet bench sweep`: rising load until a service level breaks; the last level that holds is the knee."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ from rich.table import Table
 
 from loadgen.http import options
 from loadgen.http.arrivals import Arrivals, Closed, Gamma
+from loadgen.http.files import write_json
+from loadgen.http.plots import sweep_figure
+from loadgen.http.progress import live
+from loadgen.http.run import execute
+from loadgen.http.tables import make_table, wide_console
+from loadgen.http.target import TargetError
 
 
 @dataclass(frozen=True)
 class Level:
-    """One run of the sweep: its load (users or sessions per second), its summary, whether the service level held."""
+    """One run of the sweep: its load (users, or sessions per second), its summary; `held`: the service level held."""
 
     load: float
     summary: dict[str, Any]
@@ -25,15 +31,15 @@ class Level:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The sweep's options."""
+    """Add the sweep's options."""
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="default: http://127.0.0.1:30000")
     parser.add_argument("--over", choices=["concurrency", "rate"], default="concurrency", help="default: concurrency")
     parser.add_argument("--start", type=options.positive, default=1.0, metavar="X", help="the first load; default: 1")
     parser.add_argument("--factor", type=options.positive, default=2.0, metavar="X", help="to the next; default: 2")
     parser.add_argument("--stop", type=options.positive, default=64.0, metavar="X", help="the last load; default: 64")
     parser.add_argument(
-        "--refine", type=options.whole, default=2, metavar="N", help="runs between the last that held and the first "
-        "that broke; default: 2"
+        "--refine", type=options.whole, default=2, metavar="N", help="runs between the last load that held and the "
+        "first that broke; default: 2"
     )  # fmt: skip
     parser.add_argument(
         "--share", type=options.positive, default=0.95, help="of requests that must keep --goodput; default: 0.95"
@@ -41,16 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_target(parser)
     options.add_workload(parser)
     options.add_bounds(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="every level's summary")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the summary of every level")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="throughput and latency over load, as PNG or SVG")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the sweep; 0, or 130 if the user ended it."""
-    from loadgen.http.files import write_json
-    from loadgen.http.tables import wide_console
-    from loadgen.http.target import TargetError
-
     console = wide_console()
     try:
         _check(arguments)
@@ -66,8 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
         levels_data = [{"load": level.load, "held": level.held, "summary": level.summary} for level in levels]
         write_json(arguments.json, {"format": "ramet-sweep-1", **data, "levels": levels_data})
     if arguments.plot and levels:
-        from loadgen.http.plots import sweep_figure
-
         sweep_figure(levels, arguments.over, held).savefig(arguments.plot, dpi=130)
     return 130 if interrupted else 0
 
@@ -82,7 +82,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def knee(levels: list[Level]) -> float | None:
-    """The greatest load below which every level held, None if the first one broke."""
+    """The last load before the first that broke the service level; None if the first one broke it."""
     held = None
     for level in sorted(levels, key=lambda level: level.load):
         if not level.held:
@@ -92,10 +92,7 @@ def knee(levels: list[Level]) -> float | None:
 
 
 def _sweep(arguments: argparse.Namespace, console: Console) -> tuple[list[Level], bool]:
-    """All levels, and whether the user ended it: upwards until one breaks, then halving the gap below it."""
-    from loadgen.http.progress import live
-    from loadgen.http.run import execute
-
+    """All levels, and whether the user ended it: rising loads until one breaks, then halves of the gap below it."""
     target = options.target(arguments, arguments.url, arguments.url)
     prepared = options.prepared(arguments, target)
     work, base = options.workload(arguments), options.seed(arguments)
@@ -104,7 +101,7 @@ def _sweep(arguments: argparse.Namespace, console: Console) -> tuple[list[Level]
     def hold(load: float) -> bool | None:
         """Whether a load holds; None if the user ended it."""
         arrivals: Arrivals = Closed(int(load)) if arguments.over == "concurrency" else Gamma(load)
-        # Another seed for every level: none finds in the cache what the one before has left.
+        # A seed for each level, so that none hits what the one before left in the cache.
         plan = options.plan(arguments, work, arrivals, base + len(levels))
         result = execute(prepared, plan, lambda running: live(running, console, f"sweep: {arrivals}"))
         share = result.summary["goodput"]["share"]
@@ -143,10 +140,9 @@ def _next(load: float, arguments: argparse.Namespace) -> float:
 
 def _table(levels: list[Level], arguments: argparse.Namespace, held: float | None) -> Table:
     found = "none" if held is None else f"{held:g}"
-    table = Table(title=f"{arguments.over} up to which {' '.join(arguments.goodput)} holds: {found}")
     columns = ("req/s", "output tok/s", "TTFT p50 ms", "TTFT p95", "TPOT p50 ms", "TPOT p95", "kept", "failed")
-    for column in (arguments.over, *columns):
-        table.add_column(column, justify="right")
+    title = f"{arguments.over} up to which {' '.join(arguments.goodput)} holds: {found}"
+    table = make_table(title, (arguments.over, *columns), left=0)
     for level in levels:
         summary, latency = level.summary, level.summary["latency"]
         times = [

@@ -1,4 +1,4 @@
-"""Sends one request and reads its stream; every way in which that can fail has a name."""
+"""An HTTP client that sends a request and reads its stream; failures have a kind each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from loadgen.http.apis import Answer, Api, Ask, Rubbish, ServerError
+from loadgen.http.apis import Answer, Api, BadEvent, RequestFields, ServerError
 from loadgen.http.record import Record
 from loadgen.http.session import Conversation
 from loadgen.http.sse import EventSplitter
@@ -18,7 +18,7 @@ _CONNECT_S = 10.0
 
 
 class Failed(Exception):
-    """A request that failed; `kind` goes into the report."""
+    """A failed request; `kind` goes into the report."""
 
     def __init__(self, kind: str, message: str = ""):
         super().__init__(message)
@@ -26,12 +26,12 @@ class Failed(Exception):
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long a request may take.
+class Timeouts:
+    """Timeouts of a request.
 
     Attributes:
         total_s: from sending to the end.
-        stall_s: without a byte, the first included.
+        stall_s: between two bytes, and up to the first.
     """
 
     total_s: float = 600.0
@@ -39,19 +39,19 @@ class Patience:
 
 
 class Client:
-    """One server, one API. To be entered before use."""
+    """A client of one server and one API. To be entered before use."""
 
-    def __init__(self, url: str, api: Api, ask: Ask, patience: Patience, key: str | None = None):
+    def __init__(self, url: str, api: Api, fields: RequestFields, timeouts: Timeouts, key: str | None = None):
         self._url = url.rstrip("/") + api.path
         self._api = api
-        self._ask = ask
-        self._patience = patience
+        self._fields = fields
+        self._timeouts = timeouts
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def __aenter__(self) -> Client:
-        # How many requests are open is for the load to say, not for the connector.
+        # The load bounds the open requests, not the connector.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._patience.stall_s)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=self._timeouts.stall_s)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
         return self
 
@@ -59,13 +59,13 @@ class Client:
         await self._session.close()
 
     async def send(self, conversation: Conversation, record: Record, now_s: Callable[[], float]) -> str:
-        """Send the conversation as it stands; fills the record and returns the answer's text. Fails in the record."""
-        body = self._api.body(conversation, record.wanted_tokens, self._ask)
+        """Send the conversation; fills the record, failures included, and returns the answer's text."""
+        body = self._api.body(conversation, record.wanted_tokens, self._fields)
         record.prompt_chars = sum(len(part) for message in conversation.messages for part in message.parts)
         answer = self._api.answer(record)
         record.sent_s = now_s()
         try:
-            async with asyncio.timeout(self._patience.total_s):
+            async with asyncio.timeout(self._timeouts.total_s):
                 await self._stream(body, answer, now_s)
         except BaseException as error:
             record.error, record.message = _kind(error), _printable(str(error)[:300]) or None
@@ -97,7 +97,7 @@ def _take(events: list[bytes], answer: Answer, now_s: float) -> bool:
             done = True
         else:
             answer.take(event, now_s)
-    # An endless stream is bounded by what was asked for, not by the patience alone.
+    # An endless stream is bounded by the wanted length, not by the timeouts alone.
     wanted = answer.record.wanted_tokens
     if wanted is not None and len(answer.record.arrivals_s) > 4 * wanted + 1000:
         raise Failed("overrun", f"{len(answer.record.arrivals_s)} pieces, {wanted} tokens were asked for")
@@ -124,10 +124,10 @@ def _printable(text: str) -> str:
 
 
 def _kind(error: BaseException) -> str | None:
-    """The report's name for a failure, None for a cancellation.
+    """The report's kind of a failure, None for a cancellation.
 
-    A connection that is lost is a "reset" before the answer's head and a "cut" after it: an answer that ends with its
-    connection ends alike for both.
+    A lost connection is a "reset" before the answer's head and a "cut" after it: an answer that is delimited by the end
+    of its connection looks alike in both cases.
     """
     match error:
         case asyncio.CancelledError():
@@ -146,9 +146,9 @@ def _kind(error: BaseException) -> str | None:
             return "cut"
         case aiohttp.ServerDisconnectedError() | aiohttp.ClientOSError() | ConnectionError():
             return "reset"
-        case Rubbish() | aiohttp.ClientError() | ValueError():
+        case BadEvent() | aiohttp.ClientError() | ValueError():
             return "rubbish"
         case Exception():
-            # Ours, most likely; but a run of hours must not be lost to it.
+            # A defect of the load generator, most likely; a run of hours must not be lost to it.
             return f"defect: {type(error).__name__}"
     raise error

@@ -1,4 +1,4 @@
-"""Results as JSON and CSV."""
+"""Results as JSON and CSV files."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _DERIVED = ("ttft_s", "tpot_s", "e2e_s")
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Write it whole or not at all: a run's result must survive a second Ctrl-C."""
+    """Write a JSON file atomically, so that a second Ctrl-C leaves the one before."""
     draft = path.with_name(path.name + ".part")
     draft.write_text(json.dumps(data, indent=1, default=str) + "\n", encoding="utf-8")
     draft.replace(path)
 
 
 def write_csv(path: Path, records: list[Record]) -> None:
-    """A line a request, with the latencies that follow from its times; the pieces' times are in the JSON alone."""
+    """Write a line for each request, with its latencies and without the times of its pieces."""
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = [
             {k: v for k, v in record.as_dict().items() if k != "arrivals_s"}
@@ -35,7 +35,7 @@ def write_csv(path: Path, records: list[Record]) -> None:
 
 
 def read_run(path: Path) -> tuple[dict[str, Any], list[Record]]:
-    """A run that `write_json` wrote: everything, and its counted records. Raises ValueError for any other file."""
+    """A run that `write_json` wrote: all of it, and its counted records. Raises ValueError for any other file."""
     try:
         data = json.loads(path.read_text("utf-8"))
         if data["format"] != "ramet-bench-1":

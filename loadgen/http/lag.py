@@ -1,4 +1,4 @@
-"""Is the client itself the bottleneck?"""
+"""A check whether the client itself is the bottleneck."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _TOO_BUSY = 0.8
 
 
 class LagMeter:
-    """Measures, while entered, how late the event loop wakes up and how much processor time the process takes.
+    """Measures the lateness of the event loop and the processor time of the process, while entered.
 
-    All that is measured waits behind the same loop, so its lateness bounds the error of every time in the report.
+    All times of a run are taken in the same loop, so its lateness bounds their error.
     """
 
     async def __aenter__(self) -> LagMeter:
@@ -37,7 +37,7 @@ class LagMeter:
             self._late_s.append(max(time.perf_counter() - begin - _EVERY_S, 0.0))
 
     def result(self) -> dict[str, Any]:
-        """Lateness in seconds, the share of one core that the client took, and a warning or None."""
+        """Lateness in seconds, the client's share of one core, and a warning or None."""
         p50, p99, most = np.percentile(self._late_s or [0.0], (50, 99, 100)).tolist()
         warning = None
         if p99 > _TOO_LATE_S or self._busy > _TOO_BUSY:

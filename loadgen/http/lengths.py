@@ -1,4 +1,4 @@
-"""Distributions of lengths and of waiting times, as they are written on a command line."""
+"""Distributions of lengths and times, in the notation of the command line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Distribution:
     """A distribution over non-negative numbers.
 
     Written as `64` or `fixed:64`, `uniform:LOW:HIGH`, `normal:MEAN:SD[:LOW:HIGH]` or
-    `lognormal:MEAN:SD[:LOW:HIGH]`; mean and standard deviation are those of the drawn numbers themselves, and what
-    falls outside the bounds is drawn to them.
+    `lognormal:MEAN:SD[:LOW:HIGH]`; mean and standard deviation are those of the numbers before they are clipped to
+    the bounds.
     """
 
     kind: str
@@ -24,7 +24,7 @@ class Distribution:
 
     @classmethod
     def parse(cls, text: str) -> Distribution:
-        """Read it from a command line. Raises ValueError with what is wrong."""
+        """A distribution from its notation. Raises ValueError with the reason."""
         kind, _, rest = text.partition(":") if ":" in text else ("fixed", ":", text)
         if kind not in _ARGUMENTS:
             raise ValueError(f"{text!r}: a distribution is one of {', '.join(_ARGUMENTS)}")
@@ -47,12 +47,12 @@ class Distribution:
         return self
 
     def draw(self, rng: random.Random) -> float:
-        """A number."""
+        """Draw a number."""
         low, high = self.arguments[2:] or (0.0, math.inf)
         return min(max(_DRAW[self.kind](rng, *self.arguments[:2]), low), high)
 
     def count(self, rng: random.Random, scale: float = 1.0) -> int:
-        """A whole number of at least 1; the drawn one is multiplied by `scale` first."""
+        """Draw a whole number of at least 1, after multiplication by `scale`."""
         return max(round(self.draw(rng) * scale), 1)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The load: sends sessions as the arrivals have it, within bounds, and keeps a record of every request."""
+"""The load: sends sessions at the times of the arrival process, within bounds, and records every request."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
 @dataclass(frozen=True)
 class Bounds:
-    """What no load exceeds.
+    """Limits of a load.
 
     Attributes:
-        requests: sent at most, None for no bound.
-        duration_s: after it nothing is sent, None for no bound.
-        grace_s: after the duration, how long what is under way may take to end.
-        outstanding: requests under way at most; what is due beyond waits, and its waiting counts.
-        failures: in a row, after which the server is given up.
+        requests: most requests in all; None: no limit.
+        duration_s: time after which no request is sent; None: no limit.
+        grace_s: time for running requests after the duration.
+        outstanding: most running requests; others wait, and their waiting counts as latency.
+        failures: failures in a row after which the run ends.
     """
 
     requests: int | None = None
@@ -37,7 +37,13 @@ class Bounds:
 
 
 class Load:
-    """One run of requests. `records` may be read while it runs."""
+    """One run of requests.
+
+    Attributes:
+        records: of the requests sent so far.
+        ended_by: the reason for the end, in words.
+        running: requests in flight.
+    """
 
     def __init__(
         self,
@@ -69,7 +75,7 @@ class Load:
         return time.perf_counter() - self._begin
 
     async def run(self) -> None:
-        """Run to the end; when cancelled, what is under way is recorded as interrupted."""
+        """Run to the end; on cancellation, running requests are recorded as interrupted."""
         self._begin = time.perf_counter()
         work = asyncio.create_task(self._closed() if isinstance(self._arrivals, Closed) else self._open())
         limit = self._bounds.duration_s
@@ -95,7 +101,7 @@ class Load:
             if await self._session(session, None):
                 pause_s = _FIRST_PAUSE_S
             else:
-                # A server that refuses at once must not be asked as fast as the client can.
+                # A server that refuses at once is not asked as fast as the client can.
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -127,7 +133,7 @@ class Load:
         return False
 
     async def _wait_until(self, at_s: float) -> bool:
-        """Sleep; False if the duration ends before."""
+        """Sleep until then; False if the run ends before."""
         limit = self._bounds.duration_s
         if limit is not None and at_s >= limit:
             self.ended_by = "the duration"
@@ -136,7 +142,7 @@ class Load:
         return self._may_send()
 
     async def _session(self, session: Session, scheduled_s: float | None) -> bool:
-        """Every turn, as long as the answers come; whether all did."""
+        """Send every turn until one fails; whether all succeeded."""
         conversation = Conversation(session.dialogue)
         number, self._begun = self._begun, self._begun + 1
         for i, turn in enumerate(session.turns):
@@ -170,7 +176,7 @@ class Load:
             self._failures = 0 if record.ok else self._failures + 1
 
     def _count_untold(self) -> None:
-        """Count what the server did not. At the end, because counting while others wait would falsify their times."""
+        """Count the tokens that the server did not report. At the end: counting during the run would falsify times."""
         if self._counter is None or not self._untold:
             return
         prompts = self._counter.count([prompt for _, prompt, _ in self._untold])

@@ -1,4 +1,4 @@
-"""A server of one's own for the time of a benchmark."""
+"""A Ramet server for the time of a benchmark."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ START_SECONDS = 300
 
 @contextmanager
 def local_server(options: Sequence[str]) -> Iterator[str]:
-    """Start `ramet serve` with some options on a free port of 127.0.0.1; yields its URL.
+    """Start `ramet serve` with options on a free port of 127.0.0.1; yields its URL.
 
     Raises:
-        RuntimeError: if it ends or is not ready in time.
+        RuntimeError: if it ends early or is not ready in time.
     """
     process, url = start_server(options)
     try:
@@ -30,22 +30,28 @@ def local_server(options: Sequence[str]) -> Iterator[str]:
 
 
 def start_server(options: Sequence[str]) -> tuple[subprocess.Popen[bytes], str]:
-    """The process of a server that is ready, and its URL. Raises RuntimeError as `local_server`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    """The process and the URL of a ready server. Raises RuntimeError as `local_server`."""
+    port = free_port()
     command = [sys.executable, "-m", "server.cli", "serve", "--port", str(port), "--log-level", "warning", *options]
     process = subprocess.Popen(command)
     url = f"http://127.0.0.1:{port}"
     try:
-        _wait_ready(url, process)
+        wait_ready(url, process)
     except BaseException:
         process.kill()
         raise
     return process, url
 
 
-def _wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+def free_port() -> int:
+    """A port of 127.0.0.1 that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Wait until `/health` answers with 200. Raises RuntimeError if the process ends or that takes too long."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:

@@ -1,4 +1,4 @@
-"""Options that several benchmarks share."""
+"""Options of the command line that several benchmarks share."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any, get_type_hints
 
 from loadgen.http.apis import APIS
 from loadgen.http.arrivals import Arrivals, Closed, Constant, Gamma, Open, Ramp, Recorded
-from loadgen.http.client import Patience
+from loadgen.http.client import Timeouts
 from loadgen.http.lengths import Distribution
 from loadgen.http.load import Bounds
+from loadgen.http.run import Plan, Prepared, prepare
 from loadgen.http.slo import LATENCIES, Slo
 from loadgen.http.target import FIXED_OUTPUT, Target
 from loadgen.http.tokens import TokenCounter
 from loadgen.http.workloads import WORKLOADS, Workload
-from loadgen.http.workloads.trace import Trace
-
-if TYPE_CHECKING:
-    from loadgen.http.run import Plan, Prepared
 
 KEY_VARIABLE = "RAMET_BENCH_API_KEY"
 _DEFAULT_CONCURRENCY = 8
@@ -59,7 +56,7 @@ seconds = _number(float, 0)
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """What is sent to the server, whichever it is."""
+    """Add the options of a server and of the requests to it."""
     group = parser.add_argument_group("server")
     group.add_argument("--api", choices=list(APIS), default="completions", help="default: completions")
     group.add_argument("--model", help="default: the first that /v1/models names")
@@ -71,7 +68,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         "--fixed-output",
         choices=["auto", *FIXED_OUTPUT, "off"],
         default="auto",
-        help="the field that makes answers as long as is asked for; default: the first of them that the server takes",
+        help="the field for answers of a fixed length; default: the first of them that the server accepts",
     )
     group.add_argument(
         "--tokenizer",
@@ -80,7 +77,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         help="the model's tokenizer.json or its directory, to count tokens where the server does not",
     )
     group.add_argument(
-        "--extra-body", type=reading(json_object), default={}, metavar="JSON", help="more fields of every request"
+        "--extra-body", type=reading(json_object), default={}, metavar="JSON", help="further fields of every request"
     )
     group.add_argument("--timeout", type=positive, default=600.0, metavar="S", help="of a request; default: 600")
     group.add_argument(
@@ -97,29 +94,27 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def target(arguments: argparse.Namespace, name: str, url: str) -> Target:
-    """A server."""
+    """The server of the options."""
     return Target(name, url, arguments.api, arguments.model, arguments.api_key or None)
 
 
 def prepared(arguments: argparse.Namespace, server: Target, extra: dict[str, Any] | None = None) -> Prepared:
-    """The server, asked what it is; `extra` goes into its requests beside what `--extra-body` gives to all.
+    """The server with its model, limits and token costs; `extra`: fields of its requests beside `--extra-body`.
 
     Raises TargetError, and ValueError for a tokenizer that cannot be read.
     """
-    from loadgen.http.run import prepare
-
     field = {"auto": None, "off": ""}.get(arguments.fixed_output, arguments.fixed_output)
     counter = None if arguments.tokenizer is None else TokenCounter(arguments.tokenizer)
     return prepare(server, field, arguments.temperature, arguments.extra_body | (extra or {}), counter)
 
 
-def patience(arguments: argparse.Namespace) -> Patience:
-    """The timeouts."""
-    return Patience(arguments.timeout, arguments.stall_timeout)
+def timeouts(arguments: argparse.Namespace) -> Timeouts:
+    """The timeouts of a request."""
+    return Timeouts(arguments.timeout, arguments.stall_timeout)
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
-    """`--workload`, and one option for every field that a workload has."""
+    """Add `--workload`, and an option for every field of every workload."""
     group = parser.add_argument_group(
         "workload",
         "Lengths in tokens and times in seconds are N, uniform:LOW:HIGH, normal:MEAN:SD[:LOW:HIGH] or "
@@ -141,7 +136,7 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
         "--answers",
         choices=["server", "scripted"],
         default="server",
-        help="what later turns build on; default: the server's own",
+        help="the answers on which later turns build; default: the server's own",
     )
 
 
@@ -169,7 +164,7 @@ def _workload_options() -> dict[str, dict[str, tuple[type, Any]]]:
 
 
 def workload(arguments: argparse.Namespace) -> Workload:
-    """The workload that was asked for. Raises ValueError for an option that it does not have or that it misses."""
+    """The chosen workload. Raises ValueError for an option that it lacks, and for a missing one that it needs."""
     kind = WORKLOADS[arguments.workload]
     given = {name: value for name in _workload_options() if (value := getattr(arguments, name)) is not None}
     own = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
@@ -181,12 +176,12 @@ def workload(arguments: argparse.Namespace) -> Workload:
 
 
 def add_arrivals(parser: argparse.ArgumentParser) -> None:
-    """When requests are sent."""
+    """Add the options of the arrival process."""
     group = parser.add_argument_group("arrivals")
     group.add_argument(
         "--arrivals",
         choices=["closed", "poisson", "gamma", "constant", "ramp", "trace"],
-        help="default: trace for the workload trace, poisson with --rate, else closed",
+        help="default: poisson with --rate, trace for a workload with times, else closed",
     )
     group.add_argument("--concurrency", type=count, metavar="N", help=f"closed; default: {_DEFAULT_CONCURRENCY}")
     group.add_argument("--rate", type=positive, metavar="X", help="sessions per second, of open arrivals")
@@ -196,9 +191,9 @@ def add_arrivals(parser: argparse.ArgumentParser) -> None:
 
 
 def arrivals(arguments: argparse.Namespace, work: Workload) -> Arrivals:
-    """The arrivals that were asked for. Raises ValueError for options that do not go together."""
+    """The chosen arrival process. Raises ValueError for options that do not go together."""
     kind = arguments.arrivals or (
-        "poisson" if arguments.rate else "closed" if arguments.concurrency or not isinstance(work, Trace) else "trace"
+        "poisson" if arguments.rate else "closed" if arguments.concurrency or not work.TIMED else "trace"
     )
     needs = {
         "closed": (),
@@ -216,8 +211,8 @@ def arrivals(arguments: argparse.Namespace, work: Workload) -> Arrivals:
         wanted = " and ".join(map(_flag, needs)) or ("--concurrency" if kind == "closed" else "no further option")
         raise ValueError(f"{kind} arrivals take {wanted}, not {', '.join(map(_flag, sorted(given))) or 'nothing'}")
     if kind == "trace":
-        if not isinstance(work, Trace):
-            raise ValueError("trace arrivals need the workload trace")
+        if not work.TIMED:
+            raise ValueError("trace arrivals need a workload with times, such as trace")
         return Recorded()
     if kind == "closed":
         return Closed(arguments.concurrency or _DEFAULT_CONCURRENCY)
@@ -233,38 +228,38 @@ def _open(kind: str, arguments: argparse.Namespace) -> Open:
 
 
 def add_bounds(parser: argparse.ArgumentParser) -> None:
-    """Where a run ends, and what of it is counted."""
+    """Add the options of the end of a run, and of what is counted."""
     group = parser.add_argument_group("bounds")
     group.add_argument(
         "--requests", type=count, metavar="N", help="default: one round of the workload, unless --duration is given"
     )
-    group.add_argument("--duration", type=positive, metavar="S", help="nothing is sent after it")
+    group.add_argument("--duration", type=positive, metavar="S", help="no request is sent after it")
     group.add_argument(
-        "--grace", type=seconds, default=30.0, metavar="S", help="what is under way may take longer; default: 30"
+        "--grace",
+        type=seconds,
+        default=30.0,
+        metavar="S",
+        help="time for running requests after --duration; default: 30",
     )
     group.add_argument(
-        "--max-outstanding", type=count, default=1024, metavar="N", help="requests under way at most; default: 1024"
+        "--max-outstanding", type=count, default=1024, metavar="N", help="most requests running at once; default: 1024"
     )
     group.add_argument(
-        "--max-failures", type=count, default=50, metavar="N", help="in a row, then the run ends; default: 50"
-    )
-    group.add_argument("--warmup", type=whole, default=0, metavar="N", help="requests before the run; default: 0")
-    group.add_argument(
-        "--prime", type=whole, default=0, metavar="N", help="the run's first requests, not counted; default: 0"
+        "--warmup", type=whole, default=0, metavar="N", help="uncounted requests of other text first; default: 0"
     )
     group.add_argument("--flush", action="store_true", help="empty the server's cache after the warm-up")
     group.add_argument(
-        "--cut", type=seconds, default=0.0, metavar="S", help="the first seconds of the run are not counted; default: 0"
+        "--cut", type=seconds, default=0.0, metavar="S", help="uncounted seconds at the start; default: 0"
     )
     group.add_argument("--goodput", nargs="+", default=[], metavar="SLO", help=f"LATENCY:MS, of {', '.join(LATENCIES)}")
 
 
 def bounds(arguments: argparse.Namespace, work: Workload) -> Bounds:
-    """The bounds; without any, one round of the workload."""
+    """The bounds; one round of the workload where none is given."""
     requests = arguments.requests
     if requests is None and arguments.duration is None:
         requests = work.requests
-    return Bounds(requests, arguments.duration, arguments.grace, arguments.max_outstanding, arguments.max_failures)
+    return Bounds(requests, arguments.duration, arguments.grace, arguments.max_outstanding)
 
 
 def slo(arguments: argparse.Namespace) -> Slo | None:
@@ -273,30 +268,27 @@ def slo(arguments: argparse.Namespace) -> Slo | None:
 
 
 def plan(arguments: argparse.Namespace, work: Workload, comes: Arrivals, number: int) -> Plan:
-    """A run with the arrivals `comes` and the seed `number`, all else by the options. Raises ValueError."""
-    from loadgen.http.run import Plan
-
+    """A run with the arrivals `comes` and the seed `number`, the rest from the options. Raises ValueError."""
     return Plan(
         workload=work,
         arrivals=comes,
         bounds=bounds(arguments, work),
         seed=number,
         warmup=arguments.warmup,
-        prime=arguments.prime,
         flush=arguments.flush,
         cut_s=arguments.cut,
         scripted=arguments.answers == "scripted",
         slo=slo(arguments),
-        patience=patience(arguments),
+        timeouts=timeouts(arguments),
     )
 
 
 def need_matplotlib() -> None:
-    """Raise ValueError where plots cannot be drawn: before a run, not after it."""
+    """Raise ValueError where matplotlib is missing: before a run, not after it."""
     if find_spec("matplotlib") is None:
         raise ValueError("plots need matplotlib: pip install 'ramet[bench]'")
 
 
 def seed(arguments: argparse.Namespace) -> int:
-    """The seed; a fresh one where none is given, so that no run finds what an earlier one left in a cache."""
+    """The seed; a random one where none is given, so that no run hits what an earlier one left in the cache."""
     return secrets.randbits(32) if arguments.seed is None else arguments.seed

@@ -1,4 +1,4 @@
-"""Plots of a run and of a sweep. matplotlib is an extra: `pip install ramet[bench]`."""
+"""Plots of a run and of a sweep, by matplotlib (`pip install ramet[bench]`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WAIT, _PREFILL, _DECODE, _FAIL = "#c9c9c9", "#e08e45", "#3b7dba", "#c0392b"
 
 
 def _figure(height: float = 3.4) -> tuple[Figure, Axes]:
-    # Without pyplot: no global state, no display.
+    # Not pyplot, which has global state and wants a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.4, height), layout="constrained")
@@ -40,7 +40,7 @@ def svg(figure: Figure) -> str:
     """The figure as one SVG element."""
     import matplotlib
 
-    # Text stays text: small, and it can be searched.
+    # Text stays text, which is small and can be searched.
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None})
@@ -48,7 +48,7 @@ def svg(figure: Figure) -> str:
 
 
 def run_figures(records: Sequence[Record]) -> dict[str, Figure]:
-    """All plots of a run that have something to show, by title."""
+    """The plots of a run by title, without empty ones."""
     plots: dict[str, Callable[[Sequence[Record]], Figure | None]] = {
         "Latencies": _cdfs,
         "Time to first token": _ttft_over_time,
@@ -120,7 +120,7 @@ def _throughput(records: Sequence[Record], edges: np.ndarray) -> np.ndarray:
 
 
 def _under_way(records: Sequence[Record], edges: np.ndarray) -> np.ndarray:
-    """Requests under way between the edges (seconds), on average."""
+    """Mean number of running requests between the edges (seconds)."""
     spent = [np.clip(np.minimum(r.end_s, edges[1:]) - np.maximum(r.sent_s, edges[:-1]), 0, None) for r in records]
     return np.sum(spent, axis=0) / np.diff(edges)
 
@@ -177,7 +177,7 @@ def _gantt(records: Sequence[Record]) -> Figure | None:
 
 
 def sweep_figure(levels: Sequence[Level], over: str, knee: float | None) -> Figure:
-    """Throughput, TTFT and TPOT over the load; levels that broke the service level are hollow."""
+    """Throughput, TTFT and TPOT over the load; hollow marks broke the service level."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.4, 7.5), layout="constrained")

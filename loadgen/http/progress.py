@@ -1,4 +1,4 @@
-"""What one sees while a run goes on."""
+"""The live display of a run."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from rich.live import Live
 from rich.table import Table
 
 from loadgen.http.load import Load
+from loadgen.http.tables import make_table
 
 _RECENT = 200
 
 
 @contextmanager
 def live(load: Load, console: Console, title: str) -> Iterator[None]:
-    """A display that draws itself anew twice a second; none where nobody looks at a terminal."""
+    """A display that is redrawn twice a second, while entered; none without a terminal."""
     if not console.is_terminal:
         yield
         return
@@ -26,27 +27,17 @@ def live(load: Load, console: Console, title: str) -> Iterator[None]:
 
 
 def _status(load: Load, title: str) -> Table:
-    """The run so far; percentiles over the last requests alone, so that drawing costs the same in a long run."""
+    """The run so far; medians are of the last requests, so that a long run costs no more to draw."""
     ended = [record for record in load.records if record.end_s]
     recent = [record for record in ended[-_RECENT:] if record.ok]
-    table = Table(title=title)
-    for column in ("s", "sent", "running", "done", "failed", "output tok/s", "ttft p50 ms", "tpot p50 ms"):
-        table.add_column(column, justify="right")
     seconds = load.now_s() if load.records else 0.0
     done = sum(record.ok for record in ended)
     since = min((record.sent_s for record in recent), default=seconds)
     rate = sum(record.output_tokens for record in recent) / max(seconds - since, 1e-3)
-    table.add_row(
-        f"{seconds:.0f}",
-        f"{len(load.records)}",
-        f"{load.running}",
-        f"{done}",
-        f"{len(ended) - done}",
-        f"{rate:.0f}",
-        _median_ms([record.ttft_s for record in recent]),
-        _median_ms([record.tpot_s for record in recent]),
-    )
-    return table
+    columns = ("s", "sent", "running", "done", "failed", "output tok/s", "ttft p50 ms", "tpot p50 ms")
+    counts = (f"{seconds:.0f}", f"{len(load.records)}", f"{load.running}", f"{done}", f"{len(ended) - done}")
+    medians = (_median_ms([record.ttft_s for record in recent]), _median_ms([record.tpot_s for record in recent]))
+    return make_table(title, columns, [(*counts, f"{rate:.0f}", *medians)], left=0)
 
 
 def _median_ms(values: list[float | None]) -> str:

@@ -1,4 +1,4 @@
-"""Text of a wanted length in tokens: real sentences, and sentences that read like them but never come twice."""
+"""Text of a wanted length in tokens: real sentences, and random ones from pairs of words."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from itertools import pairwise
 
 Cost = Callable[[str], float]
 
-# English prose under the byte-level BPE vocabularies of today: what is assumed until a server has been asked.
+# Of English prose with a byte-level BPE vocabulary; assumed until a server has been asked.
 CHARS_PER_TOKEN = 4.2
 _MOST_WORDS = 40
 
 
 @cache
 def corpus_sentences() -> tuple[tuple[str, ...], ...]:
-    """The sentences of the text that ships with the package, as words."""
+    """The sentences of the package's texts, as words."""
     texts = sorted(
         (f.name, f.read_text("utf-8")) for f in files("loadgen.http.corpus").iterdir() if f.name.endswith(".txt")
     )
@@ -29,18 +29,18 @@ def corpus_sentences() -> tuple[tuple[str, ...], ...]:
 
 
 def vocabulary() -> list[str]:
-    """Every word that a text can hold, sorted."""
+    """All words of the texts, sorted."""
     return sorted({word for sentence in corpus_sentences() for word in sentence})
 
 
 class Prose:
     """A source of text. The same seed gives the same text.
 
-    Half of the sentences are real ones, half come from a chain of word pairs over them, so that words are as frequent
-    as in the language. Every text begins with a sentence of its own from the chain: two texts do not share a prefix.
+    Half of the sentences are real, half come from a Markov chain over their pairs of words, so that word frequencies
+    are those of the language. Every text begins with a sentence of the chain, so that no two texts share a prefix.
 
     Args:
-        rng: draws everything.
+        rng: the random numbers.
         cost: tokens of a word with the space before it.
     """
 
@@ -55,19 +55,19 @@ class Prose:
                 self._following[word].append(following)
 
     def reseeded(self, *key: object) -> Prose:
-        """The same source with a state that depends on `key` alone: the same key always gives the same text."""
+        """This source with a seed made of `key` alone: the same key always gives the same text."""
         twin = object.__new__(Prose)
         twin.__dict__.update(self.__dict__)
         twin._rng = random.Random(repr(key))
         return twin
 
     def text(self, tokens: float) -> str:
-        """About `tokens` tokens; exactly, where the cost of words is known from the server's tokenizer."""
+        """Text of about `tokens` tokens, or of exactly as many where the cost of words is exact."""
         words: list[str] = []
         left = tokens
         while left > 0:
             for word in self._sentence(fresh=not words):
-                # Take the word that crosses the end if that comes nearer to it.
+                # The word that crosses the end is taken if that comes nearer to it.
                 if (cost := self._cost(word)) > 2 * left and words:
                     return " ".join(words)
                 words.append(word)

@@ -1,4 +1,4 @@
-"""What is written down about a request."""
+"""The record of a request."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import Any
 
 @dataclass
 class Record:
-    """One request. All times are seconds since the run began, by one monotonic clock.
+    """One request. All times are seconds since the start of the run, by one monotonic clock.
 
     Attributes:
-        scheduled_s: when it should have been sent; latencies count from here.
-        sent_s: when it was sent; later than scheduled if the client was held up or its load bound was reached.
-        first_s: when the first text came, None if none did.
-        end_s: when the answer was complete, or failed.
-        arrivals_s: when each piece of the answer came; the first is `first_s`.
-        output_tokens: by the server's count, else by a tokenizer that the user gave, else one a piece; `counted_by`
-            says which.
-        queue_s, prefill_s: as told by the server, or None.
-        error: kind of failure, None for a complete answer.
+        scheduled_s: its due time; latencies count from here.
+        sent_s: later than scheduled if the client was late or the bound on running requests was reached.
+        first_s: arrival of the first text; None: there was none.
+        end_s: end of the answer, or its failure.
+        arrivals_s: arrival of each piece of the answer; the first is `first_s`.
+        output_tokens: by the server's count, else by the user's tokenizer, else one for each piece; see `counted_by`.
+        queue_s, prefill_s: as reported by the server, or None.
+        error: kind of failure; None for a complete answer.
     """
 
     number: int
@@ -52,12 +51,12 @@ class Record:
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds from the scheduled instant to the first text."""
+        """Seconds from the scheduled time to the first text."""
         return None if self.first_s is None else self.first_s - self.scheduled_s
 
     @property
     def e2e_s(self) -> float:
-        """Seconds from the scheduled instant to the end."""
+        """Seconds from the scheduled time to the end."""
         return self.end_s - self.scheduled_s
 
     @property

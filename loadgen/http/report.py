@@ -1,4 +1,4 @@
-"""One HTML file about a run: figures and plots, nothing loaded from elsewhere."""
+"""The report of a run: figures and plots in one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from loadgen.http.plots import run_figures, svg
 from loadgen.http.run import Result
+from loadgen.http.run_tables import figures, warnings
 from loadgen.http.summary import PERCENTILES
-from loadgen.http.tables import figures, warnings
 
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1c1c1c;
@@ -22,7 +22,7 @@ svg { max-width: 100%; height: auto } pre { background: #f4f4f4; padding: .7rem;
 
 
 def write_report(path: Path, title: str, result: Result) -> None:
-    """Write the report; plots show every request, figures only those that count."""
+    """Write the report; plots show every request, figures only the counted ones."""
     path.write_text(_page(title, result), encoding="utf-8")
 
 
@@ -38,7 +38,7 @@ def _page(title: str, result: Result) -> str:
 {warned}{_latency_table(result)}
 <h2>Figures</h2>
 {_figure_table(result)}
-{plots}<h2>How it was made</h2>
+{plots}<h2>Settings</h2>
 <pre>{facts}</pre>
 </body></html>
 """

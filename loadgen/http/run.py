@@ -1,4 +1,4 @@
-"""One measured run: ask the server what it is, warm up, flush, scrape, load, scrape, sum up."""
+"""One measured run: probe the server, warm up, flush, scrape, load, scrape, summarise."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 
 import httpx
 
-from loadgen.http.apis import APIS, Ask
+from loadgen.http.apis import APIS, RequestFields
 from loadgen.http.arrivals import Arrivals, Closed
-from loadgen.http.client import Client, Patience
+from loadgen.http.client import Client, Timeouts
 from loadgen.http.lag import LagMeter
 from loadgen.http.load import Bounds, Load
 from loadgen.http.prose import Cost, Prose
@@ -37,15 +37,14 @@ _SCRAPE_S = 10.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run does, apart from the server it does it to.
+    """All settings of a run but its server.
 
     Attributes:
         seed: of texts, lengths and arrivals.
-        warmup: requests of other text that are sent first and not counted.
-        prime: requests of the workload itself that are sent after that and not counted, to fill the cache.
-        flush: whether the server's cache is emptied after the warm-up.
-        cut_s: what was scheduled in the first seconds of the run is not counted.
-        scripted: turns go on from written answers, not from the server's own.
+        warmup: uncounted requests of other text that are sent first.
+        flush: whether the server's cache is flushed after the warm-up.
+        cut_s: requests scheduled in the first `cut_s` seconds are not counted.
+        scripted: later turns build on written answers, not on the server's own.
     """
 
     workload: Workload
@@ -53,15 +52,14 @@ class Plan:
     bounds: Bounds
     seed: int
     warmup: int = 0
-    prime: int = 0
     flush: bool = False
     cut_s: float = 0.0
     scripted: bool = False
     slo: Slo | None = None
-    patience: Patience = field(default_factory=Patience)
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
     def sessions(self, cost: Cost) -> Iterator[Session]:
-        """The sessions. Raises ValueError now, and not amid the run, for a file that cannot be read."""
+        """The sessions. Raises ValueError now, and not during the run, for a file that cannot be read."""
         rng = random.Random(self.seed)
         sessions = self.workload.sessions(Source(rng, Prose(rng, cost)))
         first = next(sessions, None)
@@ -70,16 +68,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A server that has answered the questions before a run.
+    """A probed server.
 
     Attributes:
-        counted: how the lengths of words in tokens were found.
-        exactness: of that way; 0 is exact.
-        counter: counts what the server does not tell.
+        counted: the source of `cost`, in words.
+        exactness: rank of that source; 0 is exact.
+        counter: counts tokens where the server does not.
     """
 
     target: Target
-    ask: Ask
+    fields: RequestFields
     cost: Cost
     counted: str
     exactness: int
@@ -88,11 +86,11 @@ class Prepared:
 
 @dataclass
 class Result:
-    """A run that has ended, however it did.
+    """A run that has ended.
 
     Attributes:
-        records: of every request but the warm-up's.
-        facts: what JSON and report say about how it was made.
+        records: of every request but those of the warm-up.
+        facts: settings and circumstances, for JSON and report.
         summary: see `loadgen.http.summary`.
         interrupted: whether the user ended it.
     """
@@ -116,19 +114,19 @@ def prepare(
     extra: dict[str, Any] | None = None,
     counter: TokenCounter | None = None,
 ) -> Prepared:
-    """Ask the server what it is, and with None for `fixed_output` also what it takes. Raises TargetError."""
+    """Ask the server for its model and, where `fixed_output` is None, for the field it accepts. Raises TargetError."""
     model = find_model(target)
     if fixed_output is None:
         fixed_output = find_fixed_output(target, model)
     cost, counted, exactness = word_cost(target, model, Prose(random.Random(0)), counter)
-    return Prepared(target, Ask(model, fixed_output, temperature, extra), cost, counted, exactness, counter)
+    return Prepared(target, RequestFields(model, fixed_output, temperature, extra), cost, counted, exactness, counter)
 
 
 Watch = Callable[[Load], AbstractContextManager[Any]]
 
 
 def execute(prepared: Prepared, plan: Plan, watch: Watch | None = None) -> Result:
-    """Run a plan against a server. SIGINT ends it early with what there is; a second one ends the program.
+    """Run a plan against a server. SIGINT ends it early with the results so far; a second one ends the program.
 
     Args:
         watch: entered while the load runs, for a display.
@@ -141,10 +139,10 @@ async def _execute(prepared: Prepared, plan: Plan, watch: Watch) -> Result:
     started = datetime.now(UTC)
     sessions = plan.sessions(prepared.cost)
     rng = random.Random(plan.seed)
-    async with Client(target.url, APIS[target.api](), prepared.ask, plan.patience, target.key) as client:
+    async with Client(target.url, APIS[target.api](), prepared.fields, plan.timeouts, target.key) as client:
         load = Load(client, sessions, plan.arrivals, plan.bounds, rng, plan.scripted, prepared.counter)
         prelude = _Prelude(prepared, plan, client)
-        interrupted = await _until_interrupted(prelude.run(sessions))
+        interrupted = await _until_interrupted(prelude.run())
         async with LagMeter() as lag:
             if not interrupted:
                 with watch(load):
@@ -154,16 +152,15 @@ async def _execute(prepared: Prepared, plan: Plan, watch: Watch) -> Result:
     facts = {
         "started_at": started.isoformat(timespec="seconds"),
         "ended_by": "the user" if interrupted else load.ended_by,
-        "server": {"name": target.name, "url": target.url, "api": target.api, "model": prepared.ask.model},
-        "request": {"temperature": prepared.ask.temperature, **(prepared.ask.extra or {})},
-        "fixed_output": prepared.ask.fixed_output or "not supported: answers end where the model ends them",
+        "server": {"name": target.name, "url": target.url, "api": target.api, "model": prepared.fields.model},
+        "request": {"temperature": prepared.fields.temperature, **(prepared.fields.extra or {})},
+        "fixed_output": prepared.fields.fixed_output or "not supported: answers end where the model ends them",
         "prompt_lengths_from": prepared.counted,
         "workload": {"kind": type(plan.workload).__name__} | {k: str(v) for k, v in vars(plan.workload).items()},
         "arrivals": str(plan.arrivals),
         "bounds": vars(plan.bounds),
         "seed": plan.seed,
         "warmup_requests": plan.warmup,
-        "prime_requests": plan.prime,
         "flushed": prelude.flushed,
         "cut_s": plan.cut_s,
         "client": {"machine": f"{platform.machine()}, {platform.system()}", **lag.result()},
@@ -173,7 +170,7 @@ async def _execute(prepared: Prepared, plan: Plan, watch: Watch) -> Result:
 
 
 async def _until_interrupted(work: Any) -> bool:
-    """Run to the end or to SIGINT; whether that came."""
+    """Run to the end or to SIGINT; whether SIGINT came."""
     task = asyncio.ensure_future(work)
     interrupted = False
 
@@ -184,7 +181,7 @@ async def _until_interrupted(work: Any) -> bool:
         loop.remove_signal_handler(signal.SIGINT)
 
     loop = asyncio.get_running_loop()
-    # Elsewhere than in the main thread of a Unix there is no such handler, and Ctrl-C ends without a report.
+    # Only the main thread on Unix has such a handler; elsewhere Ctrl-C ends without a report.
     with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
         loop.add_signal_handler(signal.SIGINT, interrupt)
     try:
@@ -200,7 +197,7 @@ async def _until_interrupted(work: Any) -> bool:
 
 @dataclass
 class _Prelude:
-    """What comes before the load: warm-up, flush, priming, and the first look at the server's counters."""
+    """The steps before the load: warm-up, flush, and the first scrape of the server's counters."""
 
     prepared: Prepared
     plan: Plan
@@ -208,31 +205,26 @@ class _Prelude:
     flushed: bool | None = None
     before: Scrape | None = None
 
-    async def run(self, sessions: Iterator[Session]) -> None:
-        """All of it; the load goes on where the priming ends in `sessions`."""
-        plan = self.plan
-        if plan.warmup:
-            # Text that the run does not use.
-            rng = random.Random(f"warm-up {plan.seed}")
-            await self._uncounted(Unique().sessions(Source(rng, Prose(rng, self.prepared.cost))), plan.warmup)
-        if plan.flush:
+    async def run(self) -> None:
+        """Take all of them."""
+        if self.plan.warmup:
+            await self._warm_up()
+        if self.plan.flush:
             self.flushed = await asyncio.to_thread(_flush, self.prepared.target)
-        if plan.prime:
-            await self._uncounted(sessions, plan.prime)
         self.before = await self.scrape()
 
     async def scrape(self) -> Scrape | None:
-        """The server's counters now; no more patience with them than with a request."""
+        """The server's counters now; the timeout is at most a request's."""
         target = self.prepared.target
-        return await scrape(target.url, target.key, min(_SCRAPE_S, self.plan.patience.stall_s))
+        return await scrape(target.url, target.key, min(_SCRAPE_S, self.plan.timeouts.stall_s))
 
-    async def _uncounted(self, sessions: Iterator[Session], requests: int) -> None:
-        """At no more than the run's own concurrency."""
-        plan = self.plan
+    async def _warm_up(self) -> None:
+        """Send text that the run does not use, at no more than the run's concurrency."""
+        plan, rng = self.plan, random.Random(f"warm-up {self.plan.seed}")
+        sessions = Unique().sessions(Source(rng, Prose(rng, self.prepared.cost)))
         concurrency = plan.arrivals.concurrency if isinstance(plan.arrivals, Closed) else 1
-        bounds = replace(plan.bounds, requests=requests, duration_s=None)
-        rng = random.Random(plan.seed)
-        await Load(self.client, sessions, Closed(min(concurrency, requests)), bounds, rng, plan.scripted).run()
+        bounds = replace(plan.bounds, requests=plan.warmup, duration_s=None)
+        await Load(self.client, sessions, Closed(min(concurrency, plan.warmup)), bounds, random.Random(plan.seed)).run()
 
 
 def _flush(target: Target) -> bool:

@@ -1,4 +1,4 @@
-"""The server's own counters, before and after a run."""
+"""The server's own metrics, before and after a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-# Cached and looked-up prompt tokens, by the names of those servers that have them.
+# Metrics of cached and of looked-up prompt tokens, by server.
 _HITS = (
     ("vllm:prefix_cache_hits", "vllm:prefix_cache_queries"),
     ("sglang:cached_tokens", "sglang:prompt_tokens"),
@@ -16,7 +16,7 @@ _MOST_BYTES = 8 << 20
 
 
 class Scrape:
-    """The samples of one exposition, summed over labels: counters (with histograms' sums and counts) and gauges."""
+    """The samples of one scrape, summed over labels: counters (with sums and counts of histograms) and gauges."""
 
     def __init__(self, text: str):
         self.counters: dict[str, float] = {}
@@ -37,7 +37,7 @@ def _add(samples: dict[str, float], name: str, value: float) -> None:
 
 
 async def scrape(url: str, key: str | None, seconds: float) -> Scrape | None:
-    """The server's `/metrics`, None where it has none that can be read within some seconds."""
+    """The server's `/metrics`; None where they cannot be read within `seconds`."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         async with (
@@ -61,7 +61,7 @@ async def _read(content: aiohttp.StreamReader) -> bytes:
 
 
 def difference(before: Scrape | None, after: Scrape | None) -> dict[str, Any] | None:
-    """What the counters gained, the gauges afterwards, and the hit ratio in tokens of this run; None without both."""
+    """Changes of the counters, the gauges afterwards, and the run's hit ratio in tokens; None without both scrapes."""
     if before is None or after is None:
         return None
     gained = {name: value - before.counters.get(name, 0.0) for name, value in after.counters.items()}

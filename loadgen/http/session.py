@@ -1,4 +1,4 @@
-"""What is asked: sessions of turns."""
+"""Sessions, their turns and messages."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _LABELS = {"user": "\n\nUser: ", "assistant": "\n\nAssistant:", "tool": "\n\nToo
 
 @dataclass(frozen=True)
 class Message:
-    """One message; its content is the concatenation of `parts`, which several requests may share."""
+    """One message; its content is the concatenation of `parts`, which other requests may share."""
 
     role: Role
     parts: tuple[str, ...]
 
     @classmethod
     def of(cls, role: Role, *parts: str) -> Message:
-        """A message of some parts."""
+        """A message of parts."""
         return cls(role, parts)
 
     @property
@@ -34,10 +34,10 @@ class Turn:
     """One request.
 
     Attributes:
-        messages: what comes on top of the session so far; the answer follows.
+        messages: new messages before the answer.
         output_tokens: wanted length of the answer; None leaves it to the server.
         think_s: seconds between the last answer and this turn.
-        scripted_answer: stands for the server's answer in the turns that follow, where answers are scripted.
+        scripted_answer: stands for the server's answer in later turns, where answers are scripted.
     """
 
     messages: tuple[Message, ...]
@@ -52,9 +52,9 @@ class Session:
 
     Attributes:
         turns: at least one.
-        group: what sessions of the same group have in common is a prefix.
-        dialogue: whether a plain-text prompt shows who speaks; what has several turns needs that.
-        at_s: seconds after the start at which a trace has it.
+        group: sessions of one group share a prefix.
+        dialogue: whether a plain-text prompt names the speakers; several turns need that.
+        at_s: start time in a trace, in seconds.
     """
 
     turns: tuple[Turn, ...]
@@ -75,8 +75,8 @@ class Conversation:
         self.messages.extend(messages)
 
     def as_chat(self) -> list[dict[str, str]]:
-        """What the chat API takes."""
-        # Servers refuse a tool's message without the call that it answers; to a cache it is a message like others.
+        """Messages for the chat API."""
+        # Servers refuse a tool's message without the call that it answers; for a cache the role does not matter.
         return [
             {"role": "user" if message.role == "tool" else message.role, "content": message.content}
             for message in self.messages

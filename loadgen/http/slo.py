@@ -1,4 +1,4 @@
-"""Service levels, and which requests kept them."""
+"""Service level objectives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Slo:
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Slo:
-        """Read it from a command line. Raises ValueError."""
+        """Bounds from the notation of the command line. Raises ValueError."""
         bounds = {}
         for text in texts:
             name, colon, value = text.partition(":")
@@ -32,7 +32,7 @@ class Slo:
         return cls(bounds)
 
     def kept_by(self, record: Record) -> bool:
-        """Whether a request was answered within all bounds; its ITL counts by its longest gap."""
+        """Whether a request was answered within all bounds; its longest gap is its ITL."""
         if not record.ok:
             return False
         measured = {
@@ -41,7 +41,7 @@ class Slo:
             "itl": max(record.itl_s, default=None),
             "e2e": record.e2e_s,
         }
-        # An answer of one token has no time between tokens, and so keeps every bound on it.
+        # An answer of one token has no TPOT and no ITL, and keeps every bound on them.
         return all((value := measured[name]) is None or value <= bound for name, bound in self.bounds_s.items())
 
     def __str__(self) -> str:

@@ -1,13 +1,13 @@
-"""Server-sent events out of bytes that may be cut anywhere."""
+"""Server-sent events from bytes that are cut anywhere."""
 
 from __future__ import annotations
 
-# Far above any event of a completion; beyond it a stream is rubbish and would fill the memory.
+# Far above any event of a completion; a longer one would fill the memory.
 MAX_EVENT_BYTES = 16 << 20
 
 
 class EventSplitter:
-    """Takes bytes, gives the `data` of complete events; reads LF and CRLF, comments, several data lines an event."""
+    """Bytes to the `data` of complete events; knows LF and CRLF, comments, and several data lines in an event."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -30,7 +30,7 @@ class EventSplitter:
         return events
 
     def close(self) -> list[bytes]:
-        """What stands at the end without an empty line after it."""
+        """The last event, if no empty line has ended it."""
         events = self.feed(b"\n\n")
         self._rest, self._data = b"", []
         return events

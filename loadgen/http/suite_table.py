@@ -1,4 +1,4 @@
-"""The suite's one table: medians of repeated runs with their spread, server beside server."""
+"""The table of the suite: medians of repeated runs with their spread, server beside server."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 
 from rich.table import Table
 
+from loadgen.http.tables import make_table, markdown_table
+
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class _Column:
-    """A figure of a run: its name in the summary, the factor to the table's unit, digits, whether more is better."""
+    """A figure of a run: its name in the summary, the factor to the table's unit, digits; `more`: more is better."""
 
     title: str
     name: str
@@ -45,7 +47,7 @@ def _figure(result: dict[str, Any], name: str) -> float | None:
     """A figure of a run, None where the run has none."""
     summary = result["summary"]
     if name == "hit_ratio" and summary[name] is None:
-        # A server that does not tell it for every request may have counters.
+        # A server that does not report it for every request may have counters.
         return (result["server_metrics"] or {}).get(name)
     if name in summary:
         return summary[name]
@@ -54,7 +56,7 @@ def _figure(result: dict[str, Any], name: str) -> float | None:
 
 
 def run_line(result: dict[str, Any]) -> str:
-    """One run, in words."""
+    """The figures of one run in one line."""
     summary = result["summary"]
     shown = [
         f"{column.title} {column.factor * value:.{column.digits}f}"
@@ -69,18 +71,13 @@ def run_line(result: dict[str, Any]) -> str:
 
 def suite_table(rows: Sequence[Row], servers: Sequence[str]) -> Table:
     """For a terminal."""
-    table = Table(title="medians of the repeats (least-most); the last column: the first server over the best other")
-    for number, title in enumerate(_HEAD):
-        table.add_column(title, justify="right" if number > 2 else "left")
-    for line in table_lines(rows, servers):
-        table.add_row(*line)
-    return table
+    title = "medians of the repeats (least-most); the last column: the first server over the best other"
+    return make_table(title, _HEAD, table_lines(rows, servers), left=3)
 
 
 def markdown(rows: Sequence[Row], servers: Sequence[str]) -> str:
     """For a README."""
-    lines = [_HEAD, ["---"] * len(_HEAD), *table_lines(rows, servers)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown_table(_HEAD, table_lines(rows, servers))
 
 
 def table_lines(rows: Sequence[Row], servers: Sequence[str]) -> Iterator[list[str]]:

@@ -16,7 +16,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean, percentiles (linear between the nearest ranks, as numpy has them) and maximum; None of nothing."""
+    """Mean, percentiles (linear between the nearest ranks, numpy's default) and maximum; None of no values."""
     if not len(values):
         return None
     array = np.asarray(values, dtype=float)
@@ -26,7 +26,7 @@ def spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def latencies(records: Sequence[Record]) -> dict[str, list[float]]:
-    """Seconds by kind, of complete answers: every gap is one ITL, every request one of the others."""
+    """Seconds by kind, of complete answers: one ITL for each gap, one of the others for each request."""
     good = [record for record in records if record.ok]
     kinds: dict[str, list[float | None]] = {
         "ttft": [r.ttft_s for r in good],
@@ -40,19 +40,19 @@ def latencies(records: Sequence[Record]) -> dict[str, list[float]]:
 
 
 def span_s(records: Sequence[Record]) -> float:
-    """Seconds from the first scheduled instant to the last end."""
+    """Seconds from the first scheduled time to the last end."""
     return max(r.end_s for r in records) - min(r.scheduled_s for r in records) if records else 0.0
 
 
 def hit_ratio(records: Sequence[Record]) -> float | None:
-    """Share of prompt tokens that came from the cache, over the requests whose server told; None if it never did."""
+    """Cached share of prompt tokens, over the requests for which the server reports it; None if it never does."""
     told = [r for r in records if r.cached_tokens is not None and r.prompt_tokens]
     asked = sum(r.prompt_tokens or 0 for r in told)
     return sum(r.cached_tokens or 0 for r in told) / asked if asked else None
 
 
 def summarise(records: Sequence[Record], slo: Slo | None = None) -> dict[str, Any]:
-    """All figures, as plain data; times in seconds, throughput per second of the records' span."""
+    """All figures as JSON data; times in seconds, throughput per second of the records' span."""
     good = [record for record in records if record.ok]
     seconds = span_s(records)
     inputs, outputs = sum(r.prompt_tokens or 0 for r in good), sum(r.output_tokens for r in good)
@@ -68,7 +68,7 @@ def summarise(records: Sequence[Record], slo: Slo | None = None) -> dict[str, An
         "input_tokens": inputs,
         "output_tokens": outputs,
         "output_tokens_counted_by": sorted({r.counted_by for r in good}),
-        # Answers of another length than asked for: the server knows no ignore_eos, or ended for want of room.
+        # Answers of another length than wanted: the server knows no ignore_eos, or the context was full.
         "wrong_length": sum(r.wanted_tokens not in (None, r.output_tokens) for r in good),
         "cached_tokens": sum(r.cached_tokens or 0 for r in good),
         "hit_ratio": hit_ratio(good),

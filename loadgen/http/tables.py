@@ -1,96 +1,30 @@
-"""The summary of a run on the terminal."""
+"""Tables for the terminal and for Markdown."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.table import Table
-from rich.text import Text
-
-from loadgen.http.run import Result
-
-_NAMES = {
-    "ttft": "time to first token (TTFT)",
-    "tpot": "time per output token (TPOT)",
-    "itl": "between pieces (ITL)",
-    "e2e": "end to end",
-    "queue": "queue, as the server tells",
-    "prefill": "prefill, as the server tells",
-    "sent_late": "sent after it was due",
-}
 
 
 def wide_console() -> Console:
-    """The terminal; into a file or a pipe, wide enough for every table."""
+    """The terminal; for a file or a pipe, a console wide enough for every table."""
     console = Console()
     return console if console.is_terminal else Console(width=170)
 
 
-def run_tables(result: Result) -> RenderableType:
-    """Latencies, throughput, errors, warnings."""
-    return Group(_latencies(result.summary), _figures(result), *(Text(w, style="yellow") for w in warnings(result)))
-
-
-def _latencies(summary: dict[str, Any]) -> Table:
-    table = Table(title="milliseconds, from the instant at which a request was due")
-    table.add_column("")
-    points = ("mean", "p50", "p90", "p95", "p99", "max")
-    for column in points:
-        table.add_column(column, justify="right")
-    rows = dict(summary["latency"])
-    if (late := summary["sent_late"]) and late["max"] > 0.001:
-        rows["sent_late"] = late
-    for kind, values in rows.items():
-        table.add_row(_NAMES[kind], *(f"{1000 * values[point]:.1f}" for point in points))
+def make_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]] = (), left: int = 1) -> Table:
+    """A table whose first `left` columns are names, and whose others are figures, aligned to the right."""
+    table = Table(title=title)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < left else "right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def _figures(result: Result) -> Table:
-    table = Table(show_header=False)
-    table.add_column("")
-    table.add_column("", justify="right")
-    for name, value in figures(result).items():
-        table.add_row(name, value)
-    return table
-
-
-def figures(result: Result) -> dict[str, str]:
-    """What is no latency, by name, as text."""
-    summary = result.summary
-    rows = {
-        "requests": f"{summary['requests']}, {summary['completed']} of them complete",
-        "ended by": result.facts["ended_by"],
-        "seconds": f"{summary['seconds']:.2f}",
-        "mean concurrency": f"{summary['mean_concurrency']:.1f}",
-        "requests/s": f"{summary['request_throughput']:.3f}",
-        "input tokens/s": f"{summary['input_throughput']:.1f}",
-        "output tokens/s": f"{summary['output_throughput']:.1f}",
-        "input tokens": f"{summary['input_tokens']:,}",
-        "output tokens": f"{summary['output_tokens']:,}",
-    }
-    if summary["hit_ratio"] is not None:
-        rows["cached tokens"] = f"{summary['cached_tokens']:,} ({summary['hit_ratio']:.1%})"
-    metrics = result.facts["server_metrics"]
-    if metrics and metrics["hit_ratio"] is not None:
-        rows["hit ratio by the server's counters"] = f"{metrics['hit_ratio']:.1%}"
-    if goodput := summary.get("goodput"):
-        rows["goodput, requests/s"] = f"{goodput['request_throughput']:.3f} ({goodput['share']:.1%} of requests)"
-    for kind, count in summary["errors"].items():
-        rows[f"failed: {kind}"] = f"{count}"
-    return rows
-
-
-def warnings(result: Result) -> list[str]:
-    """What a reader of the figures must know."""
-    summary, found = result.summary, []
-    if lag := result.facts["client"]["warning"]:
-        found.append(lag)
-    if summary["wrong_length"]:
-        found.append(f"{summary['wrong_length']} answers have another length than was asked for")
-    if summary["output_tokens_counted_by"] == ["pieces"]:
-        found.append("the server reports no usage: every piece of a stream was counted as one token")
-    for kind in summary["errors"]:
-        example = next(record for record in result.records if record.error == kind)
-        found.append(f"failed, {kind}: {example.message}" if example.message else f"failed, {kind}")
-    return found
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The table as lines of Markdown, the last with its end."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join("|" + "".join(f" {cell} |" if cell else " |" for cell in line) + "\n" for line in lines)

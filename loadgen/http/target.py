@@ -1,4 +1,4 @@
-"""The server under load: what it is asked before a run."""
+"""The server under load, and the probes before a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from loadgen.http.apis import APIS, Ask
+from loadgen.http.apis import APIS, RequestFields
 from loadgen.http.prose import CHARS_PER_TOKEN, Cost, Prose, vocabulary
 from loadgen.http.session import Conversation, Message
 from loadgen.http.tokens import TokenCounter
@@ -16,7 +16,7 @@ _PROBE_SECONDS = 120
 
 
 class TargetError(RuntimeError):
-    """The server cannot be measured; the message says why."""
+    """The server cannot be measured; the message has the reason."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,18 @@ class Target:
     key: str | None = None
 
     def __post_init__(self) -> None:
-        # OpenAI's clients are given the address with the path, so people have it at hand in that form.
+        # OpenAI's clients take the URL with this path, so users often have it in that form.
         object.__setattr__(self, "url", self.url.rstrip("/").removesuffix("/v1"))
 
     def client(self) -> httpx.Client:
-        """For the questions before a run."""
+        """A client for the probes before a run."""
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        # A proxy of the environment has no business between a load generator and its server.
+        # Without the proxies of the environment.
         return httpx.Client(base_url=self.url, headers=headers, timeout=_PROBE_SECONDS, trust_env=False)
 
 
 def find_model(target: Target) -> str:
-    """The name of the model that is served. Raises TargetError if the server cannot be reached or tells none."""
+    """The name of the served model. Raises TargetError if the server cannot be reached or names none."""
     if target.model is not None:
         return target.model
     try:
@@ -67,7 +67,7 @@ def find_model(target: Target) -> str:
 
 
 def word_cost(target: Target, model: str, prose: Prose, counter: TokenCounter | None) -> tuple[Cost, str, int]:
-    """Tokens of a word, how they were found, and how exact that way is (0 is exact).
+    """Tokens of a word, their source in words, and the rank of that source (0 is exact).
 
     Exact with the model's tokenizer, or where `/tokenize` takes several texts (words are tokens of their own in
     byte-level BPE, so their counts add up); else the characters per token of a long text, from `/tokenize` or from the
@@ -97,9 +97,9 @@ def _by_length(chars_per_token: float) -> Cost:
 
 
 def _tokenize(client: httpx.Client, model: str, prompt: str | list[str]) -> list[int] | None:
-    """Tokens by the server's `/tokenize`, None where it has none that takes such a prompt."""
+    """Tokens by the server's `/tokenize`; None where it lacks the route or refuses such a prompt."""
     plain = {"prompt": prompt, "add_special_tokens": False}
-    # vLLM wants a model, SGLang and Ramet refuse or ignore one, and llama.cpp has names of its own.
+    # vLLM needs a model, SGLang and Ramet refuse or ignore one, and llama.cpp has other names.
     for body in (plain, plain | {"model": model}, {"content": prompt, "add_special": False}):
         answer = client.post("/tokenize", json=body)
         if answer.status_code == 200:
@@ -119,7 +119,7 @@ def _usage(client: httpx.Client, target: Target, model: str, text: str) -> int:
 
 def _one_token(target: Target, model: str, text: str, fixed_output: str = "") -> dict[str, Any]:
     conversation = Conversation(False, [Message.of("user", text)])
-    body = APIS[target.api]().body(conversation, 1, Ask(model, fixed_output))
+    body = APIS[target.api]().body(conversation, 1, RequestFields(model, fixed_output))
     body.pop("stream_options", None)
     return body | {"stream": False}
 
@@ -128,9 +128,9 @@ FIXED_OUTPUT = ("ignore_eos", "min_tokens")
 
 
 def find_fixed_output(target: Target, model: str) -> str:
-    """The first of the fields for answers of a fixed length that the server accepts, or "" for none.
+    """The first of FIXED_OUTPUT that the server accepts, or "" for none.
 
-    That it heeds the field is seen from the lengths of its answers. Raises TargetError if it answers no request at all.
+    Whether it heeds the field shows in the lengths of its answers. Raises TargetError if it accepts no request at all.
     """
     path, problem = APIS[target.api].path, ""
     for field in (*FIXED_OUTPUT, ""):

@@ -1,4 +1,4 @@
-"""Counts tokens with a tokenizer of one's own, for servers that do not tell."""
+"""Token counts by a tokenizer of the user, for servers that do not report them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class TokenCounter:
-    """The tokenizer of a `tokenizer.json`, or of a directory that holds one. Raises ValueError for anything else."""
+    """Counts with a `tokenizer.json`, or with that of a directory. Raises ValueError for anything else."""
 
     def __init__(self, path: Path):
         from tokenizers import Tokenizer
@@ -18,5 +18,5 @@ class TokenCounter:
             raise ValueError(f"the tokenizer {path} cannot be read: {error}") from None
 
     def count(self, texts: Sequence[str]) -> list[int]:
-        """Tokens of every text, special tokens left out."""
+        """Tokens of each text, without special tokens."""
         return [len(encoded.ids) for encoded in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]

@@ -1,1 +1,1 @@
-"""Benchmarks in process: one part of Ramet at a time."""
+"""Benchmarks in process, each of one part of Ramet."""

@@ -1,7 +1,7 @@
-"""`ramet bench denoise`: what a request to a diffusion model costs with and without reuse, beside the cost model.
+"""`ramet bench denoise`: cost of a diffusion request with and without reuse of its prefix, beside the cost model.
 
-The default model without its causal mask stands in for a diffusion model where none is given: its answers mean nothing,
-but what they cost does not depend on the weights.
+Without a model, the default one without its causal mask is measured: its answers mean nothing, but their cost does not
+depend on the weights.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
+from loadgen.http.tables import make_table
 from loadgen.micro.cost_model import modelled_passes
 from runtime.config import DEFAULT_MODEL, make_config
+from runtime.engine.offline import Engine
 from runtime.errors import ModelError
 from runtime.frontend.output import Submission
 from runtime.models.resolve import resolve_model
 from runtime.params import DiffusionParams, SamplingParams
-
-if TYPE_CHECKING:
-    from runtime.engine.offline import Engine
-    from runtime.reuse.bicache.strategy import BiCache
+from runtime.reuse.bicache.boundary_states import BoundaryStore
+from runtime.reuse.bicache.strategy import BiCache
 
 _GREEDY = SamplingParams(temperature=0, ignore_eos=True)
-# A reserved token of the default model's vocabulary, which no text has.
+# A reserved token of the default model's vocabulary.
 _MASK = 3
 
 
@@ -41,8 +40,8 @@ class Case:
     """One way to treat the prefix.
 
     Attributes:
-        cost: forward passes over all rows that the cost model counts, by refreshing and other steps and the ratio.
-        is_recomputed: whether boundary states are computed anew at each refresh.
+        cost: passes over all rows by the cost model, from refreshing steps, other steps and the ratio.
+        is_recomputed: whether each refresh computes the boundary states anew.
     """
 
     name: str
@@ -52,7 +51,7 @@ class Case:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The benchmark's options."""
+    """Add the benchmark's options."""
     parser.add_argument("--model", help="a diffusion model; default: the default model without its causal mask")
     parser.add_argument("--dtype", default="auto", help="default: auto")
     parser.add_argument("--prefix", type=int, default=512, help="shared tokens (default: 512)")
@@ -66,10 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print a table."""
-    # Not at the top: the other commands read these options, too, and do without torch.
-    from runtime.engine.offline import Engine
-    from runtime.reuse.bicache.strategy import BiCache
-
     with tempfile.TemporaryDirectory() as directory:
         model = arguments.model or _without_mask(Path(directory))
         with Engine(model, dtype=arguments.dtype) as engine:
@@ -81,9 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     length = arguments.prefix + arguments.prompt + arguments.gen_length
     refreshes = -(-arguments.steps // arguments.refresh_interval)
     others, ratio = arguments.steps - refreshes, arguments.prefix / length
-    table = Table(title=f"{length} rows, {ratio:.1%} shared, {arguments.steps} steps, {refreshes} refreshes")
-    for column in ("", "seconds", "min", "max", "full passes", "cost model"):
-        table.add_column(column, justify="right" if column else "left")
+    title = f"{length} rows, {ratio:.1%} shared, {arguments.steps} steps, {refreshes} refreshes"
+    table = make_table(title, ("", "seconds", "min", "max", "full passes", "cost model"))
     full = statistics.median(seconds[0]) / arguments.steps
     for case, values in zip(cases, seconds, strict=True):
         middle = statistics.median(values)
@@ -97,9 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _first_table(first: dict[str, tuple[list[float], list[float]]]) -> Table:
-    table = Table(title="until the first step is done, ms")
-    for column in ("", "first request with a prefix", "min", "max", "second request with it", "min", "max"):
-        table.add_column(column, justify="right" if column else "left")
+    columns = ("", "first request with a prefix", "min", "max", "second request with it", "min", "max")
+    table = make_table("until the first step is done, ms", columns)
     for name, pair in first.items():
         cells = [f"{1e3 * value:.0f}" for times in pair for value in (statistics.median(times), min(times), max(times))]
         table.add_row(name, *cells)
@@ -126,8 +119,6 @@ def _cases(arguments: argparse.Namespace, layers: int) -> list[Case]:
 
 def _measure(arguments: argparse.Namespace, cases: list[Case], engine: Engine, bicache: BiCache) -> list[list[float]]:
     """Seconds of each run by case; the cases take turns, and each has run once before."""
-    from runtime.reuse.bicache.boundary_states import BoundaryStore
-
     draw = random.Random(0)
     tokens = [draw.randrange(engine.info.vocab_size) for _ in range(arguments.prefix + arguments.prompt)]
     seconds: list[list[float]] = [[] for _ in cases]

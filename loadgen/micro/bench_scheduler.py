@@ -1,13 +1,12 @@
-"""`ramet bench scheduler`: what each admission policy does to the time to first token, and what scheduling costs.
+"""`ramet bench scheduler`: time to first token under each admission policy (simulated), and the cost of scheduling.
 
-The scheduler, the tree and the page tables are the real ones. Only the model is not there: a step takes as long as a
-cost model says, so that hours of traffic pass in seconds and nothing but the policy differs.
+Scheduler, tree and page tables are real, the model is simulated: a step takes as long as a cost model says, so that
+hours of traffic pass in seconds and only the policy differs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -24,6 +23,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from loadgen.http.files import write_json
+from loadgen.http.tables import make_table
 from loadgen.http.workloads.trace import Row, read_trace
 from runtime.config import CacheConfig, SchedulePolicy, SchedulerConfig
 from runtime.engine.scheduler import Scheduler
@@ -38,22 +39,22 @@ _BLOCK_TOKENS = 512  # of Mooncake's hashes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The benchmark's options."""
+    """Add the benchmark's options."""
     parser.add_argument("--trace", metavar="FILE", help="also replay a trace in Mooncake's or Azure's format")
     parser.add_argument("--window", type=float, default=600.0, help="seconds of the trace that are replayed")
     parser.add_argument("--speeds", type=float, nargs="+", default=[1.0], help="times as fast as recorded")
     parser.add_argument("--requests", type=int, default=4000, help="in the closed loop")
     parser.add_argument("--concurrency", type=int, default=100, help="clients of the closed loop")
-    parser.add_argument("--cold", type=float, default=0.05, help="share of requests that nothing is cached of")
-    parser.add_argument("--step-ms", type=float, default=8.0, help="time of a step, whatever is in it")
-    parser.add_argument("--row-ms", type=float, default=0.03, help="time of each token of a step")
+    parser.add_argument("--cold", type=float, default=0.05, help="share of uncached requests")
+    parser.add_argument("--step-ms", type=float, default=8.0, help="constant part of a step's time")
+    parser.add_argument("--row-ms", type=float, default=0.03, help="time of each token in a step")
     parser.add_argument("--pool-tokens", type=int, default=400_000, help="size of the cache")
     parser.add_argument("--running", type=int, default=32, help="requests that decode together")
     parser.add_argument("--overtake-share", type=float, default=0.1, help="for the policy balanced")
     parser.add_argument("--waiting", type=int, nargs="*", default=[10, 100, 1000, 10_000], help="lengths of the queue")
     parser.add_argument("--nodes", type=int, nargs="*", default=[10, 1000, 100_000], help="sizes of the tree")
     parser.add_argument("--seed", type=int, help="default: another one every time")
-    parser.add_argument("--json", metavar="FILE", help="write the figures")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -78,13 +79,13 @@ def run(arguments: argparse.Namespace) -> int:
     costs = _costs(arguments, random.Random(seed))
     console.print(_cost_table(costs))
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"seed": seed, "ttft": figures, "cost": costs}, indent=1) + "\n")
+        write_json(arguments.json, {"seed": seed, "ttft": figures, "cost": costs})
     return 0
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request of a load: when it comes (seconds), its prompt, and how many tokens it will get."""
+    """A request of a load: its arrival time in seconds, its prompt, and the number of tokens it will generate."""
 
     at_s: float
     tokens: array[int]
@@ -92,24 +93,25 @@ class Arrival:
 
 
 class Load:
-    """Where requests come from.
+    """A source of requests.
 
     Attributes:
-        opening: those whose time is known from the start.
+        opening: requests with arrival times known from the start.
     """
 
     opening: Iterable[Arrival] = ()
 
     def after(self, now: float) -> Arrival | None:
-        """What follows at once when a request ends at `now`."""
+        """The request that follows at once when one ends at `now`."""
         del now
         return None
 
 
 class ClosedLoop(Load):
-    """Clients that ask again as soon as they are answered: prefixes of 2,048 tokens out of 16, and questions of 64.
+    """Clients that send their next request when the last one has ended.
 
-    A cold request has a prefix of its own. The clients begin one by one within ten seconds.
+    A request has one of 16 prefixes of 2,048 tokens, or a cold one of its own, and 64 tokens more. The clients begin
+    one by one within ten seconds.
     """
 
     def __init__(self, draw: random.Random, requests: int, clients: int, cold: float):
@@ -119,7 +121,7 @@ class ClosedLoop(Load):
         self.opening = [self._request(10 * i / clients) for i in range(clients)]
 
     def after(self, now: float) -> Arrival | None:
-        """A client asks again, unless all requests were made."""
+        """The client's next request, until all were sent."""
         self._left -= 1
         return self._request(now) if self._left >= 0 else None
 
@@ -133,7 +135,7 @@ class ClosedLoop(Load):
 
 
 class Replay(Load):
-    """A recorded trace at its own times. The same block hash is the same tokens."""
+    """A recorded trace with its own times. The same block hash gives the same tokens."""
 
     def __init__(self, rows: Iterable[Row], speed: float):
         self.opening = (Arrival(row.at_s / speed, _tokens(row), row.output_tokens) for row in rows)
@@ -168,7 +170,7 @@ class Simulation:
         self._ended = _Ended()
 
     def run(self) -> dict[str, float]:
-        """All of the load; gives mean, median and 99th percentile of TTFT (seconds), share of prompts cached, time."""
+        """Run the load; TTFT (mean, p50, p99, max) and total time, in seconds, and the cached share of prompts."""
         self._schedule(next(self._stream, None))
         while self._due or self.scheduler.running or self.scheduler.waiting or self.scheduler.blocked:
             self._receive()
@@ -255,7 +257,7 @@ def _book(scheduler: Scheduler, work: Work) -> None:
 
 
 def _costs(arguments: argparse.Namespace, draw: random.Random) -> dict[str, dict[str, float]]:
-    """Microseconds of one `schedule` with 32 decoding, by policy: over lengths of the queue, then sizes of the tree."""
+    """Microseconds of one `schedule` while others decode, by policy: over queue lengths, then tree sizes."""
     found: dict[str, dict[str, float]] = {}
     cases = [(f"{n} wait", n, 1000) for n in arguments.waiting] + [(f"{n} nodes", 100, n) for n in arguments.nodes]
     for name, waiting, nodes in track(cases, description="timing"):
@@ -266,7 +268,7 @@ def _costs(arguments: argparse.Namespace, draw: random.Random) -> dict[str, dict
 def _cost(
     arguments: argparse.Namespace, draw: random.Random, policy: SchedulePolicy, waiting: int, nodes: int
 ) -> float:
-    """A full house decodes and nobody can be admitted until one leaves, which happens in every step that is timed."""
+    """Microseconds of a `schedule` that finds one free place: the others decode, and one request has just ended."""
     arguments = argparse.Namespace(**{**vars(arguments), "pool_tokens": max(16 * nodes + 200_000, 400_000)})
     cache, scheduler = _make(arguments, policy)
     pages = cache.allocator.allocate(nodes)
@@ -294,9 +296,8 @@ def _cost(
 
 
 def _table(name: str, figures: dict[str, dict[str, float]]) -> Table:
-    table = Table(title=f"{name}: time to first token, seconds (simulated)")
-    for column in ("policy", "mean", "p50", "p99", "max", "prompt tokens cached", "all done after"):
-        table.add_column(column, justify="right")
+    columns = ("policy", "mean", "p50", "p99", "max", "prompt tokens cached", "all done after")
+    table = make_table(f"{name}: time to first token, seconds (simulated)", columns)
     for policy, row in figures.items():
         times = (f"{row[key]:.2f}" for key in ("mean", "p50", "p99", "max"))
         table.add_row(policy, *times, f"{row['cached']:.1%}", f"{row['seconds']:.0f} s")
@@ -304,10 +305,5 @@ def _table(name: str, figures: dict[str, dict[str, float]]) -> Table:
 
 
 def _cost_table(costs: dict[str, dict[str, float]]) -> Table:
-    table = Table(title="one pass of the scheduler, microseconds (median)")
-    table.add_column("")
-    for policy in get_args(SchedulePolicy):
-        table.add_column(policy, justify="right")
-    for name, row in costs.items():
-        table.add_row(name, *(f"{value:.0f}" for value in row.values()))
-    return table
+    rows = ([name, *(f"{value:.0f}" for value in row.values())] for name, row in costs.items())
+    return make_table("one pass of the scheduler, microseconds (median)", ("", *get_args(SchedulePolicy)), rows)

@@ -1,14 +1,14 @@
-"""What a diffusion request with a shared prefix costs in forward rows, as BiCache's cost model counts them."""
+"""BiCache's cost model: the forward rows of a diffusion request with a shared prefix."""
 
 from __future__ import annotations
 
 
 def modelled_passes(refreshes: float, others: float, ratio: float, depth: float) -> float:
-    """Passes over all rows.
+    """Cost in passes over all rows.
 
     Args:
-        refreshes: steps that run the prefix's rows through the layers that are not reused; without a cache, all.
-        others: steps that do not run them at all.
+        refreshes: steps that compute the prefix's rows in the layers that are not reused; without a cache, all.
+        others: steps that do not compute them.
         ratio: the prefix's share of the rows.
         depth: share of the layers that are reused.
     """

@@ -1,4 +1,4 @@
-"""How long something takes."""
+"""Time of a call."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that one call takes."""
+    """Seconds of one call."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

@@ -1,13 +1,13 @@
-"""Runs in small."""
+"""Small runs against a server, and sessions of a workload."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
 
-from loadgen.http.apis import Ask
+from loadgen.http.apis import RequestFields
 from loadgen.http.arrivals import Closed
-from loadgen.http.client import Patience
+from loadgen.http.client import Timeouts
 from loadgen.http.load import Bounds
 from loadgen.http.prose import CHARS_PER_TOKEN, Prose
 from loadgen.http.run import Plan, Prepared, Result, execute
@@ -22,7 +22,9 @@ SHORT = Unique(prompt_tokens=length("12"), output_tokens=length("4"))
 
 def prepared(url: str, api: str = "completions", model: str = "tiny") -> Prepared:
     """A server that need not answer any question first."""
-    return Prepared(Target("it", url, api, model), Ask(model), lambda word: (len(word) + 1) / CHARS_PER_TOKEN, "", 3)
+    return Prepared(
+        Target("it", url, api, model), RequestFields(model), lambda word: (len(word) + 1) / CHARS_PER_TOKEN, "", 3
+    )
 
 
 def run(url: str, api: str = "completions", model: str = "tiny", **changes: Any) -> Result:
@@ -32,7 +34,7 @@ def run(url: str, api: str = "completions", model: str = "tiny", **changes: Any)
         "arrivals": Closed(2),
         "bounds": Bounds(requests=4),
         "seed": 5,
-        "patience": Patience(total_s=10, stall_s=10),
+        "timeouts": Timeouts(total_s=10, stall_s=10),
     }
     return execute(prepared(url, api, model), Plan(**(plan | changes)))
 
@@ -50,5 +52,5 @@ def sessions(workload: Workload, count: int | None = None, seed: int = 1) -> lis
 
 
 def text_of(session: Session) -> str:
-    """All that a session's user says."""
+    """The text of all messages of a session."""
     return "\n".join(message.content for turn in session.turns for message in turn.messages)

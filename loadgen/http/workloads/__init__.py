@@ -1,22 +1,24 @@
-"""What is asked: synthetic workloads, files of prompts, recorded traces."""
+"""Workloads by name: every subclass of Workload in a module of this folder. `FewShot` is `--workload few-shot`."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from inspect import isabstract
+from pkgutil import iter_modules
 
 from loadgen.http.workloads.base import Source, Workload
-from loadgen.http.workloads.dialogues import Agents, Chat
-from loadgen.http.workloads.file import File
-from loadgen.http.workloads.prompts import Diffusion, FewShot, LongDecode, Rag, SharedPrefix, Unique
-from loadgen.http.workloads.trace import Trace
 
-WORKLOADS: dict[str, type[Workload]] = {
-    "shared-prefix": SharedPrefix,
-    "chat": Chat,
-    "rag": Rag,
-    "few-shot": FewShot,
-    "agents": Agents,
-    "unique": Unique,
-    "long-decode": LongDecode,
-    "diffusion": Diffusion,
-    "file": File,
-    "trace": Trace,
-}
+
+def _find() -> dict[str, type[Workload]]:
+    found: dict[str, type[Workload]] = {}
+    for module in iter_modules(__path__):
+        for kind in vars(import_module(f"{__name__}.{module.name}")).values():
+            if isinstance(kind, type) and issubclass(kind, Workload) and not isabstract(kind):
+                found[re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind.__name__).lower()] = kind
+    return dict(sorted(found.items()))
+
+
+WORKLOADS = _find()
 
 __all__ = ["WORKLOADS", "Source", "Workload"]

@@ -1,4 +1,4 @@
-"""What every workload is."""
+"""The interface of a workload."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from loadgen.http.lengths import Distribution
 from loadgen.http.prose import Prose
@@ -15,14 +16,20 @@ from loadgen.http.session import Session
 
 @dataclass(frozen=True)
 class Source:
-    """Where a workload's chance and text come from; all of it follows from one seed."""
+    """Random numbers and text of one seed."""
 
     rng: random.Random
     prose: Prose
 
 
 class Workload(ABC):
-    """A kind of requests. A subclass is a dataclass whose fields are its options on the command line."""
+    """A kind of requests. A subclass is a frozen dataclass; its fields are options of the command line.
+
+    Attributes:
+        TIMED: whether its sessions say at which time they begin (`Session.at_s`).
+    """
+
+    TIMED: ClassVar[bool] = False
 
     @abstractmethod
     def sessions(self, source: Source) -> Iterator[Session]:
@@ -30,7 +37,7 @@ class Workload(ABC):
 
     @property
     def requests(self) -> int | None:
-        """How many requests make one round of the workload; None for recorded ones, which have their own end."""
+        """Number of requests in one round of the workload; None for recorded ones, which have an end of their own."""
         return 100
 
 
@@ -40,6 +47,6 @@ def length(text: str) -> Distribution:
 
 
 def need_file(path: Path) -> None:
-    """Raise ValueError where there is none: before a server is asked anything."""
+    """Raise ValueError where there is no such file: before a server is asked anything."""
     if not path.is_file():
         raise ValueError(f"{path} is no file")

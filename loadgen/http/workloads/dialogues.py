@@ -13,7 +13,7 @@ from loadgen.http.workloads.base import Source, Workload, length
 
 @dataclass(frozen=True)
 class Chat(Workload):
-    """Conversations with time to think between the turns."""
+    """Conversations of several turns with a think time between them."""
 
     turns: Distribution = length("6")
     prefix_tokens: Distribution = length("256")
@@ -21,11 +21,11 @@ class Chat(Workload):
     output_tokens: Distribution = length("64")
     think: Distribution = length("0")
 
-    # Who speaks in every turn but the first.
+    # The role of the new message in every turn but the first.
     SPEAKER: ClassVar[Literal["user", "tool"]] = "user"
 
     def sessions(self, source: Source) -> Iterator[Session]:
-        """All share the system message, which for agents are instructions and the descriptions of tools."""
+        """All share the system message; for agents it stands for instructions and tool descriptions."""
         system = Message.of("system", source.prose.text(self.prefix_tokens.count(source.rng)))
         while True:
             yield self._session(source, system)

@@ -31,11 +31,11 @@ class File(Workload):
 
     @property
     def requests(self) -> None:
-        """The file has its own end."""
+        """None: the file has an end of its own."""
         return None
 
     def sessions(self, source: Source) -> Iterator[Session]:
-        """One session an entry. Raises ValueError, naming the line, for what is in none of the formats."""
+        """One session for each entry. Raises ValueError, which names the line, for an entry in none of the formats."""
         entries = list(_entries(self.file))
         if self.shuffle:
             source.rng.shuffle(entries)
@@ -45,7 +45,7 @@ class File(Workload):
                 made.append(self._session(entry, source))
             except (KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{where} is neither ShareGPT, OpenAI messages nor a prompt: {error!r}") from error
-        # Only now: a bad entry must be found before the run and not amid it.
+        # A bad entry must be found before the run begins.
         yield from made
 
     def _session(self, entry: dict[str, Any], source: Source) -> Session:
@@ -61,7 +61,7 @@ class File(Workload):
         return Session((Turn((Message.of("user", str(body["prompt"])),), tokens),))
 
     def _dialogue(self, said: list[tuple[Role, str]], source: Source) -> Session:
-        """One turn up to every recorded answer, which sets the length of the server's own."""
+        """A turn ends with each recorded answer, which sets the length of the server's own."""
         turns: list[Turn] = []
         waiting: list[Message] = []
         for role, text in said:
@@ -83,7 +83,7 @@ _OUTPUT_FIELDS = ("output_len", "output_tokens", "max_tokens", "max_completion_t
 
 
 def _entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """Every entry with its place: a JSON list, or an entry a line."""
+    """Place and JSON of every entry of a JSON list or of JSON lines."""
     text = path.read_text("utf-8")
     if text.lstrip().startswith("["):
         yield from ((f"{path}, entry {i}", entry) for i, entry in enumerate(json.loads(text), 1))

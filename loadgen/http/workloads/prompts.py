@@ -14,7 +14,7 @@ from loadgen.http.workloads.base import Source, Workload, length
 class SharedPrefix(Workload):
     """Groups of requests that share a system prompt: `groups` x `questions`, in random order.
 
-    A share `cold` of them comes with a system prompt that nobody shares.
+    A share `cold` of the requests has a system prompt of its own.
     """
 
     groups: int = 8
@@ -26,11 +26,11 @@ class SharedPrefix(Workload):
 
     @property
     def requests(self) -> int:
-        """One round asks every question of every group."""
+        """Every question of every group, once."""
         return self.groups * self.questions
 
     def sessions(self, source: Source) -> Iterator[Session]:
-        """Rounds over the same prefixes, with new questions each."""
+        """Rounds over the same prefixes, each with new questions."""
         rng, prose = source.rng, source.prose
         prefixes = [Message.of("system", prose.text(self.prefix_tokens.count(rng))) for _ in range(self.groups)]
         while True:
@@ -55,7 +55,7 @@ class Rag(Workload):
     output_tokens: Distribution = length("64")
 
     def sessions(self, source: Source) -> Iterator[Session]:
-        """Documents are drawn without preference."""
+        """Documents are drawn uniformly."""
         rng, prose = source.rng, source.prose
         instruction = Message.of("system", prose.text(self.prefix_tokens.count(rng)))
         texts = [prose.text(self.document_tokens.count(rng)) for _ in range(self.documents)]
@@ -68,7 +68,7 @@ class Rag(Workload):
 
 @dataclass(frozen=True)
 class FewShot(Workload):
-    """A batch over the same worked examples: question and answer, question and answer, then the new question."""
+    """A batch over the same worked examples (question and answer, repeated), each with a new question."""
 
     groups: int = 1
     shots: int = 16
@@ -77,7 +77,7 @@ class FewShot(Workload):
     output_tokens: Distribution = length("16")
 
     def sessions(self, source: Source) -> Iterator[Session]:
-        """Every group is a task with examples of its own."""
+        """Each group is a task with examples of its own."""
         rng, prose = source.rng, source.prose
         tasks = []
         for _ in range(self.groups):
@@ -91,7 +91,7 @@ class FewShot(Workload):
 
 @dataclass(frozen=True)
 class Unique(Workload):
-    """Prompts that share nothing."""
+    """Prompts without a common prefix."""
 
     prompt_tokens: Distribution = length("800")
     output_tokens: Distribution = length("64")
@@ -112,9 +112,9 @@ class LongDecode(Unique):
 
 @dataclass(frozen=True)
 class Diffusion(Workload):
-    """Requests for a diffusion model: a few shared examples, and an answer of whole blocks.
+    """Requests for a diffusion model: a shared prefix, and an answer of whole blocks.
 
-    Steps, remasking and the like are the server's own fields; `--extra-body` sends them.
+    Steps, remasking and the like are fields of the server; `--extra-body` sends them.
     """
 
     groups: int = 4
@@ -124,7 +124,7 @@ class Diffusion(Workload):
     block_tokens: int = 32
 
     def sessions(self, source: Source) -> Iterator[Session]:
-        """Like shared prefixes, with answers of `blocks` x `block_tokens`."""
+        """As SharedPrefix, with answers of `blocks` x `block_tokens`."""
         rng = source.rng
         prefixes = [Message.of("user", source.prose.text(self.prefix_tokens.count(rng))) for _ in range(self.groups)]
         while True:

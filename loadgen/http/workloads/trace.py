@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from loadgen.http.prose import Prose
 from loadgen.http.session import Message, Session, Turn
@@ -20,7 +20,7 @@ _BLOCK_TOKENS = 512  # of Mooncake's hashes
 
 
 class Row(NamedTuple):
-    """One recorded request: seconds since the trace's first one, tokens in and out, hashes of its prompt's blocks."""
+    """One recorded request: seconds since the first of the trace, prompt and output tokens, hashes of prompt blocks."""
 
     at_s: float
     input_tokens: int
@@ -34,11 +34,11 @@ class Trace(Workload):
 
     Attributes:
         trace: Mooncake's JSONL or Azure's CSV.
-        speed: times as fast as recorded.
+        speed: factor on the recorded speed.
         window_start: seconds into the trace at which the replay begins.
         window: seconds of the trace that are replayed; 0: all.
-        shrink: lengths are multiplied by it, blocks and all, for models of a short context.
-        max_tokens: requests longer than that (prompt and answer, after shrinking) are left out; 0: none.
+        shrink: factor on all lengths, blocks included, for models with a short context.
+        max_tokens: longer requests (prompt and answer, after shrinking) are left out; 0: none are.
     """
 
     trace: Path
@@ -48,6 +48,8 @@ class Trace(Workload):
     shrink: float = 1.0
     max_tokens: int = 0
 
+    TIMED: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         need_file(self.trace)
         if not (self.speed > 0 and 0 < self.shrink <= 1):
@@ -55,11 +57,11 @@ class Trace(Workload):
 
     @property
     def requests(self) -> None:
-        """The trace has its own end."""
+        """None: the trace has an end of its own."""
         return None
 
     def sessions(self, source: Source) -> Iterator[Session]:
-        """One session a request, in the order of time. The same block hash is the same text in every run of a seed."""
+        """One session for each request, by time. The same block hash is the same text in every run of a seed."""
         seed = source.rng.random()
         end = self.window_start + (self.window or math.inf)
         for number, row in enumerate(read_trace(self.trace)):
@@ -79,7 +81,7 @@ class Trace(Workload):
         size = self._shrunk(_BLOCK_TOKENS)
         parts = []
         for i, block in enumerate(row.blocks):
-            # The last block may be partly filled; its hash stands for what is there.
+            # The last block may be filled in part; its hash is that of the filled part.
             wanted = min(size, tokens - i * size)
             if wanted > 0:
                 parts.append(prose.reseeded(key[0], block).text(wanted) + " ")
@@ -91,7 +93,7 @@ def _group(row: Row) -> str:
 
 
 def read_trace(path: Path) -> list[Row]:
-    """The rows of a trace, in the order of time. Raises ValueError, naming the line, for what is in neither format."""
+    """The rows of a trace, by time. Raises ValueError, which names the line, for a line in neither format."""
     with path.open(encoding="utf-8-sig", newline="") as lines:
         first = lines.readline()
         lines.seek(0)

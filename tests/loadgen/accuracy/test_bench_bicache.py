@@ -10,7 +10,7 @@ import pytest
 
 from loadgen.accuracy import bench_bicache
 from loadgen.accuracy.cases import Case
-from loadgen.accuracy.measure import Cell, Outcome, Records, Runner
+from loadgen.accuracy.measure import Cell, Runner
 from loadgen.accuracy.rules import TaskSamples
 from loadgen.accuracy.tasks import Source
 from loadgen.accuracy.vocabulary import Vocabulary
@@ -118,18 +118,6 @@ def test_it_ends_in_time_and_goes_on(model, tmp_path, monkeypatch):
     assert found.keys() == wanted.keys()
     for name in ("right", "rows", "depth"):
         assert {key: value[name] for key, value in found.items()} == {key: value[name] for key, value in wanted.items()}
-
-
-def test_an_ended_run_leaves_whole_records(tmp_path):
-    path = tmp_path / "records.jsonl"
-    Records(path).put({"case": 1}, Outcome(answers=3, exact=2))
-    with path.open("a") as file:
-        file.write('{"of": {"case": 2}, "outco')
-    records = Records(path)
-    assert records.get({"case": 1}) == Outcome(answers=3, exact=2)
-    assert records.get({"case": 2}) is None
-    records.put({"case": 2}, Outcome(answers=5))
-    assert Records(path).get({"case": 2}) == Outcome(answers=5)
 
 
 def test_rows_are_what_the_cost_model_says(engine, group):

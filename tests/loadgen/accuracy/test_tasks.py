@@ -68,7 +68,7 @@ def test_answers_are_right_and_prefixes_shared(vocabulary, task, room):
             assert answer == SOLVERS[task](system, user)
             assert len(example.answer) == room
             assert example.answer[-1] == vocabulary.end
-            # What a server makes of the text is what was trained on.
+            # A server tokenizes the text as the training does.
             chat = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
             assert vocabulary.encode(chat.format(system, user)) == example.prefix + example.suffix
 

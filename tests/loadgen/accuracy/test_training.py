@@ -57,7 +57,7 @@ def test_the_mask_has_the_learned_embedding_and_others_their_own(trainer):
 
 
 def test_rows_read_the_prefix_that_they_are_given_and_teach_it(trainer):
-    """What a step with a prefix of an earlier canvas computes, and that its gradient reaches the prefix's own rows."""
+    """The result of a step with a prefix of an earlier canvas; its gradient reaches the prefix's own rows."""
     model = trainer("behind").model
     now, before = torch.tensor([[5, 90, 31, 7, 12]]), torch.tensor([[5, 90, 31, 7, MASK_TOKEN_ID]])
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Every case of `ramet bench faults` on a small scale: what it finds, and that it finds something."""
+"""Cases of `ramet bench faults` on a small scale, with the bounds of the full one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from loadgen.__main__ import main
 from loadgen.faults.clients import _judge
+from loadgen.faults.server import ids, running_server
 from loadgen.faults.ties import TIE_NATS, apart, shortfall
-from loadgen.faults.victim import ids, victim
 
 SMALL = ["--model", "{}", "--dtype", "float32", "--threads", "1"]
 
@@ -19,10 +19,6 @@ SMALL = ["--model", "{}", "--dtype", "float32", "--threads", "1"]
 @pytest.mark.parametrize("case", ["storm", "large", "fuzz", "kill", "drain"])
 def test_a_server_stands(case, tiny_dir, tmp_path, monkeypatch):
     out = tmp_path / "out.json"
-    # Whether memory grows is for the full scale: a server that has just begun grows with its first requests.
-    monkeypatch.setattr("loadgen.faults.victim.MEMORY_SHARE", 1.0)
-    monkeypatch.setattr("loadgen.faults.clients._REFUSED_WITHIN_S", 30)
-    monkeypatch.setattr("loadgen.faults.endings._TOLD_WITHIN_S", 60)
     options = [option.format(tiny_dir) for option in SMALL]
     monkeypatch.setattr(
         "sys.argv", ["loadgen", "faults", "--case", case, "--scale", "0.02", "--json", str(out), "--", *options]
@@ -34,13 +30,13 @@ def test_a_server_stands(case, tiny_dir, tmp_path, monkeypatch):
 
 
 def test_a_wrong_answer_is_no_tie(tiny_dir):
-    """What the idle server would not have said itself is far from what it would, wherever it stands."""
+    """A token that the idle server would not choose is far from its first choice, at any place."""
 
     async def measure() -> tuple[float, list[float]]:
-        async with victim([option.format(tiny_dir) for option in SMALL]) as server:
+        async with running_server([option.format(tiny_dir) for option in SMALL]) as server:
             draw = random.Random(1)
             prompt = ids(draw, 30)
-            _, answer = await server.http.generate(prompt, 8)
+            _, answer = await server.generate(prompt, 8)
             said = answer["output_ids"]
             wrong = [[*said[:at], *ids(draw, 1), *said[at + 1 :]] for at in (0, 4, 7)]
             return await shortfall(server, prompt, said), [await apart(server, prompt, said, other) for other in wrong]

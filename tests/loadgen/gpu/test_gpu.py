@@ -9,10 +9,16 @@ import pytest
 import torch
 
 from loadgen.__main__ import main
+from loadgen.gpu.figures import markdown, measure
 from loadgen.gpu.gaps import busy_and_rests
-from loadgen.gpu.records import Records, markdown
 from loadgen.gpu.shapes import SHAPES, write_shape
+from runtime.errors import ModelError
 from runtime.models.spec import ModelSpec
+
+
+def recorded(path):
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {line["of"]: line["outcome"] for line in lines if "of" in line}
 
 
 @pytest.fixture
@@ -20,8 +26,7 @@ def bench(monkeypatch, tmp_path):
     def call(*arguments) -> tuple[int, dict]:
         monkeypatch.setattr(sys, "argv", ["loadgen", "gpu", *map(str, arguments), "--out", str(tmp_path)])
         code = main()
-        part = tmp_path / f"gpu-{arguments[0]}.json"
-        return code, json.loads(part.read_text()) if part.exists() else {}
+        return code, recorded(tmp_path / f"gpu-{arguments[0]}.jsonl")
 
     return call
 
@@ -33,22 +38,19 @@ def test_without_a_gpu_it_says_so(bench, capsys):
     assert bench("sped") == (2, {})
 
 
-def test_correctness(bench, tiny_dir):
-    code, found = bench("correctness", "--device", "cpu", "--model", tiny_dir)
+def test_correctness(bench, tiny_dir, tmp_path):
+    code, figures = bench("correctness", "--device", "cpu", "--model", tiny_dir)
     assert code == 0
-    float32 = found["figures"]["greedy tokens in float32"]
+    float32 = figures["greedy tokens in float32"]
     assert float32["as transformers"] == float32["cached as uncached"] == 1.0
-    assert found["figures"].keys() == {"greedy tokens in float32", "greedy tokens in bfloat16"}
-    assert found["about"]["command"].startswith("ramet gpu correctness")
+    assert figures.keys() == {"greedy tokens in float32", "greedy tokens in bfloat16"}
+    assert "- command: ramet gpu correctness" in (tmp_path / "gpu-correctness.md").read_text()
 
 
 def test_speed_goes_on_where_it_was_ended(bench, capsys, tmp_path):
-    code, found = bench("speed", "--device", "cpu", "--limit", "0")
-    assert code == 3
-    assert found == {}
-    code, found = bench("speed", "--device", "cpu")
+    assert bench("speed", "--device", "cpu", "--limit", "0") == (3, {})
+    code, figures = bench("speed", "--device", "cpu")
     assert code == 0
-    figures = found["figures"]
     assert {"cold, ms", "warm, ms"} <= figures["warm and cold"].keys()
     assert "plain over cascade" in figures["3 behind 64 shared"]
     for name, row in figures.items():
@@ -57,14 +59,13 @@ def test_speed_goes_on_where_it_was_ended(bench, capsys, tmp_path):
     table = (tmp_path / "gpu-speed.md").read_text()
     assert all(f"| {name} |" in table for name in figures)
     capsys.readouterr()
-    assert bench("speed", "--device", "cpu") == (0, found)
+    assert bench("speed", "--device", "cpu") == (0, figures)
     assert capsys.readouterr().out == ""
 
 
 def test_bicache(bench):
-    code, found = bench("bicache", "--device", "cpu")
+    code, figures = bench("bicache", "--device", "cpu")
     assert code == 0
-    figures = found["figures"]
     assert len(figures) == 6
     assert figures["32 shared, batch 2: naive"]["depth"] == 4
     assert figures["32 shared, batch 2: no cache"]["gain, %"] == 0
@@ -75,7 +76,7 @@ def test_bicache(bench):
 def test_server(bench, default_model_dir):
     code, found = bench("server", "--device", "cpu", "--tokenizer", default_model_dir)
     assert code == 0
-    (figures,) = found["figures"].values()
+    (figures,) = found.values()
     assert figures["completed"] == figures["requests"] > 0
 
 
@@ -99,10 +100,12 @@ def test_what_fails_leaves_what_was_measured(tmp_path):
     def fail() -> dict:
         raise RuntimeError("no")
 
-    records = Records(tmp_path / "a.json", {})
+    path = tmp_path / "a.jsonl"
     with pytest.raises(RuntimeError, match="no"):
-        records.measure([("a", lambda: {"x": 1}), ("b", fail)], 60)
-    assert Records(tmp_path / "a.json", {}).figures == {"a": {"x": 1}}
+        measure(path, [("a", lambda: {"x": 1}), ("b", fail)], 60, {"device": "this"})
+    assert recorded(path) == {"a": {"x": 1}}
+    with pytest.raises(ModelError, match="remove it to begin anew"):
+        measure(path, [], 60, {"device": "another"})
 
 
 def test_rests_of_a_device_are_what_no_operation_covers():

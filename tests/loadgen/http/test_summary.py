@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from loadgen.http.arrivals import Constant
 from loadgen.http.bench_compare import METRICS, ratio_interval
-from loadgen.http.client import Patience
+from loadgen.http.client import Timeouts
 from loadgen.http.files import read_run, write_csv, write_json
 from loadgen.http.load import Bounds
 from loadgen.http.record import Record
@@ -29,7 +29,7 @@ def recorded(ramet, tmp_path_factory):
     workload = SharedPrefix(groups=2, prefix_tokens=length("60"), prompt_tokens=length("uniform:5:30"),
                             output_tokens=length("uniform:1:9"))  # fmt: skip
     result = run(ramet.url, workload=workload, arrivals=Constant(20.0), bounds=Bounds(requests=30),
-                 slo=Slo.parse(["ttft:400", "itl:150"]), patience=Patience())  # fmt: skip
+                 slo=Slo.parse(["ttft:400", "itl:150"]), timeouts=Timeouts())  # fmt: skip
     path = tmp_path_factory.mktemp("run") / "run.json"
     write_json(path, result.as_dict())
     return result, json.loads(path.read_text()), path

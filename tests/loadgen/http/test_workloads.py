@@ -1,4 +1,4 @@
-"""What is asked: lengths, sharing, order, and that a seed gives it again."""
+"""Workloads: lengths, shared prefixes, order, and equal sessions for equal seeds."""
 
 from __future__ import annotations
 

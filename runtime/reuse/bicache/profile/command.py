@@ -77,10 +77,7 @@ def profile(config: Config, settings: ProfileSettings, arguments: argparse.Names
     room = 2 * settings.length + settings.longest_encoding
     cache = config.cache.model_copy(update={"page_size": 1, "pool_tokens": room})
     probe = Probe(Executor(config.model_copy(update={"cache": cache}), path))
-    try:
-        table = Profiler(probe, samples, settings, records).run()
-    finally:
-        records.close()
+    table = Profiler(probe, samples, settings, records).run()
     arguments.out.write_text(json.dumps(table) + "\n", encoding="utf-8")
     if draws:
         draw_heat_map(table, arguments.plot or arguments.out.with_suffix(".png"))

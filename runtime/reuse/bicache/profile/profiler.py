@@ -56,11 +56,12 @@ class Profiler:
     def _similarities(self, kept: int, ratio: int, bar: tqdm) -> list[list[float]]:
         found = []
         for number in range(self.settings.samples):
-            value = self.records.get("similarity", kept, ratio, number)
+            key = ["similarity", kept, ratio, number]
+            value = self.records.get(key)
             if value is None:
                 self._before()
                 value = self.probe.similarity(self.samples.sample(ratio, number, kept), self.settings.per_token)
-                self.records.put(value, "similarity", kept, ratio, number)
+                self.records.put(key, value)
             found.append(value)
             bar.update()
         return found
@@ -104,12 +105,13 @@ class Profiler:
         """The mean over samples."""
         settings, found = self.settings, []
         for number in range(min(settings.kl_samples, settings.samples)):
-            value = self.records.get("divergence", kept, ratio, depth, number)
+            key = ["divergence", kept, ratio, depth, number]
+            value = self.records.get(key)
             if value is None:
                 self._before()
                 sample = self.samples.sample(ratio, number, kept)
                 value = self.probe.divergence(sample, depth, settings.kl_steps)
-                self.records.put(value, "divergence", kept, ratio, depth, number)
+                self.records.put(key, value)
             found.append(value)
         return float(np.mean(found))
 

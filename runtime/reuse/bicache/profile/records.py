@@ -1,4 +1,4 @@
-"""Measurements on disk, line by line, so that an interrupted profile goes on where it was."""
+"""A resumable store of measurements, so that an interrupted run goes on where it was."""
 
 from __future__ import annotations
 
@@ -10,47 +10,51 @@ from runtime.errors import ModelError
 
 
 class Records:
-    """Values by key, kept in a file beside the table until that is written.
+    """Outcomes by key in a JSONL file, each written as it is put. Keys and outcomes are JSON; the last put counts.
 
     Args:
         path: the file.
-        header: model and settings; values of another header are not taken.
+        header: settings on which all outcomes depend; None where every key holds its own.
 
     Raises:
-        ModelError: if the file belongs to another header.
+        ModelError: if the file was begun with another header.
     """
 
-    def __init__(self, path: Path, header: dict[str, Any]):
+    def __init__(self, path: Path, header: dict[str, Any] | None = None):
         self.path = path
-        self._values: dict[str, Any] = {}
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        if lines and json.loads(lines[0]) != json.loads(json.dumps(header)):
-            raise ModelError(f"{path} was begun with another model or other settings; remove it to begin anew")
-        for line in lines[1:]:
-            if line.endswith("\n"):  # the last may have been cut off
-                key, value = json.loads(line)
-                self._values[key] = value
-        whole = [line for line in lines if line.endswith("\n")] or [json.dumps(header) + "\n"]
-        path.write_text("".join(whole), encoding="utf-8")
-        self._file = path.open("a", encoding="utf-8")
+        self._outcomes: dict[str, Any] = {}
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:  # the run was interrupted while it wrote
+            path.write_text(whole, encoding="utf-8")
+        lines = [json.loads(line) for line in whole.splitlines()]
+        if header is not None:
+            begun = [line["header"] for line in lines[:1] if "header" in line]
+            if lines and begun != [json.loads(json.dumps(header))]:
+                raise ModelError(f"{path} was begun with another model or with other settings; remove it to begin anew")
+            if not lines:
+                self._write({"header": header})
+        for line in lines:
+            if "of" in line:
+                self._outcomes[_name(line["of"])] = line["outcome"]
 
-    def get(self, *key: object) -> Any:
-        """What was measured, or None."""
-        return self._values.get("/".join(map(str, key)))
+    def get(self, key: Any) -> Any:
+        """The outcome of a key, None where there is none."""
+        return self._outcomes.get(_name(key))
 
-    def put(self, value: Any, *key: object) -> Any:
-        """Keep a measurement; returns it."""
-        name = "/".join(map(str, key))
-        self._values[name] = value
-        self._file.write(json.dumps([name, value]) + "\n")
-        self._file.flush()
-        return value
-
-    def close(self) -> None:
-        """Close the file; it stays."""
-        self._file.close()
+    def put(self, key: Any, outcome: Any) -> None:
+        """Keep an outcome."""
+        self._outcomes[_name(key)] = outcome
+        self._write({"of": key, "outcome": outcome})
 
     def remove(self) -> None:
-        """Close and remove the file."""
-        self.close()
+        """Remove the file."""
         self.path.unlink()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _name(key: Any) -> str:
+    return json.dumps(key, sort_keys=True)

@@ -136,18 +136,14 @@ def test_an_interrupted_profile_goes_on(deep_dir, tmp_path):
             return similarity(probe, sample, per_token)
 
         probe.similarity = counted
-        records = Records(path, {"settings": 1})
-        try:
-            return Profiler(probe, samples, settings, records).run(), count
-        finally:
-            records.close()
+        return Profiler(probe, samples, settings, Records(path, {"settings": 1})).run(), count
 
     whole, count = run(tmp_path / "whole")
     assert count == 6
     with pytest.raises(Interrupted):
         run(tmp_path / "parts", fail_after=5)
     with (tmp_path / "parts").open("a") as file:
-        file.write('["similarity/100/50/2", [0.0')  # cut off in the middle of a write
+        file.write('{"of": ["similarity", 100, 50, 2], "outcome": [0.0')  # cut off in the middle of a write
     again, count = run(tmp_path / "parts")
     assert count == 2
     assert again == whole

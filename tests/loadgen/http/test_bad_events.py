@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from loadgen.http.apis import APIS, Rubbish, ServerError
+from loadgen.http.apis import APIS, BadEvent, ServerError
 from loadgen.http.arrivals import Closed
 from loadgen.http.load import Bounds
 from loadgen.http.record import Record
@@ -58,7 +58,7 @@ def test_spoilt_events_are_rubbish_or_leave_sound_figures(api):
         try:
             answer.take(json.dumps(EVENTS[api]).encode(), 1.0)
             answer.take(json.dumps(spoilt(EVENTS[api], rng)).encode(), 1.5)
-        except (Rubbish, ServerError):
+        except (BadEvent, ServerError):
             refused += 1
         answer.end()
         taken.append(answer.record)

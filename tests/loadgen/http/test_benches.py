@@ -6,7 +6,6 @@ import csv
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,11 +13,11 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib.util import find_spec
 
-import httpx
 import pytest
 
 from loadgen.__main__ import main
 from loadgen.http.bench_sweep import Level, knee
+from loadgen.http.local_server import free_port, wait_ready
 from tests.loadgen.http.test_load import slow
 
 
@@ -42,7 +41,7 @@ SMALL = ("--prompt-tokens", 10, "--output-tokens", 5)
 
 
 class Page(HTMLParser):
-    """What a page shows, and what it would load."""
+    """The tags of a page, and the addresses that it would load."""
 
     def __init__(self, text):
         super().__init__()
@@ -80,6 +79,17 @@ def test_serve_writes_everything(bench, ramet, tmp_path, api):
     assert page.loads == []
     assert page.tags.count("svg") == 6
     assert "script" not in page.tags
+
+
+def test_prefix_measures_cold_and_warm(bench, ramet, tmp_path):
+    path = tmp_path / "p.json"
+    sizes = ("--prefix-tokens", 256, "--question-tokens", 16, "--runs", 2)
+    code, out, _ = bench("prefix", "--url", ramet.url, *sizes, "--json", path)
+    assert code == 0
+    assert "over ideal share" in out
+    seconds = json.loads(path.read_text())["seconds"]
+    assert {kind: len(values) for kind, values in seconds.items()} == {"cold": 2, "warm": 2, "question alone": 2}
+    assert min(min(values) for values in seconds.values()) > 0
 
 
 def test_compare_sets_runs_side_by_side(bench, ramet, tmp_path):
@@ -208,9 +218,7 @@ def transformers_server(tiny_dir, tmp_path_factory) -> Iterator[str]:
     """`transformers serve`: an OpenAI-compatible server that owes nothing to this one, and refuses unknown fields."""
     if find_spec("accelerate") is None:
         pytest.skip("transformers serve needs accelerate, which is not installed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = tmp_path_factory.mktemp("transformers") / "log"
     command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(tiny_dir), "--device", "cpu",
                "--host", "127.0.0.1", "--port", str(port)]  # fmt: skip
@@ -218,15 +226,7 @@ def transformers_server(tiny_dir, tmp_path_factory) -> Iterator[str]:
         process = subprocess.Popen(command, stdout=out, stderr=out, env={**os.environ, "OMP_NUM_THREADS": "1"})
     url = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 120
-        while True:
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            try:
-                if httpx.get(f"{url}/health").status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.2)
+        wait_ready(url, process)
         yield url
     finally:
         process.terminate()

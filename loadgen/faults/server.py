@@ -1,4 +1,4 @@
-"""A server of one's own that is treated badly, and what it looks like afterwards."""
+"""The server under test, its state after a case, and a raw connection to it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ import aiohttp
 from loadgen.http.local_server import start_server
 
 _IDLE_S = 60.0
-# Memory may grow by so much of what it was.
+# Allowed growth of resident memory.
 MEMORY_SHARE = 0.05
 
 
 @dataclass
 class Finding:
-    """What came of a case.
+    """The result of a case.
 
     Attributes:
-        done: what was done, in words.
-        seen: what was measured, in words.
-        problems: what should not have been; empty if the server stood the test.
+        done: the treatment, in words.
+        seen: the measurements, in words.
+        problems: violations; empty if the server stood the case.
         facts: figures for JSON.
     """
 
@@ -40,14 +40,14 @@ class Finding:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-class Victim:
+class Server:
     """One server process and a client for it.
 
     Attributes:
-        process: the server's.
-        url: where it listens.
-        start_s: how long it took to start.
-        http: the client; it keeps no connections.
+        process: of the server.
+        url: of the server.
+        start_s: seconds of its start.
+        http: a client without keep-alive.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], url: str, start_s: float, http: aiohttp.ClientSession):
@@ -58,7 +58,7 @@ class Victim:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port, for what talks in bytes."""
+        """Host and port, for a Wire."""
         host, port = self.url.removeprefix("http://").split(":")
         return host, int(port)
 
@@ -73,7 +73,7 @@ class Victim:
             return await answer.json(content_type=None)
 
     async def ready(self) -> bool:
-        """Whether it serves."""
+        """The answer of `/ready`; False without a connection."""
         try:
             async with self.http.get(f"{self.url}/ready") as answer:
                 return answer.status == 200
@@ -81,30 +81,33 @@ class Victim:
             return False
 
     async def generate(self, prompt: list[int], tokens: int, **body: Any) -> tuple[int, Any]:
-        """Complete token ids greedily, whatever the model would end with."""
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        return await self.post("/generate", input_ids=prompt, sampling_params=sampling, **body)
+        """Complete token ids greedily, to exactly `tokens` tokens."""
+        return await self.post("/generate", **_greedy(prompt, tokens), **body)
+
+    def stream(self, prompt: list[int], tokens: int, **body: Any) -> Any:
+        """The same as a stream; the HTTP response, to be entered."""
+        return self.http.post(f"{self.url}/generate", json={**_greedy(prompt, tokens), "stream": True, **body})
 
     async def state(self) -> dict[str, Any]:
         """The engine's counters and gauges."""
         return (await self.get("/server_info"))["state"]
 
     def engine_pid(self) -> int:
-        """The process id of the engine. Raises RuntimeError if there is none."""
+        """Process id of the engine. Raises RuntimeError if there is none."""
         for pid in _children(self.process.pid):
             if b"runtime.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return pid
         raise RuntimeError("the server has no engine process")
 
     def memory(self) -> dict[str, float]:
-        """Resident MiB of both processes."""
+        """Resident memory of both processes in MiB."""
         return {"server": _resident(self.process.pid), "engine": _resident(self.engine_pid())}
 
     async def warm_up(self, draw: random.Random) -> None:
-        """Touch all of the pool, and everything that stays in memory once it was needed.
+        """Touch the whole pool, and everything that stays in memory after its first use.
 
-        The first grammar loads its library with a table of the vocabulary (60 MiB in the engine, whatever follows); the
-        first long prompt whose log-probabilities are wanted takes the largest logits that a step has (40 MiB).
+        The first grammar loads its library with a table of the vocabulary (60 MiB in the engine, once); the first long
+        prompt with log-probabilities takes the largest logits of a step (40 MiB).
         """
         info = (await self.get("/server_info"))["model"]
         length = min(1024, info["context_length"] - 64, info["pool_tokens"] // 2)
@@ -114,7 +117,7 @@ class Victim:
         await self.generate(ids(draw, length), 1, return_logprob=True, logprob_start_len=0, top_logprobs_num=2)
 
     async def problems(self, before: dict[str, float] | None = None) -> list[str]:
-        """What is wrong once nothing runs any more: lost pages, locked nodes, grown memory, no answer."""
+        """Problems once the server is idle: lost pages, locked nodes, grown memory, no answer."""
         found = []
         deadline = time.monotonic() + _IDLE_S
         while (state := await self.state())["running"] or state["waiting"] or state["pages_private"]:
@@ -133,21 +136,25 @@ class Victim:
         return found if status == 200 else [*found, f"a good request is answered with {status}"]
 
 
+def _greedy(prompt: list[int], tokens: int) -> dict[str, Any]:
+    return {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}}
+
+
 def ids(draw: random.Random, count: int) -> list[int]:
     """Random token ids."""
     return [draw.randrange(200, 20_000) for _ in range(count)]
 
 
 @asynccontextmanager
-async def victim(options: Sequence[str]) -> AsyncIterator[Victim]:
-    """A fresh server, ended afterwards whatever state it is in."""
+async def running_server(options: Sequence[str]) -> AsyncIterator[Server]:
+    """A new server, ended afterwards in whatever state it is."""
     started_s = time.monotonic()
     process, url = await asyncio.to_thread(start_server, options)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=600)
     try:
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
-            yield Victim(process, url, time.monotonic() - started_s, http)
+            yield Server(process, url, time.monotonic() - started_s, http)
     finally:
         process.terminate()
         try:
@@ -157,7 +164,7 @@ async def victim(options: Sequence[str]) -> AsyncIterator[Victim]:
 
 
 class Wire:
-    """A connection in bytes, for clients that behave badly. To be entered before use."""
+    """A raw connection, for clients that misbehave. To be entered before use."""
 
     def __init__(self, address: tuple[str, int], receive_buffer: int | None = None):
         self._socket = socket.socket()
@@ -185,14 +192,14 @@ class Wire:
             return b""
 
     async def receive_all(self) -> bytes:
-        """Everything up to the end."""
+        """All bytes up to the end."""
         parts = []
         while part := await self.receive():
             parts.append(part)
         return b"".join(parts)
 
     def reset(self) -> None:
-        """Close without a farewell: the other side gets a reset."""
+        """Close the connection with a reset."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         self._socket.close()
 

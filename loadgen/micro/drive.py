@@ -1,0 +1,115 @@
+"""An engine core in this process, driven step by step."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.config import make_config
+from runtime.engine.core import EngineCore
+from runtime.models.spec import ModelSpec
+from runtime.params import DiffusionParams, SamplingParams
+from runtime.protocol import AddRequest
+
+
+class Drive:
+    """Adds greedy requests, times steps, collects tokens.
+
+    Args:
+        path: the model's directory.
+        options: as of `ramet serve`.
+    """
+
+    def __init__(self, path: Path, **options: Any):
+        self.core = EngineCore(make_config(model=str(path), **options), path)
+        self._draw, self._count = random.Random(0), 0
+
+    def text(self, length: int) -> array[int]:
+        """Random tokens, none of them special."""
+        return array("i", self._draw.choices(range(3, min(self.core.info.vocab_size, 290)), k=length))
+
+    def add(self, prompt: array[int], output: int, **diffusion: Any) -> None:
+        """Add a greedy request; `diffusion`: its fields for a diffusion model."""
+        self._count += 1
+        sampling = SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=output)
+        params = None
+        if self.core.info.diffusion is not None:
+            algorithm = self.core.info.diffusion.algorithm
+            params = DiffusionParams(gen_length=output, **diffusion).filled(algorithm, sampling)
+        message = AddRequest(
+            f"{self._count}", prompt.tobytes(), sampling.model_dump(),
+            diffusion=None if params is None else params.model_dump(),
+        )  # fmt: skip
+        self.core.handle(message)
+
+    def step(self) -> float:
+        """Seconds of one step, device included."""
+        return self.pace(1)
+
+    def pace(self, steps: int) -> float:
+        """Mean seconds of several steps in a row; the device is waited for only before and after them."""
+        self._wait()
+        started = time.perf_counter()
+        for _ in range(steps):
+            self.core.step()
+        self._wait()
+        return (time.perf_counter() - started) / steps
+
+    def first_tokens(self) -> float:
+        """Seconds until all requests have their first token."""
+        started = time.perf_counter()
+        while any(not request.num_output for request in self.core.requests.values()):
+            self.step()
+        return time.perf_counter() - started
+
+    def finish(self) -> list[float]:
+        """Decode to the end; seconds of each step after which all requests still run."""
+        running, times = len(self.core.requests), []
+        while self.core.busy:
+            seconds = self.step()
+            if len(self.core.requests) == running:
+                times.append(seconds)
+        return times
+
+    def tokens(self, prompts: Sequence[Sequence[int]], output: int) -> list[list[int]]:
+        """Greedy tokens of several prompts that run together."""
+        found: dict[str, list[int]] = {}
+        for prompt in prompts:
+            self.add(array("i", prompt), output)
+            found[f"{self._count}"] = []
+        while self.core.busy:
+            for event in self.core.step():
+                found[event.rid] += event.tokens
+        return list(found.values())
+
+    def end(self) -> None:
+        """Abort the open requests and flush the cache."""
+        for rid in list(self.core.requests):
+            self.core.abort(rid)
+        self.core.admin.flush()
+
+    def _wait(self) -> None:
+        if self.core.executor.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Free the memory."""
+        self.core.close()
+        del self.core
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def matrix_weights(spec: ModelSpec) -> tuple[int, int]:
+    """Weights in the matrices of all layers, and in the output head."""
+    layer = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
+    layer += 3 * spec.hidden_size * spec.intermediate_size
+    return layer * spec.num_layers, spec.vocab_size * spec.hidden_size
