@@ -327,7 +327,7 @@ class AsyncEngine:
         return self.paused
 
     async def tree(self, **asked: Any) -> list[dict[str, Any]]:
-        """A page of the tree's nodes as dicts of `radix.NodeView`; `asked`: the fields of `GetTree`."""
+        """A page of the tree's nodes as dicts of `radix.NodeView`; `asked` are the fields of `GetTree`."""
         return (await self._call(lambda call: GetTree(call, **asked)))["nodes"]
 
     async def outline(self, limit: int, preview_tokens: int) -> list[dict[str, Any]]:
