@@ -331,7 +331,7 @@ class AsyncEngine:
         return (await self._call(lambda call: GetTree(call, **asked)))["nodes"]
 
     async def outline(self, limit: int, preview_tokens: int) -> list[dict[str, Any]]:
-        """The tree in at most `limit` blocks as dicts of `radix.Block`; with `parent` as a place in the list."""
+        """The tree in at most `limit` blocks as dicts of `radix.Block`, with `parent` as a place in the list."""
         while True:
             answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens))
             if answer["blocks"] is not None:
