@@ -327,11 +327,11 @@ class AsyncEngine:
         return self.paused
 
     async def tree(self, **asked: Any) -> list[dict[str, Any]]:
-        """A page of the tree's nodes as dicts of `radix.NodeView`; `asked` are the fields of `GetTree`."""
+        """A page of the tree's nodes as dicts of `radix.NodeView`; `asked`: the fields of `GetTree`."""
         return (await self._call(lambda call: GetTree(call, **asked)))["nodes"]
 
     async def outline(self, limit: int, preview_tokens: int) -> list[dict[str, Any]]:
-        """The tree in at most `limit` blocks as dicts of `radix.Block`, with `parent` as a place in the list."""
+        """The tree in at most `limit` blocks as dicts of `radix.Block`; with `parent` as a place in the list."""
         while True:
             answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens))
             if answer["blocks"] is not None:
