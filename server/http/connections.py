@@ -18,7 +18,6 @@ from server.http.errors import error_response
 # The kernel's buffer of a connection; by default it grows to megabytes for a client that does not read.
 SEND_BUFFER_BYTES = 128 << 10
 
-
 _HEAD_END = re.compile(rb"\n\r?\n")
 _FOLD = re.compile(rb"\r?\n[ \t]+")
 _LENGTHS = re.compile(rb"^content-length:.*$", re.IGNORECASE | re.MULTILINE)
@@ -32,7 +31,6 @@ class _Parser(h11.Connection):
     """
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """See h11.Connection. Raises h11.RemoteProtocolError."""
         if self.their_state is h11.IDLE:
             data = self.trailing_data[0]
             if end := _HEAD_END.search(data):
