@@ -40,6 +40,8 @@ from runtime.reuse.bicache.profile.records import Records
 from runtime.reuse.bicache.profile.settings import ProfileSettings
 
 _MODEL = "smollm2-135m-diffusion"
+# Block length and confidence threshold of the Fast-dLLM cases.
+_BLOCK, _THRESHOLD = 8, 0.9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,8 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--questions", type=int, default=4, help="requests that share each of them (default: 4)")
     parser.add_argument("--steps", type=int, default=32, help="denoising steps (default: 32)")
     parser.add_argument("--refresh-interval", type=int, default=4, help="R (default: 4)")
-    parser.add_argument("--block", type=int, default=8, help="block length of the Fast-dLLM cases (default: 8)")
-    parser.add_argument("--threshold", type=float, default=0.9, help="their confidence threshold (default: 0.9)")
     parser.add_argument("--depths", type=int, nargs="*", default=[], help="also a sweep over these depths")
     parser.add_argument("--intervals", type=int, nargs="*", default=[], help="also a sweep over these R")
     parser.add_argument(
@@ -113,7 +113,7 @@ class _Bench:
         self.runner = Runner(engine, vocabulary.end)
         self.records = Records(a.out / "records.jsonl")
         self.cells = [Cell(task, a.room, ratio) for task in a.tasks for ratio in sorted(a.ratios)]
-        self.plan = Plan(a.room, a.steps, a.block, a.refresh_interval, a.threshold, a.depth, info.num_layers)
+        self.plan = Plan(a.room, a.steps, _BLOCK, a.refresh_interval, _THRESHOLD, a.depth, info.num_layers)
         self._of = {"model": path.name, "seed": a.seed, "dtype": a.dtype, "questions": a.questions}
         # The depth table: the meaning of a depth of None.
         self._table = info.depth_table

@@ -147,7 +147,7 @@ def ids(draw: random.Random, count: int) -> list[int]:
 
 @asynccontextmanager
 async def running_server(options: Sequence[str]) -> AsyncIterator[Server]:
-    """A new server, ended afterwards in whatever state it is."""
+    """A new server, which is ended afterwards in any state."""
     started_s = time.monotonic()
     process, url = await asyncio.to_thread(start_server, options)
     connector = aiohttp.TCPConnector(limit=0, force_close=True)

@@ -76,7 +76,7 @@ def suite_table(rows: Sequence[Row], servers: Sequence[str]) -> Table:
 
 
 def markdown(rows: Sequence[Row], servers: Sequence[str]) -> str:
-    """For a README."""
+    """In Markdown."""
     return markdown_table(_HEAD, table_lines(rows, servers))
 
 

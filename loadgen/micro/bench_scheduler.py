@@ -36,6 +36,7 @@ from runtime.reuse.prefix import PrefixStrategy
 
 _VOCABULARY = 1 << 17
 _BLOCK_TOKENS = 512  # of Mooncake's hashes
+_STEP_S, _ROW_S = 0.008, 0.00003  # simulated time of a step, and of each of its tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,8 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=4000, help="in the closed loop")
     parser.add_argument("--concurrency", type=int, default=100, help="clients of the closed loop")
     parser.add_argument("--cold", type=float, default=0.05, help="share of uncached requests")
-    parser.add_argument("--step-ms", type=float, default=8.0, help="constant part of a step's time")
-    parser.add_argument("--row-ms", type=float, default=0.03, help="time of each token in a step")
     parser.add_argument("--pool-tokens", type=int, default=400_000, help="size of the cache")
     parser.add_argument("--running", type=int, default=32, help="requests that decode together")
     parser.add_argument("--overtake-share", type=float, default=0.1, help="for the policy balanced")
@@ -162,7 +161,7 @@ class Simulation:
 
     def __init__(self, arguments: argparse.Namespace, policy: SchedulePolicy, load: Load):
         self.now = 0.0
-        self._load, self._arguments = load, arguments
+        self._load = load
         self._sequence = 0
         self.cache, self.scheduler = _make(arguments, policy, lambda: self.now)
         self._due: list[tuple[float, int, Arrival]] = []
@@ -179,7 +178,7 @@ class Simulation:
                 self.now = max(self.now, self._due[0][0])
                 continue
             rows = sum(item.count for item in work)
-            self.now += (self._arguments.step_ms + rows * self._arguments.row_ms) / 1000
+            self.now += _STEP_S + rows * _ROW_S
             for item in work:
                 self._advance(item)
         times = np.array(self._ended.ttft_s)

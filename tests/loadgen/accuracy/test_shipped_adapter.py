@@ -1,4 +1,4 @@
-"""The adapter that ships: what its model answers, with and without reuse."""
+"""The adapter that ships: answers of its model with and without reuse."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def test_it_does_its_tasks_and_reuse_in_all_layers_ruins_that(runner, task):
 
 @pytest.mark.parametrize("task", sorted(set(TASKS) - {"keep"}))
 def test_its_own_table_says_how_deep(runner, task):
-    """Not for `keep`: with R = 4 it slips too often, and a slip moves all that follows (figures in README)."""
+    """Not for `keep`: with R = 4 it slips too often, and a slip moves what follows (loadgen/results/bicache.md)."""
     own = outcome(runner, task)
     assert own.depth == 10
     assert own.right >= 0.9 * own.tokens
