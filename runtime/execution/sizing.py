@@ -1,4 +1,4 @@
-"""What fits: weights before they are loaded, and the pool in what they leave."""
+"""Memory of the device: whether the weights fit, and the size of the KV pool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GIB = 2**30
 def check_weights(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, fraction: float, num_ranks: int = 1
 ) -> None:
-    """Raise ModelError if the weights of one of `num_ranks` ranks do not fit into `fraction` of a GPU."""
+    """Raise ModelError if a rank's weights do not fit into `fraction` of its GPU."""
     if device.type != "cuda":
         return
     free, total = torch.cuda.mem_get_info(device)
@@ -33,7 +33,7 @@ def check_weights(
 
 
 def pool_pages(config: CacheConfig, bytes_per_token: int, device: torch.device) -> int:
-    """Pages of the pool, once the weights are on the device. Raises ModelError for fewer than two."""
+    """Pages of the pool in the memory that the loaded weights leave. Raises ModelError for fewer than two."""
     if config.pool_tokens is not None:
         tokens = config.pool_tokens
     elif device.type == "cuda":
