@@ -1,1 +1,1 @@
-"""Runs a ForwardBatch: the decoder in torch and in C++, attention, CUDA graphs, several ranks."""
+"""Execution of a ForwardBatch: the decoder in torch and in C++, attention, CUDA graphs, tensor parallelism."""

@@ -1,4 +1,4 @@
-"""Which device, dtype and attention backend are used when the options say `auto`."""
+"""Choice of device, dtype, attention backend and overlap from the options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def choose_device(config: ModelConfig) -> torch.device:
-    """The device of `--device`. Raises ModelError if it is not there."""
+    """The device of `--device`. Raises ModelError if it does not exist."""
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -29,10 +29,10 @@ def choose_device(config: ModelConfig) -> torch.device:
 
 
 def choose_dtype(config: ModelConfig, device: torch.device, native: bool) -> torch.dtype:
-    """The dtype of `--dtype`; auto takes bfloat16 except where torch would have to emulate it.
+    """The dtype of `--dtype`; auto is bfloat16 unless torch would have to emulate it.
 
-    The native kernels read bfloat16 and compute in float32 where the processor has nothing better: half the memory to
-    stream, the same arithmetic.
+    The native kernels read bfloat16 and compute in float32 on processors without bfloat16 products: half the memory
+    traffic, the same arithmetic.
     """
     if config.dtype != "auto":
         return DTYPES[config.dtype]
@@ -40,7 +40,7 @@ def choose_dtype(config: ModelConfig, device: torch.device, native: bool) -> tor
 
 
 def choose_attention(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend of `--attention-backend`; auto takes FlashInfer on CUDA where it is installed, if not in float32."""
+    """The backend of `--attention-backend`; auto is FlashInfer if it is installed, on CUDA, except in float32."""
     installed = find_spec("flashinfer") is not None
     if config.attention_backend == "flashinfer":
         if device.type != "cuda":
@@ -55,10 +55,10 @@ def choose_attention(config: ModelConfig, device: torch.device, dtype: torch.dty
 
 
 def choose_overlap(config: Config, device: torch.device) -> bool:
-    """Whether decode steps are launched before the ones ahead of them are read: auto says so where it hides anything.
+    """Whether a decode step is launched before the previous one's tokens are read; auto: on CUDA with one rank.
 
-    On a CPU the launch is the computation. Raises ModelError where other processes compute, too, as they are told
-    tokens, not where these are.
+    On a CPU the launch is the computation. Raises ModelError for `on` with several ranks, which get tokens and not
+    their place on the device.
     """
     several = config.model.tensor_parallel > 1
     if config.engine.overlap == "on" and several:
@@ -67,12 +67,12 @@ def choose_overlap(config: Config, device: torch.device) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a computation failed for want of memory, which a smaller one may not."""
+    """Whether a computation failed for lack of memory, so that a smaller one may succeed."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def is_lost(device: torch.device) -> bool:
-    """Whether a kernel has failed in such a way that nothing more can be computed on a GPU by this process."""
+    """Whether a kernel has failed in a way that leaves the GPU unusable for this process."""
     if device.type != "cuda":
         return False
     try:

@@ -1,4 +1,4 @@
-"""Holds the model, the pool and the attention backend on one device, and runs steps on them."""
+"""The model, the KV pool and the attention backend on one device, and the steps that run on them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from runtime.models.weights import load_weights, random_weights
 
 log = logging.getLogger("ramet.engine")
 
-# As many as torch would take, $OMP_NUM_THREADS included; read before an executor changes it.
+# Torch's own choice, which follows $OMP_NUM_THREADS; read before an executor changes it.
 ALL_THREADS = torch.get_num_threads()
 
 
@@ -39,7 +39,7 @@ class Executor:
 
     Attributes:
         backend_name: attention kernels: `native-` and an instruction set, `cpu` (torch) or `flashinfer`.
-        least_saved_tokens: rows of shared KV from which on it pays to read them once, see `stretches`.
+        least_saved_tokens: see `AttentionBackend`.
         argmax: the highest tokens, int64 [n], of logits [n, vocab]; the first one among equals.
     """
 
@@ -47,7 +47,7 @@ class Executor:
     least_saved_tokens = AttentionBackend.least_saved_tokens
 
     def __init__(self, config: Config, path: Path, group: Group | None = None):
-        """Load the model in `path`, or with a group this rank's share. Raises ModelError if it cannot be served so."""
+        """Load the model directory `path`, or with `group` this rank's shard. Raises ModelError."""
         self.spec = ModelSpec.load(path)
         self.device = choose_device(config.model) if group is None else group.device
         self._group = group
@@ -74,7 +74,7 @@ class Executor:
             threads, int8 = config.engine.threads or ALL_THREADS, config.model.quantization == "int8"
             native = NativeDecoder(library, model, self.pool, threads, int8)
             self.backend_name, self._forward, self.argmax = native.name, native.forward, native.argmax
-            # After each of torch's parallel operations its threads spin for a while, on the cores of the kernels'.
+            # Torch's threads spin after each parallel operation, on the cores that the kernels use.
             torch.set_num_threads(1)
         else:
             attention = self._make_backend(backend, model)
@@ -107,7 +107,7 @@ class Executor:
         return library
 
     def _graph_sizes(self, config: Config) -> list[int]:
-        """Batch sizes of the graphs; none where ranks meet within a step, or if requests are not decoded."""
+        """Batch sizes of the graphs; none with several ranks, or for models without decode steps."""
         if self._group is not None or self.spec.diffusion is not None:
             return []
         sizes = sorted({int(size) for size in config.engine.cuda_graph_batches.split(",") if size})
@@ -120,17 +120,16 @@ class Executor:
 
     @property
     def step_tokens(self) -> int:
-        """Rows of a step that suit the device.
+        """Default number of rows of a step.
 
-        A CPU computes 256 rows nearly as efficiently as more, and a request that decodes waits a quarter of a second
-        for them, not a whole one.
+        A CPU computes 256 rows nearly as efficiently as more, and requests that decode wait less for them.
         """
         return 2048 if self.device.type == "cuda" else 256
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """One step; returns float32 logits [S, vocab] of the batch's `logits_rows`, valid until the next step.
+        """Run one step; float32 logits [S, vocab] of `batch.logits_rows`, valid until the next step.
 
-        Raises ValueError for a position behind the context: FlashInfer would read behind its table of angles.
+        Raises ValueError for a position outside the context: FlashInfer would read past the end of its table.
         """
         if int(batch.positions.max()) >= self.context_length:
             raise ValueError(f"position {int(batch.positions.max())} is outside a context of {self.context_length}")
@@ -138,10 +137,10 @@ class Executor:
         return self._forward(batch) if logits is None else logits
 
     def on_death(self, call: Callable[[EngineDead], None]) -> None:
-        """Have `call` called, by a thread of its own, if processes that this one computes with end before `close`."""
+        """Register `call` for the end of another rank's process before `close`; it runs on a thread of its own."""
 
     def close(self) -> None:
-        """End the processes that this one computes with."""
+        """End the processes of other ranks."""
 
 
 def _context_length(config: Config, spec: ModelSpec) -> int:

@@ -1,4 +1,4 @@
-"""FlashInfer, imported only when it is used: an extra of the distribution (`ramet[cuda]`)."""
+"""FlashInfer, an extra of the distribution (`ramet[cuda]`), imported when it is used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 def load_flashinfer() -> ModuleType:
-    """The package. Its norms come as CUDA kernels like the rest: the others need one more package."""
+    """The package, set to its norms in CUDA: the default ones need one more package."""
     os.environ.setdefault("FLASHINFER_USE_CUDA_NORM", "1")
     import flashinfer
 

@@ -97,7 +97,7 @@ class DecodeGraphs:
 
     A step runs without a graph if
     - a layer group does not have all rows, or loads or saves hidden states;
-    - the logits of each row, in order, are not what is wanted;
+    - it does not want the logits of all rows in their order;
     - it has more rows than the largest size, or more page table entries than a graph;
     - a row reads more than two spans besides its own, or all rows together more than the largest size;
     - `decode_plan` cannot split the plan of a group;

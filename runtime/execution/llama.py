@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen2, Qwen3, SmolLM2: one decoder, driven by a `ForwardBatch`."""
+"""The decoder of Llama, Mistral, Qwen2, Qwen3 and SmolLM2, driven by a `ForwardBatch`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runtime.models.spec import ModelSpec
 
 @dataclass(slots=True)
 class Layer:
-    """The weights of one decoder layer; q, k, v and gate, up are fused, as each pair reads the same input."""
+    """Weights of one decoder layer; q, k, v and gate, up are fused, as they read the same input."""
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
@@ -37,12 +37,12 @@ class Layer:
 
 @dataclass(slots=True)
 class Attend:
-    """How the rows of a layer group attend.
+    """Attention of a layer group, with the writing of its new KV.
 
     Attributes:
-        prepared: what `backend` made of their plan.
-        slots: int64, pool rows that are written.
-        written: int64, the rows that write them; None: all.
+        prepared: the group's plan, prepared by `backend`.
+        slots: int64 [n], pool slots that are written.
+        written: int64 [n], the rows that write them; None: all.
     """
 
     pool: KVPool
@@ -63,13 +63,13 @@ class LlamaModel:
     """The decoder stack and head over a paged pool."""
 
     def __init__(self, spec: ModelSpec, weights: dict[str, torch.Tensor], device: torch.device, ops: Ops | None = None):
-        """Take the tensors of `load_weights` out of `weights` (emptied, so that no copy stays).
+        """Move the weights to `device`.
 
         Args:
-            spec: the model, or this rank's share of it.
-            weights: as `load_weights` gives them.
-            device: where they go.
-            ops: what computes the small operations, and sums over the ranks.
+            spec: the model, or this rank's shard of it.
+            weights: result of `load_weights`; emptied, so that no copy stays.
+            device: of the weights.
+            ops: small operations, and sums over the ranks.
         """
         self.spec = spec
         self.ops = ops or Ops()
@@ -82,7 +82,7 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool, backend: AttentionBackend) -> torch.Tensor:
-        """Run one step: writes the new K and V into `pool`, returns float32 logits [S, vocab] of `logits_rows`."""
+        """Run one step: write the new K and V into `pool`, return float32 logits [S, vocab] of `logits_rows`."""
         prepared = backend.prepare_step([group.attention for group in batch.groups])
         hidden = F.embedding(self._upload(batch.tokens), self.embedding)
         positions, logits_rows = self._upload(batch.positions), self._upload(batch.logits_rows)
@@ -103,7 +103,7 @@ class LlamaModel:
         return self.logits(hidden[logits_rows])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 logits [S, vocab] of the last layer's states [S, hidden]."""
+        """float32 logits [S, vocab] of the last layer's output [S, hidden]."""
         hidden = self.ops.rms_norm(hidden, self.norm, self.spec.rms_norm_eps)
         return self.ops.logits(hidden, self.head, self.spec.vocab_size)
 
@@ -111,20 +111,20 @@ class LlamaModel:
         return upload(tensor, self.embedding.device)
 
     def _written(self, group: LayerGroup) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The slots that are written, and the rows that write them; None: all."""
+        """`Attend.slots` and `Attend.written` of a group."""
         if bool((group.kv_write >= 0).all()):
             return self._upload(group.kv_write), None
         rows = (group.kv_write >= 0).nonzero()[:, 0]
         return self._upload(group.kv_write[rows]), self._upload(rows)
 
     def run_layers(self, layers: range, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """States [T', hidden] after some layers, from those before them, which may be overwritten.
+        """Hidden states [T', hidden] after `layers`.
 
         Args:
-            layers: which, in order.
-            x: [T', hidden].
+            layers: consecutive layers.
+            x: [T', hidden], the states before them; may be overwritten.
             positions: int64 [T'].
-            attend: what the rows attend to, and where their K and V go.
+            attend: attention of these rows.
         """
         eps, ops = self.spec.rms_norm_eps, self.ops
         angles = ops.angles(self.rope, positions)
@@ -143,7 +143,7 @@ class LlamaModel:
         return x
 
     def _qkv(self, layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys side by side [T, heads + kv_heads, head_dim], as both are rotated next, and values."""
+        """Queries and keys side by side [T, heads + kv_heads, head_dim], to be rotated together, and values."""
         spec = self.spec
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, spec.head_dim)
         qk, v = qkv.split((spec.num_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)

@@ -1,4 +1,4 @@
-"""The model's small operations: in torch, which is the specification, and through FlashInfer where it helps."""
+"""The model's small operations: in torch, as the reference, and with FlashInfer's kernels."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from runtime.models.rope import RotaryEmbedding, rotate
 
 
 class Ops:
-    """In torch, on any device and in any dtype; chosen once, when a model is loaded.
+    """Operations in torch, on any device and in any dtype.
 
     Args:
-        group: the ranks whose partial products are summed; None: one process computes all.
+        group: ranks that each hold a part of the weights; None: this process holds all.
     """
 
     def __init__(self, group: Group | None = None):
@@ -29,10 +29,10 @@ class Ops:
     def add_linear(
         self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """x + y @ weight^T (+ bias), where weight's columns are shared out among the ranks."""
+        """x + y @ weight^T (+ bias); weight's columns are divided among the ranks."""
         if self.group is not None:
             return self.group.sum(F.linear(y, weight, bias)).add_(x)
-        # The residual goes into the matrix product.
+        # The residual is added within the matrix product.
         out = torch.addmm(x, y, weight.t())
         return out if bias is None else out.add_(bias)
 
@@ -45,36 +45,36 @@ class Ops:
         norm: torch.Tensor,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`add_linear`, and the RMSNorm of its result; x may be overwritten."""
+        """`add_linear`, and its RMSNorm; x may be overwritten."""
         x = self.add_linear(x, y, weight, bias)
         return x, self.rms_norm(x, norm, eps)
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """SiLU(gate) * up of a [rows, 2 * n] tensor that holds gate and up side by side."""
+        """SiLU(gate) * up of [rows, 2 * n], gate beside up."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     def angles(self, rope: RotaryEmbedding, positions: torch.Tensor) -> Any:
-        """What `rotate_qk` needs to know of a step's int64 positions [rows]."""
+        """Angles of int64 positions [rows], for `rotate_qk`."""
         return rope.cos_sin(positions)
 
     def rotate_qk(self, qk: torch.Tensor, num_heads: int, angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys, rotated, of a [rows, num_heads + kv_heads, head_dim] tensor, which may be overwritten."""
+        """Rotated queries and keys of [rows, num_heads + kv_heads, head_dim], which may be overwritten."""
         q, k = rotate(qk, *angles).split((num_heads, qk.shape[1] - num_heads), dim=1)
         return q, k
 
     def logits(self, x: torch.Tensor, head: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """x @ head^T as float32 [rows, vocab_size], where head's rows are shared out among the ranks."""
+        """x @ head^T, float32 [rows, vocab_size]; head's rows are divided among the ranks."""
         if self.group is None:
             return F.linear(x, head).float()
         return self.group.side_by_side(F.linear(x, head))[:, :vocab_size].float()
 
 
 class FlashInferOps(Ops):
-    """One kernel each; CUDA, half precision."""
+    """Operations as one CUDA kernel each, in half precision."""
 
     def __init__(self, context_length: int, group: Group | None = None):
-        """`context_length`: positions are below it."""
+        """`context_length`: bound of all positions (not of the number of tokens)."""
         super().__init__(group)
         self.context_length = context_length
         self._flashinfer = load_flashinfer()
@@ -93,7 +93,7 @@ class FlashInferOps(Ops):
         norm: torch.Tensor,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Ops.add_linear_norm`; in place, the sum in x."""
+        """See `Ops.add_linear_norm`; the sum is in x."""
         product = F.linear(y, weight, bias)
         if self.group is not None:
             self.group.sum(product)
@@ -105,7 +105,7 @@ class FlashInferOps(Ops):
         return self._flashinfer.silu_and_mul(gate_up)
 
     def angles(self, rope: RotaryEmbedding, positions: torch.Tensor) -> Any:
-        """See `Ops.angles`: the positions, and cos and sin of all there are, float32 [context, head_dim]."""
+        """The positions, and cos beside sin of all positions of the context, float32 [context, head_dim]."""
         if self._cos_sin is None:
             every = torch.arange(self.context_length, device=positions.device)
             self._cos_sin = torch.cat(rope.cos_sin(every), dim=-1)

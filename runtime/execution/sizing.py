@@ -18,7 +18,7 @@ _GIB = 2**30
 def check_weights(
     spec: ModelSpec, dtype: torch.dtype, device: torch.device, fraction: float, num_ranks: int = 1
 ) -> None:
-    """Raise ModelError if the weights of one of `num_ranks` ranks do not fit into `fraction` of a GPU."""
+    """Raise ModelError if a rank's weights do not fit into `fraction` of its GPU."""
     if device.type != "cuda":
         return
     free, total = torch.cuda.mem_get_info(device)

@@ -1,4 +1,4 @@
-"""The way of a step's small arrays to the device and back, without waiting for what runs there."""
+"""Transfers of a step's small arrays to the device and back, without waiting for running kernels."""
 
 from __future__ import annotations
 
@@ -8,44 +8,40 @@ import torch
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on `device`; on a GPU through pinned memory, in the order of its stream."""
+    """Copy a host tensor to `device`; to a GPU through pinned memory, in the order of its stream."""
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)
     return pin(tensor, device).to(device, non_blocking=True)
 
 
 def pin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor that others may bring to `device` without waiting."""
+    """The tensor in pinned memory if `device` is a GPU, for transfers that do not wait."""
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 class Mark:
-    """A place in the order of a device's work; on a CPU, where everything is done at once, none.
-
-    Args:
-        device: whose current stream is meant.
-    """
+    """A place in the current stream of a device; without effect on a CPU."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._event = torch.cuda.Event() if device.type == "cuda" else None
 
     def set(self) -> None:
-        """Move it behind all that was launched so far."""
+        """Move it behind all work launched so far."""
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
-        """Block until the device has come by; at once if it was never set."""
+        """Block until the device has reached it; return at once if it was never set."""
         if self._event is not None:
             self._event.synchronize()
 
 
 class Download:
-    """Tensors on their way to the host, through pinned memory, in the order of their stream."""
+    """A transfer of tensors to the host, through pinned memory, in the order of their stream."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device):
-        """Start; `tensors` are all on `device` and may be overwritten by what is launched later."""
+        """Start; `tensors` are on `device`, and work launched later may overwrite them."""
         if device.type == "cuda":
             self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
             for host, tensor in zip(self._host, tensors, strict=True):
@@ -56,6 +52,6 @@ class Download:
         self._mark.set()
 
     def wait(self) -> list[torch.Tensor]:
-        """Block until they are there; the host's tensors. Raises what a CUDA step that failed meanwhile raises."""
+        """Block until the transfer is done; the tensors on the host. Raises CUDA errors of earlier kernels."""
         self._mark.wait()
         return self._host

@@ -1,4 +1,4 @@
-"""Drawing for many requests at once, with FlashInfer's filters, which need no sort."""
+"""Sampling of many requests at once with FlashInfer's filters, which do not sort."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def make_sampler(
 
 
 class BatchedSampler(Sampler):
-    """Like `Sampler`; requests without grammar, bias or penalties are drawn in a few kernels.
+    """A `Sampler` that draws for all requests without grammar, bias or penalties in a few kernels.
 
-    A request with a seed draws its noise from its own stream, as on any other device: FlashInfer's own samplers derive
-    it from the row in the batch, so that a seed would not give the same tokens twice.
+    Noise of a request with a seed comes from its own stream: FlashInfer's samplers derive it from the row in the batch,
+    so that a seed would not give the same tokens twice.
     """
 
     @cached_property
@@ -42,7 +42,7 @@ class BatchedSampler(Sampler):
         return race(probs, noise)
 
     def filter(self, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-        """`filter_probs` of many requests: [n, vocab] from float32 logits [n, vocab], up to rounding."""
+        """`filter_probs` of n requests, up to rounding: [n, vocab] from float32 logits [n, vocab]."""
         params = [request.sampling for request in requests]
         probs = (logits / self._column([p.divisor for p in params])[:, None]).softmax(-1)
         vocab = probs.shape[-1]

@@ -109,7 +109,7 @@ class NextToken(Decoding):
         rows = {
             item.request: place[0].stop - 1
             for item, place in zip(work, places, strict=True)
-            if item.samples and item.request.wants_tokens
+            if item.samples and item.request.wants_tokens and place[0].start < place[0].stop
         }
         if not rows:
             return [], None

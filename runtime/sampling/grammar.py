@@ -1,4 +1,4 @@
-"""Output that follows a JSON schema or a regular expression: llguidance compiles it and masks tokens."""
+"""Grammars that constrain the output (JSON schema, regular expression), compiled by llguidance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runtime.sampling.json_text import parse_json
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# Far above what real schemas need, and little enough that no grammar holds up a step for more than milliseconds.
+# Far above the need of real schemas, and low enough that no grammar delays a step by more than milliseconds.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
@@ -28,10 +28,10 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 
-# A small model that may put white space anywhere can put nothing else, for ever.
+# A small model that may put white space anywhere may generate nothing else.
 _JSON: JsonCompileOptions = {"whitespace_pattern": r"[ \n]?"}
 
-# Compiled grammars that are kept: agents send the same schema again and again.
+# Size of the cache of compiled grammars: agents send the same schema again and again.
 _KEPT = 64
 
 _MAX_MESSAGE = 300
@@ -50,7 +50,7 @@ def check_grammar(params: SamplingParams) -> None:
 
 
 def _source(params: SamplingParams) -> str | None:
-    """llguidance's text of what is asked for. Raises InvalidRequest for what is no JSON."""
+    """llguidance's source of the request's grammar, if any. Raises InvalidRequest if the schema is not JSON."""
     if params.regex is not None:
         return LLMatcher.grammar_from_regex(params.regex)
     if params.json_schema is None:
@@ -72,36 +72,36 @@ def _first_line(text: str) -> str:
 
 
 class Grammar:
-    """Where one request is in its grammar."""
+    """The state of one request in its grammar."""
 
     def __init__(self, matcher: LLMatcher):
         self._matcher = matcher
 
     def forbidden(self, vocab_size: int) -> np.ndarray:
-        """Which tokens may not follow, bool [vocab]. Raises InvalidRequest at a dead end or a limit."""
+        """Tokens that may not follow, bool [vocab]. Raises InvalidRequest at a dead end or a limit."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             raise InvalidRequest(f"the grammar cannot be followed further: {_first_line(self._matcher.get_error())}")
         return np.unpackbits(bits, bitorder="little", count=vocab_size) == 0
 
     def accept(self, token: int) -> None:
-        """Go on by a token."""
+        """Advance by a token."""
         self._matcher.consume_token(token)
 
     @property
     def complete(self) -> bool:
-        """Whether nothing more may follow."""
+        """Whether no token may follow."""
         return self._matcher.is_stopped()
 
 
 class GrammarCompiler:
-    """Compiles on a thread of its own, so that no step waits for a grammar.
+    """A compiler on a thread of its own, so that no step waits for a grammar.
 
     Args:
-        load_tokenizer: the text of the model's tokenizer.json; called with the first grammar.
+        load_tokenizer: returns the text of the model's tokenizer.json; called with the first grammar.
         vocab_size: of the logits.
         eos: tokens that end a sequence.
-        timeout_s: how long a grammar may take.
+        timeout_s: limit for one grammar.
     """
 
     def __init__(self, load_tokenizer: Callable[[], str], vocab_size: int, eos: list[int], timeout_s: float):
@@ -118,18 +118,18 @@ class GrammarCompiler:
         return len(self._open)
 
     def start(self, rid: str, params: SamplingParams, tenant: Hashable = "") -> None:
-        """Begin to compile what a request asks for; what is kept of it serves its tenant alone, as the time tells."""
+        """Begin to compile a request's grammar. The cache is per tenant: a hit is visible in the response time."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "ramet-grammar")
         self._open[rid] = (self._pool.submit(self._compile, params, tenant), time.monotonic() + self._timeout_s)
 
     def cancel(self, rid: str) -> bool:
-        """Forget a request; False if it is none of those that are being compiled."""
+        """Forget a request; False if its grammar is not being compiled."""
         found = self._open.pop(rid, None)
         return found is not None and (found[0].cancel() or True)
 
     def take(self) -> list[tuple[str, Grammar | RametError]]:
-        """The requests whose grammar is done, or has failed."""
+        """Remove the requests whose grammar is compiled or has failed."""
         done: list[tuple[str, Grammar | RametError]] = []
         for rid, (future, deadline_s) in list(self._open.items()):
             if future.done():

@@ -1,4 +1,4 @@
-"""JSON that came from somebody else, as text within a request or as a model's output."""
+"""Checks of untrusted JSON: text within a request, or a model's output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-# Levels of lists and objects. What a template or a JSON schema needs lies far below, what exhausts a stack far above.
+# Levels of lists and objects: far above the need of templates and schemas, far below the limit of the stack.
 MAX_DEPTH = 64
 
 _BEGINNING = 1 << 12
@@ -18,9 +18,9 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError for what is none, is nested too deep, or holds half a surrogate pair.
+    """The value of a JSON text. Raises ValueError for invalid JSON, deep nesting, NaN and lone surrogates.
 
-    Python's own parser takes NaN and lone surrogates, which nothing that the value is passed on to can write.
+    Python's own parser accepts the last two, which later writers of the value do not.
     """
     if is_deep(text.encode()):
         raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
@@ -30,7 +30,7 @@ def parse_json(text: str) -> Any:
 
 
 def check_unicode(value: Any) -> None:
-    """Raise ValueError if a JSON value holds text that is not Unicode, or a number that is none."""
+    """Raise ValueError if a JSON value holds lone surrogates or NaN."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
@@ -45,7 +45,7 @@ def is_deep(body: bytes) -> bool:
     """Whether JSON text is nested more than MAX_DEPTH levels deep."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return False
-    # What is deep mostly begins so, and is known without looking at megabytes.
+    # Deeply nested text mostly begins so: then megabytes need not be read.
     return _is_deep(body[:_BEGINNING]) or _is_deep(body)
 
 

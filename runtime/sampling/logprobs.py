@@ -8,19 +8,16 @@ import torch
 
 from runtime.protocol import TokenLogprob
 
-# Of given tokens float32 [n], then of the most likely ones int64 [n, top] and float32 [n, top].
+# Log-probabilities of given tokens float32 [n]; the most likely tokens int64 [n, top], and theirs float32 [n, top].
 Measured = Sequence[torch.Tensor]
 
 _LEAST = -9999.0  # JSON has no infinity
 
 
 def measure_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Measured:
-    """Log-probabilities where the logits are; nothing waits for them.
+    """Log-probabilities of tokens int64 [n] and of the `top` most likely ones, from float32 logits [n, vocab].
 
-    Args:
-        logits: float32 [n, vocab].
-        tokens: int64 [n].
-        top: how many of the most likely tokens to name as well.
+    They stay on the device of the logits; nothing waits for them.
     """
     logprobs = logits.log_softmax(-1).clamp_min(_LEAST)
     values, ids = logprobs.topk(min(top, logprobs.shape[-1]))
@@ -28,12 +25,12 @@ def measure_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Me
 
 
 def list_logprobs(tokens: Sequence[int], measured: Measured) -> list[TokenLogprob]:
-    """`measure_logprobs` of n tokens for people; best of the host's tensors."""
+    """`TokenLogprob`s of n tokens; reads `measured`, so that tensors on a GPU make it wait."""
     chosen, ids, values = (tensor.tolist() for tensor in measured)
     tops = [list(zip(*top, strict=True)) for top in zip(ids, values, strict=True)]
     return [TokenLogprob(*found) for found in zip(tokens, chosen, tops, strict=True)]
 
 
 def report_logprobs(logits: torch.Tensor, tokens: list[int], top: int) -> list[TokenLogprob]:
-    """Log-probabilities of n given tokens, from float32 logits [n, vocab], and of the `top` most likely ones."""
+    """`measure_logprobs` and `list_logprobs` of n tokens."""
     return list_logprobs(tokens, measure_logprobs(logits, torch.tensor(tokens, device=logits.device), top))

@@ -1,4 +1,4 @@
-"""Tokens that were chosen where the logits are, and that the host has not read yet."""
+"""Tokens that are chosen on the device and not yet read by the host."""
 
 from __future__ import annotations
 
@@ -11,42 +11,46 @@ from runtime.execution.transfers import Download
 from runtime.protocol import TokenLogprob
 from runtime.sampling.logprobs import Measured, list_logprobs
 
-# Stands for a token where none could be chosen.
+# In place of a token that could not be chosen.
 NO_TOKEN = -1
 
 
 class BadLogits(RametError):
-    """The model computed something that is no number."""
+    """A row of logits that is not finite."""
 
     def __init__(self) -> None:
         super().__init__("the model's logits for this request are not finite numbers")
 
 
 class Sampled:
-    """One token for each of n requests, on its way to the host from the moment on at which it was chosen.
+    """One token for each of n requests, with its transfer to the host.
 
     Attributes:
-        tokens: int64 [n], where the logits are; `NO_TOKEN` for a request that cannot have one.
+        tokens: int64 [n], on the device; `NO_TOKEN` for a request that failed.
     """
 
     def __init__(
         self, tokens: torch.Tensor, failures: Mapping[int, RametError], tops: Mapping[int, int], measured: Measured
     ):
-        """`failures`: why requests have none, if not for bad logits.
+        """Start the transfer.
 
-        `measured`: log-probabilities for the requests in `tops`, which says how many of the most likely each wants.
+        Args:
+            tokens: int64 [n].
+            failures: errors of requests without a token, except for bad logits.
+            tops: for requests that want log-probabilities, how many of the most likely tokens they want.
+            measured: log-probabilities of the requests in `tops`.
         """
         self.tokens = tokens
         self._failures, self._tops = failures, tops
         self._download = Download([tokens, *measured], tokens.device)
 
     def read(self) -> list[int | RametError]:
-        """Wait for the tokens; for a request that cannot have one, why: it fails alone."""
+        """Wait for the tokens; an error in place of the token of a request that failed."""
         tokens = self._download.wait()[0].tolist()
         return [self._failures.get(i) or BadLogits() if t == NO_TOKEN else t for i, t in enumerate(tokens)]
 
     def logprobs(self) -> dict[int, TokenLogprob]:
-        """Wait for the log-probabilities of those who wanted any, by their place among the requests."""
+        """Wait for the log-probabilities of the requests in `tops`, by their place among the requests."""
         if not self._tops:
             return {}
         tokens, *measured = self._download.wait()

@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, filters, and a random stream of its own for every request."""
+"""The choice of tokens from logits: penalties, filters, and a random stream for each request."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def highest(logits: torch.Tensor) -> torch.Tensor:
 
 
 class Sampler:
-    """Chooses one token for each of some requests.
+    """A sampler of one token for each of several requests.
 
     Args:
         vocab_size: columns of the logits.
-        device: where the logits are.
-        argmax: `highest`, or the kernels' own.
+        device: of the logits.
+        argmax: `highest`, or an executor's.
     """
 
     def __init__(
@@ -43,20 +43,20 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = device
         self._argmax = argmax
-        # For requests without a seed, and, seeded anew for every token, for those with one.
+        # For requests without a seed, and for those with one, seeded anew for every token.
         self._unseeded, self._seeded = torch.Generator(device), torch.Generator(device)
         self._unseeded.seed()
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request], ahead: int = 0) -> Sampled:
-        """Choose the next tokens; only a grammar makes this wait for the device.
+        """Choose the next tokens; waits for the device only for requests with a grammar.
 
         Args:
-            logits: float32 [n, vocab]; not changed, and not needed any more once this returns.
-            requests: whose logits these are.
-            ahead: tokens that each of them has been given since, but that the host has not read.
+            logits: float32 [n, vocab]; not changed, and not read after the return.
+            requests: n requests.
+            ahead: number of tokens of each request that are chosen but not read by the host.
         """
         best = self._argmax(logits)
-        # argmax takes a NaN for the greatest, so a look at what it chose tells whether there is one in the row.
+        # argmax takes a NaN for the maximum, so that the chosen logit shows whether the row has one.
         sound = logits.gather(-1, best[:, None])[:, 0].isfinite()
         alone = [i for i, request in enumerate(requests) if _adjusts(request, ahead)]
         drawing = [i for i, r in enumerate(requests) if not r.sampling.greedy and not _adjusts(r, ahead)]
@@ -80,7 +80,7 @@ class Sampler:
     def _measure(
         self, logits: torch.Tensor, tokens: torch.Tensor, requests: Sequence[Request]
     ) -> tuple[dict[int, int], Measured]:
-        """Log-probabilities of the chosen tokens, for those who want them, and how many more each of them wants."""
+        """`Sampled`'s `tops` and `measured` of the chosen tokens."""
         tops = {i: request.logprobs for i, request in enumerate(requests) if request.logprobs is not None}
         if not tops:
             return {}, []
@@ -94,11 +94,11 @@ class Sampler:
         return upload(torch.tensor(index, dtype=torch.int64), self.device)
 
     def _draw_all(self, logits: torch.Tensor, requests: Sequence[Request], ahead: int) -> torch.Tensor:
-        """Draw int64 [n] for requests that change nothing of their logits [n, vocab]."""
+        """Draw int64 [n] for requests that do not adjust their logits [n, vocab]."""
         return torch.stack([self._draw(row, r, ahead) for row, r in zip(logits, requests, strict=True)])
 
     def _one(self, logits: torch.Tensor, sound: torch.Tensor, request: Request, ahead: int) -> torch.Tensor:
-        """The token of a request that changes its logits [vocab]; `sound`: whether they are numbers."""
+        """The token of a request that adjusts its logits [vocab]; `sound`: whether they are finite."""
         logits = self._adjust(logits.clone(), request, ahead)
         token = logits.argmax() if request.sampling.greedy else self._draw(logits, request, ahead)
         if request.counts is not None:
@@ -143,15 +143,16 @@ class Sampler:
         logits -= params.presence_penalty * (counts > 0)
 
     def _draw(self, logits: torch.Tensor, request: Request, ahead: int) -> torch.Tensor:
-        """Draw from the filtered distribution by racing exponentials, which needs no cumulative sum."""
+        """Draw from the filtered distribution by `race`."""
         probs = filter_probs(logits, request.sampling)
         noise = torch.empty_like(probs).exponential_(generator=self.generator(request, ahead))
         return race(probs[None], noise[None])[0]
 
     def generator(self, request: Request, ahead: int = 0) -> torch.Generator:
-        """The stream of noise for a request's next token: with a seed, it depends on that and the place alone.
+        """The random stream of a request's next token.
 
-        So a token that has to be drawn again, after a step that failed or was thrown away, is the same one.
+        With a seed it depends on the seed and the token's place alone, so that a step that is repeated draws the same
+        token.
         """
         seed = request.sampling.seed
         if seed is None:
@@ -160,7 +161,7 @@ class Sampler:
 
 
 def race(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Draw int64 [n] by exponential noise [n, vocab]; `NO_TOKEN` where the probabilities are no numbers."""
+    """Draw int64 [n] by exponential noise [n, vocab], without a cumulative sum; `NO_TOKEN` for bad probabilities."""
     tokens = (probs / noise).argmax(-1)
     return tokens.where(probs.gather(-1, tokens[:, None])[:, 0].isfinite(), NO_TOKEN)
 
@@ -182,7 +183,7 @@ def filter_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def _mix(seed: int, place: int) -> int:
-    """63 bits of which all depend on a seed and a place (SplitMix64's finalizer)."""
+    """63 bits that all depend on seed and place (SplitMix64's finalizer)."""
     z = (seed + (place + 1) * 0x9E3779B97F4A7C15) & _WORD
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD

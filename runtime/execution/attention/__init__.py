@@ -1,1 +1,1 @@
-"""Attention over the paged pool: one interface, two backends."""
+"""Attention over the paged pool: an interface and its backends."""

@@ -55,15 +55,15 @@ class CPUAttention(AttentionBackend):
         touched = torch.zeros(plan.num_rows, dtype=torch.bool)
         parts: list[Part] = []
         for edge in plan.edges:
-            for part in self._parts(edge, plan.spans[edge.span], int(touched[edge.rows].numel())):
+            for part in self._parts(edge, plan):
                 part.first = not bool(touched[edge.rows].any())
                 touched[edge.rows] = True
                 parts.append(part)
         return parts
 
-    def _parts(self, edge: Edge, span: Span, num_rows: int) -> list[Part]:
+    def _parts(self, edge: Edge, plan: AttentionPlan) -> list[Part]:
         """The part of the span that all rows see, and the rest: a square where it is causal, else under a mask."""
-        visible = visible_of(edge, span, num_rows)
+        span, visible = plan.spans[edge.span], visible_of(edge, plan)
         least, most = int(visible.min()), int(visible.max())
         if not most:
             return []
@@ -73,13 +73,13 @@ class CPUAttention(AttentionBackend):
             return Part(edge.rows, slots, causal, cos_sin, bias, first=False)
 
         rest: list[Part] = []
-        if num_rows > 1 and span.keep is None and is_causal(visible):
+        if len(visible) > 1 and span.keep is None and is_causal(visible):
             least -= 1  # the square begins with the last key that the first row sees
             own = self._pieces(span, least, most)
             rest = [part(own[0] if len(own) == 1 else self._gathered(span, least, most), causal=True)]
         elif least < most or span.keep is not None:
             least = least if span.keep is None else 0
-            seen = visible_pairs(visible, span)[:, least:most].to(self.device)
+            seen = visible_pairs(edge, plan)[:, least:most].to(self.device)
             bias = torch.zeros(seen.shape, dtype=self.bias_dtype, device=self.device).masked_fill_(~seen, -math.inf)
             rest = [part(self._gathered(span, least, most), bias=bias)]
         return rest + [part(slots) for slots in self._pieces(span, 0, least)]

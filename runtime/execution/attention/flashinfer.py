@@ -12,7 +12,7 @@ import torch
 
 from runtime.batch import AttentionPlan
 from runtime.execution.attention.backend import AttentionBackend
-from runtime.execution.attention.paged_index import PagedIndex, by_call, flat_mask, merge_table, paged_index
+from runtime.execution.attention.paged_index import PagedIndex, by_call, merge_table, paged_index, visible_pairs
 from runtime.execution.flashinfer_package import load_flashinfer
 from runtime.execution.transfers import Mark, pin, upload
 from runtime.kv.pool import KVPool
@@ -171,7 +171,9 @@ class FlashInferAttention(AttentionBackend):
             self.plan_decode(wrapper, index)
         else:
             wrapper = self._wrapper("prefill")
-            mask = upload(flat_mask(plan), self.device) if kind == "masked" else None
+            mask = None
+            if kind == "masked":
+                mask = upload(torch.cat([visible_pairs(edge, plan).flatten() for edge in plan.edges]), self.device)
             self.plan_prefill(wrapper, index, kind == "causal", mask)
         cos_sin = None
         if index.shift.any():
@@ -195,7 +197,7 @@ class FlashInferAttention(AttentionBackend):
         )
 
     def plan_prefill(self, wrapper: Any, index: PagedIndex, causal: bool, mask: torch.Tensor | None) -> None:
-        """Plan a prefill wrapper; `mask`: see `flat_mask`."""
+        """Plan a prefill wrapper; `mask`: bool, `visible_pairs` of all requests, flattened and concatenated."""
         wrapper.plan(
             pin(torch.from_numpy(index.qo_indptr), self.device),
             pin(torch.from_numpy(index.kv_indptr), self.device),

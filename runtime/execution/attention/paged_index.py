@@ -69,9 +69,11 @@ def first_row(edge: Edge, num_rows: int) -> int:
     return edge.rows.indices(num_rows)[0] if isinstance(edge.rows, slice) else int(edge.rows[0])
 
 
-def visible_of(edge: Edge, span: Span, num_rows: int) -> np.ndarray:
-    """`Edge.visible` of an edge of `num_rows` rows; its span's length for all rows if that is None."""
-    return np.full(num_rows, span.length, dtype=np.int32) if edge.visible is None else edge.visible
+def visible_of(edge: Edge, plan: AttentionPlan) -> np.ndarray:
+    """`Edge.visible`, int32 [n], also if that is None."""
+    if edge.visible is not None:
+        return edge.visible
+    return np.full(len(rows_of(edge, plan.num_rows)), plan.spans[edge.span].length, dtype=np.int32)
 
 
 def is_causal(visible: np.ndarray) -> bool:
@@ -79,20 +81,11 @@ def is_causal(visible: np.ndarray) -> bool:
     return bool(visible[0] > 0 and (np.diff(visible) == 1).all())
 
 
-def visible_pairs(visible: np.ndarray, span: Span) -> torch.Tensor:
-    """Mask of an edge, bool [rows, span.length], from `visible_of` and the span's `keep`."""
-    seen = torch.arange(span.length) < torch.from_numpy(visible)[:, None]
+def visible_pairs(edge: Edge, plan: AttentionPlan) -> torch.Tensor:
+    """Mask of an edge, bool [rows, length of the span], by `visible` and `keep`."""
+    span = plan.spans[edge.span]
+    seen = torch.arange(span.length) < torch.from_numpy(visible_of(edge, plan))[:, None]
     return seen if span.keep is None else seen & span.keep
-
-
-def flat_mask(plan: AttentionPlan) -> torch.Tensor:
-    """`visible_pairs` of all edges of a plan, flattened and concatenated."""
-    masks = []
-    for edge in plan.edges:
-        span = plan.spans[edge.span]
-        visible = visible_of(edge, span, len(rows_of(edge, plan.num_rows)))
-        masks.append(visible_pairs(visible, span).flatten())
-    return torch.cat(masks)
 
 
 def by_call(plan: AttentionPlan, page_size: int) -> dict[str, AttentionPlan]:
@@ -111,11 +104,11 @@ def by_call(plan: AttentionPlan, page_size: int) -> dict[str, AttentionPlan]:
 
 def _cut(edge: Edge, plan: AttentionPlan, page_size: int) -> Iterator[tuple[str, Span, np.ndarray | None]]:
     """Parts of an edge: the call, a part of the span, and `Edge.visible` for it."""
-    span, num_rows = plan.spans[edge.span], len(rows_of(edge, plan.num_rows))
+    span = plan.spans[edge.span]
     if edge.visible is None and span.keep is None:
-        yield "causal" if num_rows == 1 else "full", span, None
+        yield "causal" if len(rows_of(edge, plan.num_rows)) == 1 else "full", span, None
         return
-    visible = visible_of(edge, span, num_rows)
+    visible = visible_of(edge, plan)
     least, most = int(visible.min()), int(visible.max())
 
     def part(start: int, stop: int) -> Span:

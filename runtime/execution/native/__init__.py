@@ -1,1 +1,1 @@
-"""The native CPU path: a decoder step in one call of a small C++ library. The torch path is its specification."""
+"""The native CPU path: a decoder step in one call of a small C++ library. The torch path is its reference."""

@@ -20,7 +20,7 @@ _ALIGNMENT = 4096
 
 
 class Team:
-    """Threads that compute together, the caller among them; they sleep between steps."""
+    """A thread pool that includes the caller; its threads sleep between steps."""
 
     def __init__(self, library: Library, threads: int):
         self.library = library
@@ -32,7 +32,7 @@ class PackedWeights:
     """One allocation in huge pages, into which matrices are packed one after the other."""
 
     def __init__(self, team: Team, num_bytes: int):
-        """Allocate. Raises MemoryError."""
+        """Raises MemoryError."""
         self.team = team
         library = team.library
         self._next = library.allocate(num_bytes)
@@ -45,7 +45,7 @@ class PackedWeights:
     def add(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, paired: bool = False, int8: bool = False
     ) -> c.Matrix:
-        """Pack a weight [n, k], float32 or bfloat16, with its bias [n]; `paired`: gate over up; `int8`: in 8 bits."""
+        """Pack a weight [n, k], float32 or bfloat16, with its bias [n]; `paired`: it is gate over up."""
         library, weight = self.team.library, (weight.float() if int8 else weight).contiguous()
         matrix = describe(weight, paired, int8)
         matrix.data = self._next
@@ -59,29 +59,29 @@ class PackedWeights:
         return matrix
 
     def keep(self, tensor: torch.Tensor) -> int:
-        """The address of a tensor, which from now on lives as long as the weights."""
+        """The address of a tensor, which is kept as long as the weights."""
         tensor = tensor.contiguous()
         self._kept.append(tensor)
         return tensor.data_ptr()
 
 
 def describe(weight: torch.Tensor, paired: bool = False, int8: bool = False) -> c.Matrix:
-    """A matrix like a weight [n, k], not packed yet."""
+    """The matrix of a weight [n, k], without its data."""
     n, k = weight.shape
     return c.Matrix(n=n, k=k, storage=2 if int8 else int(weight.dtype == torch.bfloat16), is_paired=paired)
 
 
 def packed_bytes(library: Library, matrix: c.Matrix) -> int:
-    """Room that a matrix takes in `PackedWeights`."""
+    """Bytes of a matrix in `PackedWeights`."""
     return -(-library.matrix_bytes(ctypes.byref(matrix)) // _ALIGNMENT) * _ALIGNMENT
 
 
 class NativeDecoder:
     """The decoder stack and head over a paged pool on the CPU.
 
-    Weights and pool are float32 or bfloat16 as given; all arithmetic is float32, except that `avx512bf16` rounds
-    activations to bfloat16 where it multiplies them with bfloat16 weights, and that `int8` rounds weights and the
-    activations that meet them to 8 bits, with a scale for each 64 of a row.
+    Weights and pool are float32 or bfloat16; arithmetic is float32 with two exceptions: `avx512bf16` rounds
+    activations to bfloat16 for products with bfloat16 weights, and `int8` rounds weights and activations to 8 bits,
+    with a scale for each 64 of a row.
 
     Attributes:
         name: `native-` and the instruction set.
@@ -90,7 +90,7 @@ class NativeDecoder:
     def __init__(
         self, library: Library, model: llama.LlamaModel, pool: KVPool, threads: int, int8: bool = False
     ) -> None:
-        """Pack the weights of `model`, which loses them on the way, so that no copy stays.
+        """Pack the weights of `model` and delete them there.
 
         Raises:
             MemoryError: they do not fit.
@@ -156,9 +156,9 @@ class NativeDecoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Run one step: writes the new K and V into the pool, returns float32 logits [S, vocab] of `logits_rows`.
+        """Run one step: write the new K and V into the pool, return float32 logits [S, vocab] of `logits_rows`.
 
-        The logits are overwritten by the next step: fresh memory every time costs more than the work on it.
+        The next step overwrites the logits: fresh memory in each step costs more than the work on it.
         """
         kept: list[Any] = []
 
@@ -169,7 +169,7 @@ class NativeDecoder:
         def hidden_rows(given: list[HiddenRows]) -> Any:
             several = (c.HiddenRows * len(given))()
             for to, one in zip(several, given, strict=True):
-                # Not by `pointer`: a contiguous copy would not be the caller's.
+                # Not by `pointer`, which may copy: the kernel writes into the caller's tensor.
                 assert one.states.dtype == torch.float32
                 assert one.states.is_contiguous()
                 to.rows, to.num_rows, to.states = pointer(one.rows), len(one.rows), one.states.data_ptr()
@@ -206,7 +206,7 @@ class NativeDecoder:
         return logits
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """The first of the highest logits, int64 [n], of each row of float32 [n, vocab]."""
+        """The highest tokens, int64 [n], of float32 logits [n, vocab]; the first one among equals."""
         logits = logits.contiguous()
         out = torch.empty(len(logits), dtype=torch.int64)
         self.library.argmax(self.team.handle, logits.data_ptr(), *logits.shape, out.data_ptr())

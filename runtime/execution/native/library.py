@@ -1,4 +1,4 @@
-"""Finds the compiled kernels, and their entry points as ctypes sees them (`src/api.h`)."""
+"""The compiled kernels: finding them, and their entry points for ctypes (`src/api.h`)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-# Best first. Each is a library of its own, made from the same sources under other compiler flags.
+# Best first. Each is a library of its own, compiled from the same sources with other flags.
 ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2")
 
-# What `ramet_interface` of a library for these declarations says.
+# Result of `ramet_interface` in libraries with these declarations.
 _INTERFACE = 4
 
 
@@ -26,7 +26,7 @@ class Matrix(Structure):
 
 
 class Product(Structure):
-    """One matrix product; see `src/gemm.h`."""
+    """See `src/gemm.h`."""
 
     _fields_ = (
         *(("a", c_void_p), ("lda", c_int64), ("m", c_int64), ("w", POINTER(Matrix)), ("c", c_void_p)),
@@ -35,31 +35,31 @@ class Product(Structure):
 
 
 class Span(Structure):
-    """A run of rows in the pool; see `src/attention.h`."""
+    """See `src/attention.h`."""
 
     _fields_ = (("pages", c_void_p), ("length", c_int64), ("keep", c_void_p), ("turn", c_void_p))
 
 
 class Edge(Structure):
-    """Rows that attend to a span; see `src/attention.h`."""
+    """See `src/attention.h`."""
 
     _fields_ = (("rows", c_void_p), ("num_rows", c_int64), ("span", c_int64), ("visible", c_void_p))
 
 
 class Shape(Structure):
-    """What attention knows of model and pool."""
+    """Shape of the model's attention and of the pool; see `src/attention.h`."""
 
     _fields_ = _fields("heads kv_heads dim page_size is_bf16")
 
 
 class LayerKV(Structure):
-    """One layer's keys and values in the pool."""
+    """A layer's keys and values in the pool; see `src/attention.h`."""
 
     _fields_ = _fields(pointers="k v")
 
 
 class Layer(Structure):
-    """One decoder layer; see `src/decoder.h`."""
+    """See `src/decoder.h`."""
 
     _fields_ = (
         *_fields(pointers="input_norm post_norm q_norm k_norm"),
@@ -69,7 +69,7 @@ class Layer(Structure):
 
 
 class Model(Structure):
-    """The whole model; see `src/decoder.h`."""
+    """See `src/decoder.h`."""
 
     _fields_ = (
         *_fields("hidden inner vocab num_layers"),
@@ -79,13 +79,13 @@ class Model(Structure):
 
 
 class HiddenRows(Structure):
-    """Hidden states of some rows; see `src/decoder.h`."""
+    """See `src/decoder.h`."""
 
     _fields_ = (("rows", c_void_p), ("num_rows", c_int64), ("states", c_void_p))
 
 
 class Group(Structure):
-    """A layer group of a step; see `src/decoder.h`."""
+    """See `src/decoder.h`."""
 
     _fields_ = (
         *_fields("first_layer last_layer"),
@@ -98,7 +98,7 @@ class Group(Structure):
 
 
 class Step(Structure):
-    """One step; see `src/decoder.h`."""
+    """See `src/decoder.h`."""
 
     _fields_ = (
         *(("tokens", c_void_p), ("num_rows", c_int64), ("groups", POINTER(Group)), ("num_groups", c_int64)),
@@ -134,14 +134,14 @@ _INTO_LIBRARY: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 class Library:
-    """The kernels for one instruction set. Calls release the interpreter's lock.
+    """The kernels for one instruction set. Calls release the GIL.
 
     Attributes:
         isa: one of `ISAS`.
     """
 
     def __init__(self, isa: str, path: Path):
-        """Open a library. Raises OSError if it cannot be, AttributeError if it lacks a function."""
+        """Raises OSError if the library cannot be opened, AttributeError if it lacks a function."""
         self.isa = isa
         self._library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _INTO_LIBRARY.items():
@@ -155,7 +155,7 @@ class Library:
 
 @cache
 def load(isa: str) -> Library | None:
-    """The library for an instruction set of `ISAS`; None if it was not built or this processor lacks something."""
+    """The library for one of `ISAS`; None if it was not built or this processor does not support it."""
     for suffix in EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(f"_{isa}{suffix}")
         if path.exists():
@@ -164,11 +164,11 @@ def load(isa: str) -> Library | None:
         return None
     try:
         library = Library(isa, path)
-    except (OSError, AttributeError):  # not for this system, or of a build that lacks a function
+    except (OSError, AttributeError):  # of another system, or of a build that lacks a function
         return None
     return library if library.interface() == _INTERFACE and library.supported() else None
 
 
 def load_best() -> Library | None:
-    """The library for the best instruction set that this processor has; None without any."""
+    """The library for the best instruction set of this processor, if there is any."""
     return next((library for isa in ISAS if (library := load(isa)) is not None), None)

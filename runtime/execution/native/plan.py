@@ -1,4 +1,4 @@
-"""Turns attention plans into the arrays that the kernels read, in time that grows with edges and rows."""
+"""Attention plans as the arrays that the native kernels read."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from runtime.models.rope import RotaryEmbedding
 
 
 class NativePlan:
-    """One plan's spans and edges as C arrays. What these point to lives as long as this object.
+    """A plan's spans and edges as C arrays, whose pointers are valid as long as this object lives.
 
     Attributes:
         spans, edges: ctypes arrays of `library.Span` and `library.Edge`.
-        num_edges: length of `edges`.
     """
 
     def __init__(self, plan: AttentionPlan, rope: RotaryEmbedding):

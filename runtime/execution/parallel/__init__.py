@@ -1,1 +1,1 @@
-"""Tensor parallel: one model over several processes, each with its share of the heads and of the inner dimension."""
+"""Tensor parallelism: one model over several processes, each with a part of the heads and of the inner dimension."""

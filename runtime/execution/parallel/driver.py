@@ -1,4 +1,4 @@
-"""The first rank: schedules, tells the other ranks what to compute, and notices their end."""
+"""The first rank of a tensor parallel model, which drives the others."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _REAP_SECONDS = 2
 
 
 class Workers:
-    """The processes of the other ranks. They end with this one: their standard input is a pipe from it.
+    """The processes of the other ranks. They end with this process: their standard input is a pipe from it.
 
     Attributes:
         processes: of ranks 1 and up.
-        on_death: called once, by a thread of its own, when one of them ends before `close`.
+        on_death: called once, on a thread of its own, if one of them ends before `close`.
     """
 
     def __init__(self, config: Config, path: Path, size: int, port: int):
-        """Start them."""
+        """Start ranks 1 to `size - 1`, which meet at `port`."""
         self.processes = [
             subprocess.Popen([sys.executable, "-P", "-m", "runtime.execution.parallel.worker"], stdin=subprocess.PIPE)
             for _ in range(1, size)
@@ -57,7 +57,7 @@ class Workers:
         self._finalizer = weakref.finalize(self, _hang_up, self.processes)
 
     def meet(self, store: dist.TCPStore) -> None:
-        """Wait until all of them are about to join. Raises ModelError if one ends before."""
+        """Wait until all ranks are about to join. Raises ModelError if one ends before."""
         ranks = [f"rank{rank}" for rank in range(1, len(self.processes) + 1)]
         while not store.check(ranks):
             if any(process.poll() is not None for process in self.processes):
@@ -65,7 +65,7 @@ class Workers:
             time.sleep(0.02)
 
     def send(self, order: Order) -> None:
-        """Tell all of them what to do next. Raises EngineDead if one is gone."""
+        """Send an order to all ranks. Raises EngineDead if one has ended."""
         data = encode_order(order)
         for process in self.processes:
             self._write(process, data)
@@ -87,7 +87,7 @@ class Workers:
                 self.on_death(error)
 
     def explain(self) -> EngineDead:
-        """Why the ranks no longer compute together."""
+        """The reason why a step failed, with the rank that has ended, if any."""
         deadline = time.monotonic() + _REAP_SECONDS
         while time.monotonic() < deadline:
             for rank, process in enumerate(self.processes, start=1):
@@ -97,12 +97,12 @@ class Workers:
         return EngineDead("the ranks of the model no longer compute together")
 
     def hang_up(self) -> None:
-        """Let them end after what they were told."""
+        """Close their pipes: they end after the orders that they have."""
         self.closing = True
         self._finalizer()
 
     def close(self) -> None:
-        """Let them end, and wait for it."""
+        """`hang_up`, and wait for their end."""
         self.hang_up()
         for process in self.processes:
             try:
@@ -120,10 +120,10 @@ def _hang_up(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 class ParallelExecutor(Executor):
-    """Runs every step on all ranks, of which the first is here. A step that fails anywhere ends the engine."""
+    """An executor that runs every step on all ranks, the first of which it is. A failed step ends the engine."""
 
     def __init__(self, config: Config, path: Path):
-        """Start the other ranks and load the model in `path` with them. Raises ModelError."""
+        """Start the other ranks and load the model directory `path` with them. Raises ModelError."""
         size = config.model.tensor_parallel
         split_spec(ModelSpec.load(path), size)
         device = rank_device(choose_device(config.model), 0, size)
@@ -167,5 +167,5 @@ class ParallelExecutor(Executor):
 
 
 def open_executor(config: Config, path: Path) -> Executor:
-    """The executor of the model directory `path`, over as many processes as configured. Raises ModelError."""
+    """The executor of the model directory `path`, with `--tensor-parallel` ranks. Raises ModelError."""
     return Executor(config, path) if config.model.tensor_parallel == 1 else ParallelExecutor(config, path)

@@ -1,4 +1,4 @@
-"""The processes that compute one model together."""
+"""The process group of a tensor parallel model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch.distributed as dist
 from runtime.errors import ModelError
 
 _HOST = "127.0.0.1"
-# Ranks meet within a step and while they start; between steps nobody waits in a collective.
+# Collectives run within a step and during the start; between steps no rank waits in one.
 _TIMEOUT = timedelta(minutes=5)
 
 
 def rank_device(device: torch.device, rank: int, size: int) -> torch.device:
-    """Where a rank computes if the first one does on `device`. Raises ModelError if there are too few GPUs."""
+    """The device of a rank if the first one's is `device`. Raises ModelError if there are too few GPUs."""
     if device.type == "cpu":
         return device
     first, available = device.index or 0, torch.cuda.device_count()
@@ -30,13 +30,13 @@ class Group:
     """Collectives among the ranks: gloo between CPUs, NCCL between GPUs.
 
     Attributes:
-        rank: this process; 0 is the driver, which schedules.
-        size: processes.
-        device: where this rank computes.
+        rank: of this process; 0 is the driver.
+        size: number of ranks.
+        device: of this rank.
     """
 
     def __init__(self, store: dist.TCPStore, rank: int, size: int, device: torch.device):
-        """Meet the other ranks at `store`; blocks until all are there. Raises ModelError."""
+        """Join the other ranks at `store`; blocks until all are there. Raises ModelError."""
         if dist.is_initialized():
             raise ModelError("--tensor-parallel: this process is in a process group of torch.distributed already")
         if device.type == "cuda":
@@ -50,12 +50,12 @@ class Group:
 
     @staticmethod
     def open_store(size: int) -> dist.TCPStore:
-        """The driver's meeting place, on a free port."""
+        """The driver's store, on a free port."""
         return dist.TCPStore(_HOST, 0, size, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
 
     @staticmethod
     def find_store(port: int, size: int) -> dist.TCPStore:
-        """The driver's meeting place, seen from another rank."""
+        """The driver's store, for another rank."""
         return dist.TCPStore(_HOST, port, size, is_master=False, timeout=_TIMEOUT)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,16 +70,16 @@ class Group:
         return torch.cat(parts, dim=-1)
 
     def least(self, value: int) -> int:
-        """The least of all ranks' values."""
+        """The minimum of all ranks' values."""
         least = torch.tensor(value)
         dist.all_reduce(least, dist.ReduceOp.MIN)
         return int(least)
 
     def abort(self) -> None:
-        """End a collective that waits for a rank that is gone; gloo's end by themselves."""
+        """Abort a collective that waits for a rank that has ended; gloo's fail by themselves."""
         if self.device.type == "cuda" and dist.group.WORLD is not None:
             dist.group.WORLD.abort()
 
     def close(self) -> None:
-        """Leave; no collective may follow."""
+        """Leave the group."""
         dist.destroy_process_group()

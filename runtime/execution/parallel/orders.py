@@ -1,4 +1,4 @@
-"""What the driver tells the other ranks to do, as bytes: msgpack, with tensors as extensions."""
+"""Orders of the driver to the other ranks, in msgpack with tensors as extensions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TENSOR, _ARRAY, _SLICE, _RANGE = range(4)
 
 
 def encode_order(order: Order) -> bytes:
-    """An order as bytes; states that the driver saves for itself stay behind."""
+    """An order as bytes, without `LayerGroup.save`: only the driver keeps states."""
     if isinstance(order, CopyRows):
         return _encoder.encode(["copy", order])
     groups = [replace(group, save=[]) for group in order.groups]
@@ -35,7 +35,7 @@ def encode_order(order: Order) -> bytes:
 
 
 def decode_order(data: bytes) -> Order:
-    """What `encode_order` encoded, with all tensors on the CPU."""
+    """The inverse of `encode_order`; tensors are on the CPU."""
     kind, fields = _decoder.decode(data)
     if kind == "copy":
         return CopyRows(**fields)

@@ -1,6 +1,6 @@
-"""Another rank than the driver: `python -m runtime.execution.parallel.worker`, started by `Workers`, never by hand.
+"""A rank other than the driver: `python -m runtime.execution.parallel.worker`, started by `Workers`, never by hand.
 
-Standard input brings its `Boot`, then orders, each behind its length; when it ends, the driver is gone or done.
+Standard input carries a `Boot` message, then orders, each after its length. It ends with the driver.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ log = logging.getLogger("ramet.engine")
 
 LENGTH = struct.Struct("<Q")
 
-# How long a rank that waits in a collective may take to end after the driver has.
+# Time for a rank that waits in a collective to end after the driver has.
 _END_SECONDS = 10
 
 
 class Boot(msgspec.Struct):
-    """What the driver tells another rank."""
+    """First message to a rank."""
 
     config: str
     path: str
@@ -44,7 +44,7 @@ class Boot(msgspec.Struct):
 
 
 class Inbox:
-    """Reads standard input in a thread, so that the driver's end is noticed within a step, too."""
+    """Messages from standard input, read on a thread, so that the driver's end is noticed within a step, too."""
 
     def __init__(self) -> None:
         # Not through sys.stdin: its lock, held by the thread, would break the interpreter's shutdown.
@@ -59,7 +59,7 @@ class Inbox:
         return msgspec.json.decode(data, type=Boot)
 
     def get(self) -> Order | None:
-        """The next order; None: there will be none."""
+        """The next order; None: the driver has hung up."""
         return self._orders.get()
 
     def _fill(self) -> None:

@@ -1,4 +1,4 @@
-// The entry points, called through ctypes (runtime/native/library.py): plain C, raw pointers, no Python.
+// The entry points, called through ctypes (runtime/execution/native/library.py): plain C, raw pointers, no Python.
 //
 // Every instruction set is a library of its own: the same sources under other compiler flags.
 #pragma once
@@ -10,10 +10,10 @@
 
 #define RAMET_API extern "C" __attribute__((visibility("default")))
 
-// Changes with every structure or function that the Python side knows: a library of another build is not used.
+// Version of the structures and functions that the Python side declares: libraries of other versions are not used.
 RAMET_API int64_t ramet_interface() { return 4; }
 
-// Whether this processor has what the library was compiled for.
+// Whether this processor has the instruction sets that the library was compiled for.
 RAMET_API int64_t ramet_supported() {
     __builtin_cpu_init();
 #if defined(__AVX512BF16__)

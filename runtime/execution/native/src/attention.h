@@ -1,4 +1,4 @@
-// Attention over a plan of query groups x spans: partial results with log-sum-exp, merged per row.
+// Attention over a plan of query rows x spans: partial results with log-sum-exp, merged per row.
 #pragma once
 
 #include <cmath>
@@ -7,12 +7,12 @@
 
 namespace ramet {
 
-// A run of rows in the pool; see Span in runtime/batch.py.
+// KV rows in the pool; see Span in runtime/batch.py.
 struct Span {
     const int32_t* pages;
     int64_t length;
-    const uint8_t* keep;  // [length], null: all count
-    const float* turn;    // cos and sin [2, dim / 2] of minus the span's shift, for its queries; null: no shift
+    const uint8_t* keep;  // [length], 0 for rows that are left out; null: none is
+    const float* turn;    // cos and sin [2, dim / 2] that rotate its queries by minus the shift; null: no shift
 };
 
 // Query rows that attend to a span; see Edge in runtime/batch.py.
@@ -20,7 +20,7 @@ struct Edge {
     const int32_t* rows;
     int64_t num_rows;
     int64_t span;
-    const int32_t* visible;  // [num_rows], how many of the span's first rows each sees; null: all
+    const int32_t* visible;  // [num_rows], number of the span's first rows that each sees; null: all
 };
 
 struct Shape {
@@ -41,8 +41,8 @@ struct LayerKV {
 //
 // Query heads that share a kv head are folded into the rows, so that a key is read once for all of them: folded row
 // f is row f / group, head kv_head * group + f % group. A piece is a flash attention (Dao et al., 2022) over blocks of
-// keys. Each block is brought into the micro-kernel's form once, for all rows of the piece, or read as it lies where
-// these are few. Few rows over many keys (decoding) are cut along the keys, many rows (prefill) along the rows.
+// keys. Each block is brought into the micro-kernel's form once, for all rows of the piece, or read in place if these
+// are few. Few rows over many keys (decoding) are cut along the keys, many rows (prefill) along the rows.
 class Attention {
   public:
     explicit Attention(const Shape& shape)
@@ -54,7 +54,7 @@ class Attention {
         pieces_.clear();
         slot_.clear();
         const int64_t most_rows = std::max<int64_t>(kFoldedRows / group_, 1);
-        // In keys x tiles of rows, which is what a piece costs.
+        // In keys x tiles of rows, the cost of a piece.
         int64_t work = 0;
         for_each_rows(num_edges, most_rows, [&](const Edge&, int64_t, int64_t rows, int64_t keys) {
             work += keys * tiles(rows) * shape_.kv_heads;
@@ -121,10 +121,10 @@ class Attention {
         }
     }
 
-    // Whether some rows have not exactly one partial result.
+    // Whether some rows have no or several partial results.
     bool merges() const { return merges_; }
 
-    // This thread's share of merging partial results, one phase of a team. A row that sees nothing gets zeros.
+    // This thread's share of merging partial results, one phase of a team. A row without visible keys gets zeros.
     void merge(Team& team, float* out, int64_t ldo) {
         constexpr int64_t kRun = 4;
         const int64_t heads = shape_.heads, dim = shape_.dim;
@@ -153,12 +153,12 @@ class Attention {
 
   private:
     static constexpr int64_t kKeys = 64;         // in a block: the scores of a tile stay in the first-level cache
-    static constexpr int64_t kFoldedRows = 192;  // in a piece: they pay for a block's preparation
-    static constexpr int64_t kLeastKeys = 256;   // in a piece: a partial result costs something, too
+    static constexpr int64_t kFoldedRows = 192;  // in a piece: enough to pay for a block's preparation
+    static constexpr int64_t kLeastKeys = 256;   // in a piece: a partial result has a cost, too
     static constexpr int64_t kPiecesPerThread = 6;
     static constexpr int64_t kScoreStride = kKeys + 16;
-    static constexpr int kFewRows = 4;         // that keys are read in place for, at once
-    static constexpr int64_t kFewKeys = 256;  // of which the scores are made together there
+    static constexpr int kFewRows = 4;         // computed together over keys that are read in place
+    static constexpr int64_t kFewKeys = 256;  // in a block there
 
     struct Piece {
         const Edge* edge;
@@ -166,7 +166,7 @@ class Attention {
         int64_t head;        // kv head
         int64_t begin, end;  // keys
         int64_t block;       // keys at once
-        bool few;            // rows: keys are read in place
+        bool few;            // few rows: keys are read in place
         int64_t first_slot;  // index into slot_ of row `from`
         int64_t part;        // number among the pieces of these rows
     };
@@ -181,7 +181,7 @@ class Attention {
         return {*least, *most};
     }
 
-    // Call visit(edge, first row, rows, keys that any of them sees) for runs of rows that see something.
+    // Call visit(edge, first row, rows, most keys that one of them sees) for runs of rows that see any key.
     template <class Visit>
     void for_each_rows(int64_t num_edges, int64_t most_rows, const Visit& visit) const {
         for (int64_t e = 0; e < num_edges; ++e) {
@@ -194,7 +194,7 @@ class Attention {
         }
     }
 
-    // Whether to read keys and values as they lie; that wants each row to see all of the piece's.
+    // Whether to read keys and values in place; then each row must see all keys of the piece.
     bool reads_in_place(const Edge& edge, int64_t from, int64_t rows) const {
         if (rows * group_ > 2 * kFewRows || shape_.dim % kPanel != 0) return false;
         const auto [least, most] = limits(edge, from, from + rows);
@@ -335,7 +335,7 @@ class Attention {
             keys[i] = k + slot * stride, values[i] = v + slot * stride;
             ++i;
         });
-        // Behind the last key comes itself again: its scores are never used.
+        // The last key is repeated up to the end; these scores are not used.
         for (; i < kKeys; ++i) keys[i] = keys[count - 1], values[i] = values[count - 1];
         for (int64_t first = 0; first < count; first += kLanes) {
             float* panel = s.keys.data() + first / kPanel * dim * kPanel + first % kPanel;
@@ -380,7 +380,7 @@ class Attention {
         }
     }
 
-    // Whether a tile sees anything of a block; if not all, `bias` becomes [rows, kKeys] of 0 and minus infinity.
+    // Whether a tile sees a key of a block; if it does not see all, `bias` becomes [rows, kKeys] of 0 and -infinity.
     bool visible(const Piece& piece, const Span& span, int64_t from, int64_t to, int64_t begin, int64_t count,
                  Scratch& s, const float** bias) const {
         const Edge& edge = *piece.edge;
@@ -435,8 +435,8 @@ class Attention {
         }
     }
 
-    // Scores [R, padded] become weights 2^(score - the row's top). Tops and sums [R, kLanes] are brought up to date;
-    // decay [R] is what earlier results have to be multiplied with.
+    // Scores [R, padded] become weights 2^(score - the row's top). Tops and sums [R, kLanes] are updated; decay [R] is
+    // the factor of earlier results.
     template <int R>
     static void weigh(float* scores, int64_t stride, int64_t padded, float* tops, float* sums, float* decay) {
         float bases[kLanes];
@@ -448,7 +448,7 @@ class Attention {
         }
         for (int r = 0; r < R; ++r) {
             decay[r] = tops[r], tops[r] = bases[r];
-            // A row that has seen nothing yet: any finite base makes all its weights 0.
+            // No key seen so far: any finite base makes all weights 0.
             if (bases[r] == kMinusInfinity) bases[r] = 0;
         }
         store(decay, exp2(sub(load(decay, R), load(bases, R))));

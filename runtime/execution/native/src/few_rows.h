@@ -1,13 +1,13 @@
-// Attention of few rows: keys and values are read as they lie in the pool. To bring a block into the micro-kernel's
-// form first pays from more rows on.
+// Attention of few rows: keys and values are read in place. Bringing a block into the micro-kernel's form pays only
+// for more rows.
 #pragma once
 
 #include "gemm.h"
 
 namespace ramet {
 
-// Keys and values that a thread needs next. It brings them into the second-level cache bit by bit while it computes:
-// all at once they would be more than a core can wait for at a time, and it would stall.
+// Keys and values that a thread needs next. It prefetches them into the second-level cache bit by bit while it
+// computes: all at once they would exceed a core's outstanding loads and stall it.
 class Upcoming {
   public:
     Upcoming() = default;

@@ -64,7 +64,7 @@ template <int R>
     }
 }
 
-// Weights that are needed later, `step` bytes of which are fetched with each kPanel lanes of those at hand.
+// Weights that are needed later; `step` bytes are fetched with each kPanel lanes of the current ones.
 struct Ahead {
     static constexpr int64_t kLine = 64;
     const char* at = nullptr;
@@ -78,7 +78,7 @@ struct Ahead {
     }
 };
 
-// One stream of weights, 8 KiB ahead of those at hand.
+// One stream of weights, 8 KiB ahead of the current ones.
 inline Ahead stream(const uint32_t* w) { return {reinterpret_cast<const char*>(w) + (8 << 10), kPanel * 4}; }
 
 // tile += a [R, count] * float32 panel [count, kPanel]. `Fetches`: also what lies ahead.
@@ -173,7 +173,7 @@ inline void to_int8(const float* in, int64_t k, uint32_t* out) {
         for (int i = 0; i < count; i += kLanes) {
             Vec x = load(in + from + i, std::min(kLanes, count - i));
             most = max(most, _mm512_abs_ps(x));
-            defect = fma(x, zero(), defect);  // what is not finite has to stay so
+            defect = fma(x, zero(), defect);  // NaN and infinities stay what they are
         }
         const float largest = reduce_max(most);
         const Vec inverse = set1(largest > 0 ? 127 / largest : 0);
@@ -246,7 +246,7 @@ constexpr bool kMultipliesBytes = true;
 constexpr bool kMultipliesBytes = false;
 #endif
 
-// What becomes of a product.
+// Use of a product.
 enum class Into : int64_t {
     kStore,  // c = product + bias
     kAdd,    // c += product + bias: the residual

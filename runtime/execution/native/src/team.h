@@ -1,4 +1,4 @@
-// The threads that run a step together, phase by phase.
+// Threads that run a step together, phase by phase.
 #pragma once
 
 #include <immintrin.h>
@@ -14,8 +14,8 @@ namespace ramet {
 // A fixed number of threads, of which the caller of `run` is one.
 //
 // All of them execute the same function. Within it they take pieces of work from a shared counter (`take`), and meet
-// at a barrier after each phase. Whoever waits spins for some tens of microseconds, which bridges the phases of a
-// step, and then sleeps in the kernel, so that an idle engine uses no CPU and others can have the core.
+// at a barrier after each phase. A waiting thread spins for some tens of microseconds, which bridges the phases of
+// a step, and then sleeps in the kernel, so that an idle engine uses no CPU.
 class Team {
   public:
     explicit Team(int size) : size_(size) {
@@ -88,7 +88,7 @@ class Team {
     void (*job_)(const void*, int) = nullptr;
     const void* context_ = nullptr;
     std::vector<std::thread> workers_;
-    // Apart, as they are written by all.
+    // On cache lines of their own, as all threads write them.
     alignas(64) std::atomic<int> epoch_{0};
     alignas(64) std::atomic<int> phase_{0};
     alignas(64) std::atomic<int> arrived_{0};

@@ -204,6 +204,11 @@ def test_edges_are_cut_into_as_little_under_a_mask_as_whole_pages_allow():
 
 
 def test_pairs_that_are_visible_are_kept_rows_of_a_prefix():
+    plan = AttentionPlan(3)
     span = Span(np.array([0], dtype=np.int32), 4, keep=torch.tensor([True, False, True, True]))
-    seen = visible_pairs(np.array([3, 4, 0]), span)
-    assert seen.tolist() == [[True, False, True, False], [True, False, True, True], [False] * 4]
+    plan.add(slice(0, 3), span, np.array([3, 4, 0], dtype=np.int32))
+    assert visible_pairs(plan.edges[0], plan).tolist() == [
+        [True, False, True, False],
+        [True, False, True, True],
+        [False] * 4,
+    ]
