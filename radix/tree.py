@@ -159,6 +159,7 @@ class RadixTree:
             self.stats.reuse_gap_s.add(now - node.used_s)
             for above in path(node):
                 above.hits += 1
+                above.used_s = now
             self._stamp(node, now)
             self.policy.used(node, self._tick)
             self._enqueue(node)

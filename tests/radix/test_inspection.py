@@ -201,7 +201,7 @@ def test_every_field():
     assert (top.hits, left.hits) == (1, 0)
     assert (right.hits, left.hits, right.locked, right.pinned, left.locked) == (1, 0, True, True, False)
     assert (top.cost_s, left.cost_s) == (1.0, 2.0)
-    assert right.idle_s < right.age_s
+    assert top.idle_s == right.idle_s < right.age_s < left.idle_s
     assert other.namespace == B
     assert (right.meta, left.meta, top.meta) == ({"number": 7}, None, None)
 

@@ -9,9 +9,7 @@ from array import array
 import pytest
 
 from radix import Namespace
-from runtime.params import SamplingParams
 from runtime.protocol import AddPin, GetPins, OnNode, RemovePin
-from runtime.request import Request, Sequence
 from tests.runtime.engine.driver import Driver, make_core
 
 
@@ -122,23 +120,19 @@ def test_a_node_is_pinned_where_it_lies(driver):
     assert cache.tree.num_pinned_pages == cache.tree.num_pages == 3
 
 
-def test_a_request_that_is_tried_again_and_again_is_one_use(driver):
+def test_a_request_that_waits_for_room_is_one_use_of_its_prefix(driver):
     driver.together([PREFIX], max_new_tokens=1)
-    cache = driver.core.cache
-    strategy = driver.core.strategy
-    request = Request(
-        "r", Sequence(array("i", [*PREFIX, 5])), 101, SamplingParams(), frozenset(), 102, strategy, driver.core.decoding
-    )
-    for _ in range(60):
-        assert not strategy.admit(request, strategy.find(request), headroom=10**6)
-    found = strategy.find(request)
-    before = found.detail.node.hits
-    assert sum(cache.tree.stats.reuse_gap_s.counts) == before == 0
-    assert strategy.admit(request, found, headroom=0)
-    assert (request.segments[0].node.hits, sum(cache.tree.stats.reuse_gap_s.counts)) == (1, 1)
-    cache.check([request])
-    cache.release(request)
-    cache.check([])
+    tree = driver.core.cache.tree
+    driver.add("big", [7] * 400, max_new_tokens=60)
+    driver.step()
+    driver.add("again", [*PREFIX, *range(200)], max_new_tokens=1)
+    while "big" not in driver.finish:
+        driver.step()
+    assert not driver.events["again"], "there was no room for both"
+    driver.run()
+    assert driver.events["again"][0].cached_tokens == 96
+    node = tree.match(array("i", PREFIX[:96]).tobytes()).node
+    assert (node.hits, sum(tree.stats.reuse_gap_s.counts)) == (1, 1)
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "gdsf"])
