@@ -184,7 +184,7 @@ class Reference:
         self._masks: list[torch.Tensor] = []
         for i, layer in enumerate(self.model.model.layers):
             layer.register_forward_pre_hook(
-                lambda _, args, kwargs, i=i: self._replace(i, args, kwargs), with_kwargs=True
+                lambda _, args, kwargs, i=i: (args, {**kwargs, "attention_mask": self._masks[i]}), with_kwargs=True
             )
 
     @torch.inference_mode()
@@ -356,7 +356,7 @@ def test_random_lives_give_the_tokens_of_transformers(long_dir, reference, monke
 def test_a_pool_that_is_too_small_retracts(long_dir, reference):
     """Own rows and entries that were evicted are computed again, and nothing of them lies under exact keys."""
     draw = random.Random(5)
-    driver = ToyDriver(long_dir, page_size=1, pool_tokens=142, max_running=16)
+    driver = ToyDriver(long_dir, page_size=1, pool_tokens=100, max_running=16)
     entries = [
         {"tokens": draw_tokens(draw, 20), "base": 0, "position": 100 * i, "layers": None, "dropped": ()}
         for i in range(4)
