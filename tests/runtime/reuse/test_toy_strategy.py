@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from radix import Namespace
 from runtime.batch import causal_visible
+from runtime.params import SamplingParams
 from runtime.protocol import AddRequest
 from runtime.request import Request, Segment, Work
 from runtime.reuse.build import Read, RowSet, Stage
@@ -258,10 +259,8 @@ class ToyDriver(Driver):
         self.asked: dict[str, tuple[dict | None, list[int]]] = {}
         core.add_strategy(Toy(core.cache, LAYERS))
 
-    def toy(self, rid: str, asked: dict[str, Any], tokens: list[int], **options: Any) -> None:
-        from runtime.params import SamplingParams
-
-        sampling = SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=NEW).model_dump()
+    def toy(self, rid: str, asked: dict[str, Any], tokens: list[int], count: int = NEW, **options: Any) -> None:
+        sampling = SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=count).model_dump()
         self.tokens[rid], self.events[rid] = [], []
         self.asked[rid] = asked, tokens
         message = AddRequest(rid, array("i", tokens).tobytes(), sampling, reuse=asked, **options)
@@ -356,7 +355,7 @@ def test_random_lives_give_the_tokens_of_transformers(long_dir, reference, monke
 def test_a_pool_that_is_too_small_retracts(long_dir, reference):
     """Own rows and entries that were evicted are computed again, and nothing of them lies under exact keys."""
     draw = random.Random(5)
-    driver = ToyDriver(long_dir, page_size=1, pool_tokens=100, max_running=16)
+    driver = ToyDriver(long_dir, page_size=1, pool_tokens=150, max_running=16)
     entries = [
         {"tokens": draw_tokens(draw, 20), "base": 0, "position": 100 * i, "layers": None, "dropped": ()}
         for i in range(4)
@@ -364,12 +363,12 @@ def test_a_pool_that_is_too_small_retracts(long_dir, reference):
     asked = [{"method": "toy", "entries": [entries[i]], "anchors": [[0, 700 + i]]} for i in range(4)]
     prompts = [draw_tokens(draw, 14) for _ in range(4)]
     for i in range(4):
-        driver.toy(str(i), asked[i], prompts[i])
+        driver.toy(str(i), asked[i], prompts[i], 30)
     driver.run()
     assert driver.core.scheduler.num_retracted > 0
     assert driver.core.counters["toy_entries"] > 4, "evicted entries are computed again"
     for i in range(4):
-        assert driver.tokens[str(i)] == reference.greedy(asked[i], prompts[i], 1)
+        assert driver.tokens[str(i)] == reference.greedy(asked[i], prompts[i], 1, 30)
     assert {kind for namespace, _ in driver.core.cache.tree.roots() for kind in [namespace.entry[:3]]} == {"toy"}
 
 
