@@ -6,6 +6,7 @@ from array import array
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -76,14 +77,15 @@ class Sequence:
 
     def position(self, index: int) -> int:
         """The position of one token, which need not exist yet."""
-        at, position = self.anchors[bisect_right(self.anchors, index, key=lambda anchor: anchor[0]) - 1]
+        nearest = 0 if len(self.anchors) == 1 else bisect_right(self.anchors, index, key=itemgetter(0)) - 1
+        at, position = self.anchors[nearest]
         return position + index - at
 
     def positions(self, first: int, stop: int) -> np.ndarray:
         """The positions int64 [stop - first] of a range of indices."""
-        if len(self.anchors) == 1:
-            at, position = self.anchors[0]
-            return np.arange(position + first - at, position + stop - at)
+        if len(self.anchors) == 1 or stop - first == 1:
+            position = self.position(first)
+            return np.array((position,)) if stop - first == 1 else np.arange(position, position + stop - first)
         indices = np.arange(first, stop)
         starts, positions = np.array(self.anchors, dtype=np.int64).T
         nearest = np.searchsorted(starts, indices, side="right") - 1
@@ -91,6 +93,9 @@ class Sequence:
 
     def slots(self, first: int, stop: int, page_size: int) -> np.ndarray:
         """The pool slots int64 [stop - first] of a range of indices, none below `start`."""
+        if stop - first == 1:
+            page, row = divmod(first - self.start, page_size)
+            return np.array((self.pages[page] * page_size + row,))
         rows = np.arange(first - self.start, stop - self.start)
         pages = np.frombuffer(self.pages, dtype=np.int32)
         return pages[rows // page_size].astype(np.int64) * page_size + rows % page_size

@@ -49,7 +49,12 @@ class CanvasDecoding(Decoding):
         return work.request.canvas.candidates() - self._spec.logits_shift - work.start
 
     def book(
-        self, work: Work, logits: Sequence[torch.Tensor], token: int | None, logprob: TokenLogprob | None
+        self,
+        work: Work,
+        logits: torch.Tensor,
+        places: Sequence[slice],
+        token: int | None,
+        logprob: TokenLogprob | None,
     ) -> TokenEvent | None:
         """See `Decoding.book`. A second row set is that of the canvas without its prompt, for guidance."""
         request = work.request
@@ -57,9 +62,10 @@ class CanvasDecoding(Decoding):
         if canvas is None:
             return self.event(request, [], Finish("length"))
         self.counters["denoise_steps"] += 1
-        wanted = logits[0]
-        if len(logits) > 1:
-            wanted = logits[1] + (canvas.params.cfg_scale + 1) * (wanted - logits[1])
+        wanted = logits[places[0]]
+        if len(places) > 1:
+            unprompted = logits[places[1]]
+            wanted = unprompted + (canvas.params.cfg_scale + 1) * (wanted - unprompted)
         try:
             canvas.commit(wanted)
         except RametError:

@@ -383,9 +383,8 @@ class EngineCore:
                 continue
             if prefills:
                 self.scheduler.computed(request)
-            logits = [flight.logits[place] for place in places]
             try:
-                event = self.decoding.book(item, logits, token, logprobs.get(request))
+                event = self.decoding.book(item, flight.logits, places, token, logprobs.get(request))
             except RametError as error:
                 events += self._fail(request, error)
                 continue

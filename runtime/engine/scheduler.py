@@ -75,9 +75,12 @@ class Scheduler:
         """The work of the next step; empty only if nothing can run."""
         while True:
             work = self._decode()
-            budget = self._prefill(work, self.step_tokens - len(work))
+            budget = self.step_tokens - len(work)
+            if len(work) < len(self.running):
+                budget = self._prefill(work, budget)
             has_room = self._admit(work, budget)
-            self._take_turns(work)
+            if len(work) < len(self.running):
+                self._take_turns(work)
             # Where nothing runs, only pins can stand in the way of a live request.
             if work or has_room or not self.cache.pins.yield_one():
                 return work
@@ -153,6 +156,8 @@ class Scheduler:
 
     def _admit(self, work: list[Work], budget: int) -> bool:
         """Admit waiting requests while there is budget; False if memory does not suffice for the next one."""
+        if not self.waiting:
+            return True
         computing = [request for request in self.running if request.strategy.takes_turns or _prefills(request)]
         self.waiting.refresh()
         for request in islice(self.waiting.candidates(self._scarce), 2 * self.config.max_running):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -103,14 +104,6 @@ class _Member:
         return slice(self.first + start, self.first + stop)
 
 
-@dataclass(slots=True)
-class _Open:
-    """Reads of one member with one shift that nobody shares: whole pages that all its rows see, and the others."""
-
-    closed: list[np.ndarray] = field(default_factory=list)
-    others: list[Read] = field(default_factory=list)
-
-
 def build(
     sets: Sequence[RowSet],
     num_layers: int,
@@ -132,13 +125,14 @@ def build(
         least_saved_tokens: see `stretches`.
     """
     order = sorted(range(len(sets)), key=lambda i: _first_table(sets[i]))
-    starts, logits, logits_rows = [0] * len(sets), [slice(0)] * len(sets), []
-    total = count = 0
+    starts, logits = [0] * len(sets), [slice(0)] * len(sets)
+    logits_rows: list[int] = []
+    total = 0
     for i in order:
         one = sets[i]
-        starts[i], logits[i] = total, slice(count, count + len(one.logits))
-        logits_rows.append(one.logits + total)
-        total, count = total + len(one.tokens), logits[i].stop
+        starts[i], logits[i] = total, slice(len(logits_rows), len(logits_rows) + len(one.logits))
+        logits_rows += [total + row for row in one.logits.tolist()]
+        total += len(one.tokens)
     cuts = sorted({stage.layers.start for one in sets for stage in one.stages} | {num_layers})
     ordered = [(sets[i], starts[i]) for i in order]
     groups = [_group(ordered, range(*cut), total, page_size, least_saved_tokens) for cut in pairwise(cuts)]
@@ -147,7 +141,7 @@ def build(
         tokens=torch.from_numpy(np.concatenate([one.tokens for one, _ in ordered])),
         positions=torch.from_numpy(np.concatenate([one.positions for one, _ in ordered])),
         groups=groups,
-        logits_rows=torch.from_numpy(np.concatenate(logits_rows)),
+        logits_rows=torch.tensor(logits_rows, dtype=torch.int64),
     )
     return Plan(batch, logits, saved)
 
@@ -158,49 +152,57 @@ def _first_table(one: RowSet) -> bytes:
 
 
 def _stage_at(one: RowSet, layer: int) -> Stage:
-    return next(stage for stage in one.stages if layer in stage.layers)
+    stages = one.stages
+    return stages[0] if len(stages) == 1 else next(stage for stage in stages if layer in stage.layers)
 
 
 def _group(
     ordered: Sequence[tuple[RowSet, int]], layers: range, total: int, page_size: int, least_saved_tokens: int
 ) -> LayerGroup:
     members: list[_Member] = []
-    alive: list[np.ndarray] = []
     rows = 0
-    for one, start in ordered:
+    for one, _ in ordered:
         stage = _stage_at(one, layers.start)
         members.append(_Member(stage, rows, rows + len(stage.writes)))
         rows = members[-1].stop
-        alive.append(start + (np.arange(len(one.tokens)) if stage.alive is None else stage.alive))
     return LayerGroup(
         layers=layers,
-        rows=None if rows == total else torch.from_numpy(np.concatenate(alive)),
+        rows=None if rows == total else torch.from_numpy(_alive(ordered, members)),
         kv_write=torch.from_numpy(np.concatenate([member.stage.writes for member in members])),
         attention=_attend(members, rows, page_size, least_saved_tokens),
     )
 
 
+def _alive(ordered: Sequence[tuple[RowSet, int]], members: Sequence[_Member]) -> np.ndarray:
+    """The flat rows that are computed in a layer group."""
+    every = (
+        np.arange(len(one.tokens)) if m.stage.alive is None else m.stage.alive
+        for (one, _), m in zip(ordered, members, strict=True)
+    )
+    return np.concatenate([start + rows for (_, start), rows in zip(ordered, every, strict=True)])
+
+
 def _attend(members: Sequence[_Member], num_rows: int, page_size: int, least_saved_tokens: int) -> AttentionPlan:
     plan = AttentionPlan(num_rows)
-    left: list[dict[int, _Open]] = [defaultdict(_Open) for _ in members]
+    alone: list[list[Read]] = [[] for _ in members]
     by_shift: dict[int, list[tuple[bytes, int, Read]]] = defaultdict(list)
     for m, member in enumerate(members):
         for read in member.stage.reads:
             by_shift[read.shift].append((_shareable(read, page_size), m, read))
     for shift, entries in by_shift.items():
-        entries.sort(key=lambda entry: entry[0])
+        entries.sort(key=itemgetter(0))
         for found in stretches([table for table, _, _ in entries], page_size, least_saved_tokens):
             sharing = entries[found.first : found.last]
             _, m, read = sharing[0]
             if len(sharing) == 1:
-                _set_aside(left[m][shift], read, found.start, page_size)
+                alone[m] += _rest(read, found.start, page_size)
             else:
                 pages = read.pages[found.start : found.stop]
                 rows = _union([members[i].rows(other) for _, i, other in sharing])
                 plan.add(rows, Span(pages, len(pages) * page_size, shift))
-    for member, opens in zip(members, left, strict=True):
-        for shift, one in opens.items():
-            _attend_alone(plan, member, one, shift, page_size)
+    for member, reads in zip(members, alone, strict=True):
+        for read in reads if len(reads) == 1 else _merge(reads, page_size):
+            plan.add(member.rows(read), Span(read.pages, read.length, read.shift, read.keep), read.visible)
     return plan
 
 
@@ -220,34 +222,39 @@ def _union(ranges: Sequence[slice]) -> slice | torch.Tensor:
     return torch.from_numpy(np.concatenate([np.arange(rows.start, rows.stop) for rows in ranges]))
 
 
-def _set_aside(one: _Open, read: Read, start: int, page_size: int) -> None:
-    """Book what is left of a read behind its first `start` pages, which others share."""
+def _rest(read: Read, start: int, page_size: int) -> list[Read]:
+    """The part of a read behind its first `start` pages, which others share; nothing if that is all of it."""
+    if not start:
+        return [read]
     length = read.length - start * page_size
-    if length <= 0:
-        return
-    pages = read.pages[start:]
-    if read.visible is None and read.keep is None and read.rows is None and length % page_size == 0:
-        one.closed.append(pages)
-        return
-    visible = read.visible if read.visible is None or not start else read.visible - start * page_size
-    # A read with `keep` shares nothing, so that there `start` is 0.
-    one.others.append(Read(pages, length, read.shift, read.keep, visible, read.rows))
+    visible = None if read.visible is None else read.visible - start * page_size
+    # Nothing of a read with `keep` is shared.
+    return [Read(read.pages[start:], length, read.shift, None, visible, read.rows)] if length > 0 else []
 
 
-def _attend_alone(plan: AttentionPlan, member: _Member, one: _Open, shift: int, page_size: int) -> None:
-    """Add what only one member reads: as few spans as possible, as attention does not depend on the order of pages."""
-    closed = one.closed
-    for read in one.others:
-        pages, length, visible = read.pages, read.length, read.visible
-        if closed and read.keep is None and read.rows is None:
-            whole = np.concatenate(closed)
-            closed = []
-            pages, length = np.concatenate((whole, pages)), len(whole) * page_size + length
-            visible = None if visible is None else (visible + len(whole) * page_size).astype(np.int32)
-        plan.add(member.rows(read), Span(pages, length, shift, read.keep), visible)
-    if closed:
-        whole = np.concatenate(closed)
-        plan.add(slice(member.first, member.stop), Span(whole, len(whole) * page_size, shift))
+def _merge(reads: Sequence[Read], page_size: int) -> list[Read]:
+    """Fewer reads for the same rows: those of whole pages become one for each shift, or the beginning of another.
+
+    Attention does not depend on the order of pages.
+    """
+    merged: list[Read] = []
+    whole: dict[int, list[np.ndarray]] = defaultdict(list)
+    for read in reads:
+        if read.visible is None and read.keep is None and read.rows is None and read.length % page_size == 0:
+            whole[read.shift].append(read.pages)
+        else:
+            merged.append(read)
+    for shift, tables in whole.items():
+        pages = np.concatenate(tables)
+        length = len(pages) * page_size
+        fits = (i for i, r in enumerate(merged) if r.shift == shift and r.keep is None and r.rows is None)
+        if (i := next(fits, None)) is None:
+            merged.append(Read(pages, length, shift))
+        else:
+            visible = merged[i].visible
+            visible = None if visible is None else visible + np.int32(length)
+            merged[i] = Read(np.concatenate((pages, merged[i].pages)), length + merged[i].length, shift, None, visible)
+    return merged
 
 
 def _carry(

@@ -134,10 +134,11 @@ class Strategy(ABC):
         """The rows of a piece of work; their pages are allocated."""
         request, first, stop = work.request, work.start, work.start + work.count
         sequence = request.sequence
-        tokens = np.zeros(1, dtype=np.int64) if work.ahead else np.array(sequence.tokens[first:stop], dtype=np.int64)
+        # A token that nobody has read yet is left 0.
+        tokens = (0,) if work.ahead else sequence.tokens[first:stop]
         return [
             RowSet(
-                tokens=tokens,
+                tokens=np.array(tokens, dtype=np.int64),
                 positions=sequence.positions(first, stop),
                 stages=self._stages(request, first, stop),
                 logits=request.decoding.wanted(work),
@@ -147,10 +148,11 @@ class Strategy(ABC):
     def _stages(self, request: Request, first: int, stop: int) -> list[Stage]:
         page_size = self.cache.page_size
         writes = request.sequence.slots(first, stop, page_size)
-        cuts = {0, self.num_layers}
-        for segment in request.segments:
-            if segment.layers is not None:
-                cuts |= {segment.layers.start, segment.layers.stop}
+        partly = [segment.layers for segment in request.segments if segment.layers is not None]
+        if not partly:
+            reads = _reads(request, request.segments, first, stop, page_size)
+            return [Stage(range(self.num_layers), writes, reads)]
+        cuts = {0, self.num_layers, *(layers.start for layers in partly), *(layers.stop for layers in partly)}
         stages = []
         for cut in pairwise(sorted(cuts)):
             layers = range(*cut)

@@ -17,6 +17,8 @@ from runtime.sampling.logprobs import report_logprobs
 from runtime.sampling.sampled import Sampled
 from runtime.sampling.sampler import Sampler
 
+_NO_ROWS, _ONE_ROW = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
+
 
 class Decoding(ABC):
     """Chooses tokens from logits and books them.
@@ -54,13 +56,19 @@ class Decoding(ABC):
 
     @abstractmethod
     def book(
-        self, work: Work, logits: Sequence[torch.Tensor], token: int | None, logprob: TokenLogprob | None
+        self,
+        work: Work,
+        logits: torch.Tensor,
+        places: Sequence[slice],
+        token: int | None,
+        logprob: TokenLogprob | None,
     ) -> TokenEvent | None:
         """Book a piece of computed work.
 
         Args:
             work: the strategy has booked its rows.
-            logits: float32, by row set.
+            logits: float32 [S, vocab], of the step.
+            places: this work's rows of them, by row set.
             token: that `choose` chose.
             logprob: its log-probability, if the request wants any.
 
@@ -100,7 +108,9 @@ class NextToken(Decoding):
         if request.wants_prompt_logprobs:
             skipped = max((request.prompt_logprobs_from or 0) - 1 - work.start, 0)
             return np.arange(min(skipped, work.count), work.count)
-        return np.arange(work.count - 1, work.count) if work.samples else np.empty(0, dtype=np.int64)
+        if not work.samples:
+            return _NO_ROWS
+        return _ONE_ROW if work.count == 1 else np.array((work.count - 1,))
 
     def choose(
         self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor
@@ -120,11 +130,16 @@ class NextToken(Decoding):
         return requests, self._sampler.sample(logits, requests, work[0].ahead)
 
     def book(
-        self, work: Work, logits: Sequence[torch.Tensor], token: int | None, logprob: TokenLogprob | None
+        self,
+        work: Work,
+        logits: torch.Tensor,
+        places: Sequence[slice],
+        token: int | None,
+        logprob: TokenLogprob | None,
     ) -> TokenEvent | None:
         """See `Decoding.book`."""
         request = work.request
-        prompt_logprobs = self._prompt_logprobs(work, logits[0])
+        prompt_logprobs = self._prompt_logprobs(work, logits, places[0])
         is_read = work.samples and not request.wants_tokens
         if token is None and prompt_logprobs is None and not is_read:
             return None
@@ -137,7 +152,7 @@ class NextToken(Decoding):
         event.prompt_logprobs = prompt_logprobs
         return event
 
-    def _prompt_logprobs(self, work: Work, logits: torch.Tensor) -> list[TokenLogprob] | None:
+    def _prompt_logprobs(self, work: Work, logits: torch.Tensor, place: slice) -> list[TokenLogprob] | None:
         """Log-probabilities of the prompt tokens that this work's rows predict."""
         request = work.request
         if not request.wants_prompt_logprobs:
@@ -145,7 +160,7 @@ class NextToken(Decoding):
         wanted = request.prompt_logprobs_from or 0
         end = min(work.start + work.count + 1, request.prompt_len)
         tokens = request.tokens[max(wanted, work.start + 1) : end].tolist()
-        found = report_logprobs(logits[: len(tokens)], tokens, request.logprobs or 0) if tokens else []
+        found = report_logprobs(logits[place][: len(tokens)], tokens, request.logprobs or 0) if tokens else []
         if wanted == 0:
             found.insert(0, TokenLogprob(request.tokens[0], None, []))
         request.prompt_logprobs_from = max(wanted, end)

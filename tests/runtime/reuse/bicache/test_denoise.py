@@ -125,11 +125,11 @@ def test_logits_that_are_no_numbers_end_their_request_alone(any_dir, monkeypatch
     core, decoding = driver.core, driver.core.decoding
     book, batch_sizes, run = decoding.book, [], core.executor.run
 
-    def poisoned(work, logits, *chosen):
+    def poisoned(work, logits, places, *chosen):
         if work.request.rid == "bad" and work.request.canvas.num_steps == 1:
-            logits = [logits[0].clone(), *logits[1:]]
-            logits[0][0, 7] = value
-        return book(work, logits, *chosen)
+            logits = logits.clone()
+            logits[places[0].start, 7] = value
+        return book(work, logits, places, *chosen)
 
     def counted(batch):
         batch_sizes.append(len(core.scheduler.running))
