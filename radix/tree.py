@@ -211,7 +211,6 @@ class RadixTree:
             above.pins += 1
 
     def unpin(self, node: Node) -> None:
-        """Undo one `pin` of the same node."""
         above: Node | None = node
         while above is not None and above.pins == 1:
             above.pins = 0

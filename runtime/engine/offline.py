@@ -97,7 +97,6 @@ class Engine:
     async def agenerate(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = None
     ) -> list[Output]:
-        """`generate`, without blocking the event loop."""
         last: dict[tuple[int, int], Output] = {}
         async for output in self.astream_all(make_submissions(prompts, sampling)):
             last[output.index, output.choice] = output

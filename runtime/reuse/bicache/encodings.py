@@ -97,7 +97,6 @@ class Encodings:
             self._forget({there for there, _ in self._tree.roots()})
 
     def _forget(self, there: set[Namespace]) -> None:
-        """Forget the encodings that the tree has lost."""
         kept = {
             namespace: {length: left for length, encodings in lengths.items() if (left := encodings & there)}
             for namespace, lengths in self._known.items()
