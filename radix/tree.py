@@ -30,7 +30,7 @@ class Watcher(Protocol):
     def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
         """The pages of a leaf from `kept_pages` on leave; with 0 the node does.
 
-        Called before anything has changed: the node has its key, pages, path and meta, and nobody else has the pages.
+        Called before anything has changed: the node has its key, pages, path and meta, and its pages have no other owner.
         """
 
 

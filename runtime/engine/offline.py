@@ -218,7 +218,6 @@ class Engine:
 def make_submissions(
     prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = None
 ) -> list[Submission]:
-    """Submissions from one or several prompts and one or as many sampling parameters."""
     several, _ = prompts_of(prompts)
     if isinstance(sampling, SamplingParams | dict) or sampling is None:
         sampling = [sampling] * len(several)

@@ -48,13 +48,7 @@ class WaitingQueue:
         page_size: tokens in a page.
     """
 
-    def __init__(
-        self,
-        policy: SchedulePolicy,
-        overtake_share: float,
-        step_tokens: int,
-        page_size: int,
-    ) -> None:
+    def __init__(self, policy: SchedulePolicy, overtake_share: float, step_tokens: int, page_size: int) -> None:
         self._order: SortedKeyList = SortedKeyList(key=_RANKS[policy])
         self._matches: SortedKeyList | None = SortedKeyList(key=lambda request: request.rank)
         if policy not in ("lpm", "balanced"):

@@ -126,10 +126,4 @@ class PinBoard:
     def describe(self, pin: Pin) -> dict[str, Any]:
         """A pin as shown to clients."""
         left = None if pin.expires_s is None else max(pin.expires_s - self._clock(), 0.0)
-        return {
-            "id": pin.id,
-            "name": pin.name,
-            "tokens": pin.tokens,
-            "hits": pin.node.hits,
-            "expires_in_s": left,
-        }
+        return {"id": pin.id, "name": pin.name, "tokens": pin.tokens, "hits": pin.node.hits, "expires_in_s": left}

@@ -106,7 +106,6 @@ class EventPublisher:
         self._next += 1
 
     def answer_replays(self) -> None:
-        """Answer all requests at the replay socket."""
         while self._replay is not None and self._replay.poll(0):
             client, *_, start = self._replay.recv_multipart()
             if len(start) != 8:

@@ -75,7 +75,6 @@ class Tokenizer:
             return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def id_to_token(self, token: int) -> str | None:
-        """The vocabulary's spelling of a token."""
         return self._fast.id_to_token(token)
 
     def token_to_id(self, token: str) -> int | None:

@@ -34,12 +34,7 @@ class Sampler:
         argmax: `highest`, or the executor's own.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        device: torch.device,
-        argmax: Callable[[torch.Tensor], torch.Tensor] = highest,
-    ):
+    def __init__(self, vocab_size: int, device: torch.device, argmax: Callable[[torch.Tensor], torch.Tensor] = highest):
         self.vocab_size = vocab_size
         self.device = device
         self._argmax = argmax

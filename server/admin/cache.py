@@ -26,7 +26,7 @@ class PinRequest(Body):
     """A prefix: exactly one of `text`, `input_ids` and `messages` (to which the chat template is applied)."""
 
     model_config = ConfigDict(
-        json_schema_extra={"example": {"text": "You are a helpful assistant. ...", "name": "system", "ttl_s": 3600}},
+        json_schema_extra={"example": {"text": "You are a helpful assistant. ...", "name": "system", "ttl_s": 3600}}
     )
 
     text: Text | None = None
@@ -140,11 +140,7 @@ async def tree(
     whose = _named(tenant, context) if tenant is not None else asker
     everybody = asker.admin and tenant is None
     nodes = await context.engine.tree(
-        tenant=None if everybody else whose.account,
-        max_depth=depth,
-        skip=cursor,
-        limit=limit,
-        preview_tokens=preview,
+        tenant=None if everybody else whose.account, max_depth=depth, skip=cursor, limit=limit, preview_tokens=preview
     )
     shown = [_show(node, context) for node in nodes]
     return {"nodes": shown, "next_cursor": cursor + limit if len(nodes) == limit else None}
