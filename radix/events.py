@@ -58,19 +58,16 @@ class EventLog:
         self._pending: list[Event] = []
 
     def stored(self, node: Node) -> None:
-        """See `Watcher.stored`."""
         parent = self._hashes[node.parent][-1] if node.parent in self._hashes else None
         hashes = block_hashes(node.key, self._block_bytes, parent, node.namespace)
         self._hashes[node] = array("Q", hashes)
         self._pending.append(Stored(hashes, parent, node.key, node.namespace))
 
     def split(self, upper: Node, lower: Node) -> None:
-        """See `Watcher.split`."""
         hashes = self._hashes[lower]
         self._hashes[upper], self._hashes[lower] = hashes[: len(upper.pages)], hashes[len(upper.pages) :]
 
     def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
-        """See `Watcher.leaving`."""
         hashes = self._hashes[node]
         self._pending.append(Removed(tuple(hashes[kept_pages:])))
         if kept_pages:

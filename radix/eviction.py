@@ -95,10 +95,7 @@ class Policy(ABC):
 
 
 class LRU(Policy):
-    """Least recently used."""
-
     def key(self, node: Node) -> float:
-        """Time of the last use."""
         return node.last_use
 
 
@@ -131,7 +128,6 @@ class S3FIFO(Policy):
         return node.heat
 
     def enter(self, node: Node) -> None:
-        """Into the node's own queue."""
         (self.order if node in self._small else self._main).push(self.key(node), node)
 
     def pop(self) -> Node | None:
@@ -194,15 +190,12 @@ class GDSF(Policy):
         self._clock = 0.0
 
     def used(self, node: Node, tick: int) -> None:
-        """Value the node anew."""
         node.heat = self._clock + (1 + node.hits) * node.cost / max(len(node.pages), 1)
 
     def key(self, node: Node) -> float:
-        """The node's value."""
         return node.heat
 
     def absorb(self, parent: Node, child: Node) -> None:
-        """A parent was used as often as its child."""
         super().absorb(parent, child)
         self.used(parent, parent.last_use)
 

@@ -20,7 +20,7 @@ class Namespace(NamedTuple):
 
     @property
     def owner(self) -> Namespace:
-        """The tenant whose quota its pages count against; where nobody is named, every salt is a tenant."""
+        """The tenant whose quota its pages count against; without a tenant, each salt is one."""
         return Namespace(self.tenant, "" if self.tenant else self.salt)
 
     def for_entry(self, kind: str, digest: str) -> Namespace:

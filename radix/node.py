@@ -74,7 +74,6 @@ class Node:
         self.only = child if len(self.children) == 1 else None
 
     def detach(self, first_page: bytes) -> None:
-        """Remove a child."""
         del self.children[first_page]
         self.only = next(iter(self.children.values())) if len(self.children) == 1 else None
         if self.order is not None:

@@ -44,7 +44,6 @@ class Quotas:
             self._victims.pop(owner, None)
 
     def enter(self, node: Node) -> None:
-        """See `Policy.enter`."""
         if self._limit(node.namespace) is not None:
             owner = node.namespace.owner
             if owner not in self._victims:

@@ -26,7 +26,6 @@ class Histogram:
         self.total = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Book a value."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 

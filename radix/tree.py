@@ -19,18 +19,18 @@ _EVERYBODY = Namespace()
 
 
 class Watcher(Protocol):
-    """Follows the pages that come into a tree and leave it."""
+    """Follows the pages that are added to a tree and leave it."""
 
     def stored(self, node: Node) -> None:
-        """A leaf has come."""
+        """A leaf was added."""
 
     def split(self, upper: Node, lower: Node) -> None:
-        """A run was cut in two; the node that it was is `lower`, and `upper` is new."""
+        """A run was cut in two; its own node is `lower`, and `upper` is new."""
 
     def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
         """The pages of a leaf from `kept_pages` on leave; with 0 the node does.
 
-        Called before anything has changed: the node has its key, pages, path and meta, and nobody else has the pages.
+        Called before any change: the node has its key, pages, path and meta, and its pages have no other owner.
         """
 
 
@@ -211,7 +211,6 @@ class RadixTree:
             above.pins += 1
 
     def unpin(self, node: Node) -> None:
-        """Undo one `pin` of the same node."""
         above: Node | None = node
         while above is not None and above.pins == 1:
             above.pins = 0

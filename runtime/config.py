@@ -82,8 +82,7 @@ class CacheConfig(Section):
     pool_memory: float = Field(1.0, gt=0, description="size of the pool in GiB (CPU)")
     memory_fraction: float = Field(0.85, gt=0, lt=1, description="share of the GPU for weights and pool (CUDA)")
     kv_dtype: Literal["auto", "fp8"] = Field(
-        "auto",
-        description="auto: as --dtype; fp8: e4m3 without scales, half the memory (on CPUs computed by torch)",
+        "auto", description="auto: as --dtype; fp8: e4m3 without scales, half the memory (on CPUs computed by torch)"
     )
 
 
@@ -99,10 +98,7 @@ class SchedulerConfig(Section):
         description="order of waiting requests; lpm: longest prefix match first, dfs: depth first in the tree",
     )
     overtake_share: float = Field(
-        0.1,
-        ge=0,
-        lt=1,
-        description="policy balanced: share of the work in order of longest match, not of arrival",
+        0.1, ge=0, lt=1, description="policy balanced: share of the work in order of longest match, not of arrival"
     )
     max_running: int = Field(64, ge=1, description="running requests")
     max_waiting: int = Field(4096, ge=1, description="waiting requests; more are refused with 503")
@@ -110,9 +106,7 @@ class SchedulerConfig(Section):
         1 << 22, ge=1, description="prompt tokens of waiting requests; more are refused with 503"
     )
     key_requests: int | None = Field(
-        None,
-        ge=1,
-        description="open requests of an API key; more are refused with 429; default: half of the server's",
+        None, ge=1, description="open requests of an API key; more are refused with 429; default: half of the server's"
     )
     key_tokens: int | None = Field(
         None,
@@ -180,8 +174,7 @@ class ServerConfig(Section):
     host: str = Field("127.0.0.1", description="address to bind")
     port: int = Field(30000, ge=0, le=65535, description="port to bind; 0: any free port")
     api_keys: Path | None = Field(
-        None,
-        description="file of API keys, a line each: NAME KEY and its permissions; also $RAMET_API_KEYS",
+        None, description="file of API keys, a line each: NAME KEY and its permissions; also $RAMET_API_KEYS"
     )
     max_body_bytes: int = Field(
         8 << 20, ge=1024, description="most bytes of a request's body; larger ones are refused with 413"

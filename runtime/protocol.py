@@ -1,4 +1,4 @@
-"""Messages between a front end and the engine (msgspec structs; msgpack on the wire, never pickle)."""
+"""Messages between a front end and the engine: msgspec structs, msgpack on the wire."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class AddRequest(msgspec.Struct, tag="add"):
         tokens: the prompt, int32 little-endian, as one bytes object (the radix tree's key as well).
         sampling: `SamplingParams.model_dump()`.
         namespace: requests of different namespaces never share pages.
-        logprobs: how many alternatives to report for every output token; None: no log-probabilities.
+        logprobs: number of alternatives to report for each output token; None: no log-probabilities.
         prompt_logprobs_from: position from which prompt tokens get log-probabilities; None: none.
-        priority: larger goes first among waiting requests.
+        priority: waiting requests with a larger one are served first.
         diffusion: `DiffusionParams.model_dump()`, filled, for a diffusion model.
-        reuse: what the request asks of a reuse strategy, `method` among it; None: the model's default strategy.
+        reuse: options of a reuse strategy, with its name as `method`; None: the model's default strategy.
     """
 
     rid: str
@@ -45,7 +45,7 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class FlushCache(msgspec.Struct, tag="flush"):
-    """Drop every unreferenced page of the tree, with `pins` the pinned ones too. Answered by `Reply`."""
+    """Drop the unreferenced pages of the tree; `pins`: the pinned ones, too. Answered by `Reply`."""
 
     call: int
     pins: bool = False
@@ -58,7 +58,7 @@ class GetState(msgspec.Struct, tag="state"):
 
 
 class AddPin(msgspec.Struct, tag="pin"):
-    """Keep the whole pages of a prefix, computed first if need be. Answered by `Reply`: `{"pin"}` or `{"refused"}`."""
+    """Pin the whole pages of a prefix, computed first if need be. Answered by `Reply`: `{"pin"}` or `{"refused"}`."""
 
     call: int
     tokens: bytes
@@ -68,7 +68,7 @@ class AddPin(msgspec.Struct, tag="pin"):
 
 
 class RemovePin(msgspec.Struct, tag="unpin"):
-    """Let a pin go. Answered by `Reply`: `{"found": bool}`."""
+    """Remove a pin. Answered by `Reply`: `{"found": bool}`."""
 
     call: int
     pin: str
@@ -83,7 +83,7 @@ class GetPins(msgspec.Struct, tag="pins"):
 class GetTree(msgspec.Struct, tag="tree"):
     """Ask for a page of the tree's nodes; see `radix.view`. Answered by `Reply`.
 
-    `tenant`: whose nodes; None: everybody's. `preview_tokens`: how many of each run's first tokens are told.
+    `tenant`: of the nodes; None: all tenants. `preview_tokens`: most leading tokens to show of each run.
     """
 
     call: int
@@ -95,10 +95,7 @@ class GetTree(msgspec.Struct, tag="tree"):
 
 
 class GetOutline(msgspec.Struct, tag="outline"):
-    """Go on with the walk that makes the tree's outline, or begin `anew`; see `Inspector.outline`.
-
-    Answered by `Reply`.
-    """
+    """Advance the walk that makes the tree's outline, or begin `anew`; see `Admin.outline`. Answered by `Reply`."""
 
     call: int
     limit: int
@@ -123,14 +120,14 @@ class OnNode(msgspec.Struct, tag="node"):
 
 
 class Pause(msgspec.Struct, tag="pause"):
-    """Run no steps from now on, or go on with them. Answered by `Reply`: `{"paused": bool}`."""
+    """Stop running steps, or resume. Answered by `Reply`: `{"paused": bool}`."""
 
     call: int
     paused: bool
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):
-    """Abort what runs and end the engine process."""
+    """Abort all requests and end the engine process."""
 
 
 Call = FlushCache | GetState | AddPin | RemovePin | GetPins | GetTree | GetOutline | GetRequests | OnNode | Pause
@@ -138,7 +135,7 @@ Inbound = AddRequest | Abort | Call | Shutdown
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
-    """Natural-log probability of a token under the model's own distribution, and of the most likely ones there."""
+    """Natural-log probabilities of a token and of the most likely ones, under the model's own distribution."""
 
     token: int
     logprob: float | None
@@ -146,11 +143,11 @@ class TokenLogprob(msgspec.Struct, array_like=True):
 
 
 class Finish(msgspec.Struct):
-    """Why a request ended.
+    """The reason for a request's end.
 
     Attributes:
         matched: the stop token or string.
-        message: explains an abort or an error.
+        message: text for an abort or an error.
         refused: whether an error is the request's own fault.
     """
 
@@ -161,11 +158,11 @@ class Finish(msgspec.Struct):
 
 
 class TokenEvent(msgspec.Struct):
-    """What one step made for one request; exactly one event of a request has `finish` set, its last.
+    """One request's results of a step; exactly one event of a request has `finish` set, its last.
 
     `cached_tokens` counts prompt tokens whose KV came from the cache at first admission. Times are seconds:
-    `queue_s` from arrival in the engine to first admission, `prefill_s` from there to the first token. Of a diffusion
-    model: `reuse` tells what was reused, `canvas` is what is decided so far, with masks, where it was asked for.
+    `queue_s` from arrival in the engine to first admission, `prefill_s` from there to the first token. For
+    diffusion models, `reuse` describes the reused KV, and `canvas` holds all output positions, if they were asked for.
     """
 
     rid: str
@@ -181,7 +178,7 @@ class TokenEvent(msgspec.Struct):
 
 
 class StepEvents(msgspec.Struct, tag="events"):
-    """Everything that one engine step has to tell."""
+    """All events of an engine step."""
 
     events: list[TokenEvent]
 
@@ -213,13 +210,13 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 class DiffusionInfo(msgspec.Struct):
-    """What a front end needs to know of a diffusion model.
+    """Properties of a diffusion model.
 
     Attributes:
-        mask_token_id: stands for what is not decided.
-        algorithm: which sampler is its default.
+        mask_token_id: the token at undecided positions.
+        algorithm: its default sampler.
         num_layers: most layers that can be reused.
-        depth_table: where the depths of reuse come from.
+        depth_table: name of the table of reuse depths.
         refresh_interval: steps between refreshes of a prefix's other layers, unless a request says otherwise.
     """
 
@@ -231,7 +228,7 @@ class DiffusionInfo(msgspec.Struct):
 
 
 class ModelInfo(msgspec.Struct):
-    """What a front end needs to know of the loaded model and pool."""
+    """Properties of the loaded model and the pool."""
 
     name: str
     path: str

@@ -72,10 +72,6 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     return 0
 
 
-def _add_fetch(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, "model")
-
-
 def _fetch(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from runtime.models.resolve import resolve_model
 
@@ -116,14 +112,12 @@ def _profile(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
 
 
 Command = tuple[
-    str,
-    Callable[[argparse.ArgumentParser], None],
-    Callable[[argparse.ArgumentParser, argparse.Namespace], int],
+    str, Callable[[argparse.ArgumentParser], None], Callable[[argparse.ArgumentParser, argparse.Namespace], int]
 ]
 _COMMANDS: dict[str, Command] = {
     "serve": ("serve a model over HTTP", add_options, _serve),
     "generate": ("generate from a prompt on the terminal, without a server", _add_generate, _generate),
-    "fetch-model": ("fetch and convert a model, and print its directory", _add_fetch, _fetch),
+    "fetch-model": ("fetch and convert a model, and print its directory", lambda p: add_options(p, "model"), _fetch),
     "profile": ("measure in how many layers a diffusion model's prefixes can be reused", _add_profile, _profile),
     "bench": ("measure a server or this machine", _add_bench, _bench),
     "options": ("print the options of `serve` as tables in Markdown", lambda parser: None, _options),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -17,17 +15,9 @@ from loadgen.http.files import write_json
 from loadgen.http.plots import sweep_figure
 from loadgen.http.progress import live
 from loadgen.http.run import execute
+from loadgen.http.summary import Level
 from loadgen.http.tables import make_table, wide_console
 from loadgen.http.target import TargetError
-
-
-@dataclass(frozen=True)
-class Level:
-    """One run of the sweep: its load (users, or sessions per second), its summary; `held`: the service level held."""
-
-    load: float
-    summary: dict[str, Any]
-    held: bool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

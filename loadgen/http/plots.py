@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from loadgen.http.record import Record
-from loadgen.http.summary import latencies
+from loadgen.http.summary import Level, latencies
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from loadgen.http.bench_sweep import Level
 
 _MOST_BARS = 400
 _WINDOWS = 60

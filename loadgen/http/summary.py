@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -13,6 +14,15 @@ from loadgen.http.record import Record
 from loadgen.http.slo import Slo
 
 PERCENTILES = (50, 90, 95, 99)
+
+
+@dataclass(frozen=True)
+class Level:
+    """A run of a sweep: its load (users, or sessions per second) and its summary; `held`: it kept the service level."""
+
+    load: float
+    summary: dict[str, Any]
+    held: bool
 
 
 def spread(values: Sequence[float]) -> dict[str, float] | None:

@@ -1,1 +1,1 @@
-"""Diffusion models: the canvas, how its masks are decided, Fast-dLLM."""
+"""Diffusion models: the canvas, the choice of its tokens, Fast-dLLM."""

@@ -1,4 +1,4 @@
-"""The canvas of a masked diffusion model: at each step some of its masks are decided."""
+"""The canvas of a masked diffusion model: each step decides some of its masks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Canvas:
     """The canvas of one request, from all masks to none.
 
     A canvas is the prompt and `gen_length` further positions, in blocks that are denoised from left to right, each in
-    `steps / blocks` steps. What is decided never changes, and the mask itself is never chosen. Steps that would decide
+    `steps / blocks` steps. Decided tokens never change, and the mask itself is never chosen. Steps that would decide
     nothing are skipped.
 
     Attributes:
         tokens: int64 [N], the canvas.
-        block: positions of the current block; empty once all is decided.
+        block: positions of the current block; empty once no mask is left.
         is_block_start: whether the next step is the block's first.
         num_steps: steps done.
     """
@@ -52,7 +52,7 @@ class Canvas:
         self._begin(self.prompt_len)
 
     def _begin(self, start: int) -> None:
-        """Go to the block that begins at a position."""
+        """Enter the block that begins at a position."""
         self.block = range(start, min(start + (self.params.block_length or 0), len(self.tokens)))
         self._masks = len(self.block)
         self._step = 0
@@ -65,12 +65,11 @@ class Canvas:
 
     @property
     def done(self) -> bool:
-        """Whether every position is decided."""
         return not self.block
 
     @property
     def num_decided(self) -> int:
-        """Positions after the prompt that are decided without a gap."""
+        """Number of positions after the prompt that are decided without a gap."""
         undecided = self._undecided[self.prompt_len :]
         return int(undecided.argmax()) if undecided.any() else len(undecided)
 
@@ -85,20 +84,20 @@ class Canvas:
 
     @torch.inference_mode()
     def commit(self, logits: torch.Tensor) -> None:
-        """Decide what this step decides.
+        """Decide this step's masks.
 
         Args:
             logits: float32 [n, vocab], of the `candidates`; overwritten.
 
         Raises:
-            BadLogits: if a row has a value that is no finite number and could be chosen.
+            BadLogits: if a row has a value that is not finite and could be chosen.
         """
         positions = self.candidates()
         logits[:, self.spec.mask_token_id] = -math.inf
         if self._bias is not None:
             logits.index_add_(1, self._bias[0], self._bias[1].expand(len(logits), -1))
         tokens, confidence = self._choose(logits)
-        # One such value makes all probabilities of its row no numbers.
+        # One such value makes all probabilities of its row NaN.
         if not bool(confidence.isfinite().all()):
             raise BadLogits
         decided = self._select(confidence).cpu().numpy()
@@ -112,10 +111,8 @@ class Canvas:
         else:
             self._skip()
 
-    # -- as what ---------------------------------------------------------------------------------------------
-
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A token for each row, int64 [n], and how confident it is, float32 [n]."""
+        """A token for each row, int64 [n], and its confidence, float32 [n]."""
         temperature = 0.0 if self.sampling.greedy else self.sampling.divisor
         if self.params.algorithm == "low_confidence":
             return self._choose_llada(logits, temperature)
@@ -146,10 +143,8 @@ class Canvas:
         tokens = (restrict(logits, self.sampling).double() - temperature * noise.log()).argmax(-1)
         return tokens, probs.gather(1, tokens[:, None])[:, 0]
 
-    # -- which -----------------------------------------------------------------------------------------------
-
     def _select(self, confidence: torch.Tensor) -> torch.Tensor:
-        """Which of the candidates are decided, as indices."""
+        """Indices of the candidates to decide."""
         params = self.params
         if params.threshold is not None:
             return by_threshold(confidence, params.threshold)
@@ -171,7 +166,7 @@ class Canvas:
         return float(1 - self._times[self._step + 1] / self._times[self._step])
 
     def _count(self) -> int:
-        """How many masks this step decides, where the schedule says it."""
+        """Number of masks that this step decides, where the schedule fixes it."""
         if self.params.threshold is not None or self.params.factor is not None or self.params.algorithm == "origin":
             return 1  # at least
         if self.params.algorithm == "low_confidence":
@@ -183,7 +178,7 @@ class Canvas:
 
 
 def restrict(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    """Logits [n, vocab] with minus infinity for what top-p and then, as in Dream, top-k leave out."""
+    """Logits [n, vocab] with minus infinity for tokens that top-p and then, as in Dream, top-k leave out."""
     if sampling.top_p < 1:
         values, tokens = logits.softmax(-1).sort(descending=True)
         dropped = values.cumsum(-1) - values >= sampling.top_p

@@ -1,4 +1,4 @@
-"""Diffusion models: each step decides some masks of a canvas, until none is left."""
+"""Decoding of diffusion models: each step decides some masks of a canvas, until none is left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger("ramet.engine")
 
 
 class CanvasDecoding(Decoding):
-    """Masked diffusion: a request's canvas is its prompt and the masks that follow."""
+    """Decides masks of a request's canvas: its prompt, followed by masks."""
 
     counted = ("denoise_steps",)
 
@@ -31,7 +31,7 @@ class CanvasDecoding(Decoding):
         self._spec, self._device = spec, device
 
     def open(self, request: Request, asked: dict[str, Any]) -> None:
-        """See `Decoding.open`. A request that wants no tokens gets no canvas."""
+        """Give the request a canvas, unless it wants no tokens."""
         if not request.wants_tokens:
             return
         generator = torch.Generator(self._device)
@@ -45,7 +45,7 @@ class CanvasDecoding(Decoding):
         request.max_tokens = len(request.canvas.tokens)
 
     def wanted(self, work: Work) -> np.ndarray:
-        """See `Decoding.wanted`: the rows that belong to the masks of the block."""
+        """The rows that predict the masks of the block."""
         return work.request.canvas.candidates() - self._spec.logits_shift - work.start
 
     def book(
@@ -56,7 +56,7 @@ class CanvasDecoding(Decoding):
         token: int | None,
         logprob: TokenLogprob | None,
     ) -> TokenEvent | None:
-        """See `Decoding.book`. A second row set is that of the canvas without its prompt, for guidance."""
+        """Book a denoising step. A second row set is the canvas without its prompt, for guidance."""
         request = work.request
         canvas = request.canvas
         if canvas is None:
@@ -76,10 +76,9 @@ class CanvasDecoding(Decoding):
         return self._report(request)
 
     def _report(self, request: Request) -> TokenEvent | None:
-        """The tokens that became certain at this step: those up to the first mask, or up to the first stop token.
+        """New final tokens of this step: those before the first mask, up to the first stop token.
 
-        Decided tokens never change, so nothing behind a stop token that follows the prompt without a gap can change
-        the answer: the request ends there.
+        Decided tokens never change. So the request ends at a stop token that follows the prompt without a gap.
         """
         canvas = request.canvas
         output = canvas.tokens[request.prompt_len :]

@@ -1,4 +1,4 @@
-"""Fast-dLLM (Wu et al., 2025): parallel decoding by confidence, and the KV that a request keeps between its steps."""
+"""Fast-dLLM (Wu et al., 2025): parallel decoding by confidence, and KV kept between denoising steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def by_threshold(confidence: torch.Tensor, threshold: float) -> torch.Tensor:
 def by_factor(confidence: torch.Tensor, factor: float) -> torch.Tensor:
     """Indices of the most confident masks, the n-th of them as long as confidence >= 1 - factor / (n + 1).
 
-    The first is always accepted, and the first that falls short ends the row.
+    The first is always accepted; the first that falls short ends the selection.
     """
     values, order = confidence.sort(descending=True)
     short = values < 1 - factor / (torch.arange(len(values), device=values.device) + 2)
@@ -29,15 +29,15 @@ def by_factor(confidence: torch.Tensor, factor: float) -> torch.Tensor:
 def active_rows(
     cache: Literal["none", "prefix", "dual"], is_block_start: bool, block: range, shift: int, rows: range
 ) -> range:
-    """Which rows of a canvas a denoising step computes; the KV of the others stays as it was.
+    """Rows of a canvas that a denoising step computes; the KV of the others is kept.
 
     Args:
         cache: `prefix` computes the block and what follows it, `dual` the block alone, each after one full pass at the
             beginning of the block.
-        is_block_start: whether this is a block's first step.
+        is_block_start: whether this is the block's first step.
         block: the positions being denoised.
         shift: the logits of token i are read from row i - shift, so these rows come along.
-        rows: all that may be computed.
+        rows: all rows that may be computed.
     """
     if cache == "none" or is_block_start:
         return rows

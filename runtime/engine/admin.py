@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import asdict
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from radix import Block, Node, outline, path, view
 from radix.stats import Histogram
+from runtime.engine.scheduler import Scheduler
+from runtime.kv.cache import PagedCache
 from runtime.protocol import (
     Call,
     FlushCache,
@@ -24,21 +26,30 @@ from runtime.protocol import (
     Reply,
 )
 from runtime.request import Request, Status
-
-if TYPE_CHECKING:
-    from runtime.engine.core import EngineCore
+from runtime.reuse.strategy import Strategy
 
 _Walk = Generator[None, None, list[Block]]
 
 
-class Admin:
-    """Answers calls about an engine core, each in a time that requests hardly notice.
+class _Core(Protocol):
+    """The attributes of `EngineCore` that `Admin` reads; it sets `paused`."""
 
-    A node is named by its first page and the tokens before it: when another node has come by the page since, the name
-    no longer fits.
+    cache: PagedCache
+    scheduler: Scheduler
+    strategies: dict[str, Strategy]
+    requests: dict[str, Request]
+    counters: dict[str, int]
+    paused: bool
+
+
+class Admin:
+    """Answers operators' calls, each in a time that requests hardly notice.
+
+    A node is named by its first page and the number of tokens before it. The name no longer fits once the page belongs
+    to another node.
     """
 
-    def __init__(self, core: EngineCore):
+    def __init__(self, core: _Core):
         self._core = core
         self._walk: _Walk | None = None
         self._answers: dict[type, Callable[[Any], dict[str, Any]]] = {
@@ -54,11 +65,10 @@ class Admin:
         }
 
     def handle(self, message: Call) -> Reply:
-        """Answer a call."""
         return Reply(message.call, self._answers[type(message)](message))
 
     def flush(self, pins: bool = False) -> dict[str, Any]:
-        """Drop every cached page that no live request uses; pinned ones only if asked."""
+        """Drop the cached pages that no live request uses; `pins`: the pinned ones, too. Tokens dropped and left."""
         cache = self._core.cache
         cache.pins.expire()
         for strategy in self._core.strategies.values():
@@ -106,9 +116,9 @@ class Admin:
         return {"nodes": [asdict(node) for node in nodes]}
 
     def outline(self, limit: int, preview_tokens: int, anew: bool) -> dict[str, Any]:
-        """Go on with a walk over the tree, or begin one: `{"blocks": None}` until it has come to its end.
+        """Advance a walk over the tree, or begin one: `{"blocks": None}` until it has reached its end.
 
-        With `anew`, a walk that was left in the middle is dropped: the tree has changed since.
+        With `anew`, an unfinished walk is dropped: the tree has changed since.
         """
         if self._walk is None or anew:
             self._walk = outline(self._core.cache.tree, limit, preview_tokens)
@@ -120,7 +130,7 @@ class Admin:
         return {"blocks": None}
 
     def _find(self, page: int, start: int) -> Node | None:
-        """The node of a name. Walks the tree."""
+        """The node named by its first page and the tokens before it. Walks the tree."""
         tree = self._core.cache.tree
         for node in tree.nodes():
             if node.pages[0] == page:
@@ -177,7 +187,7 @@ class Admin:
 
 
 def _describe(request: Request, now_s: float) -> dict[str, Any]:
-    """A live request as operators see it, without its text."""
+    """A live request as shown to operators, without its text."""
     running = request.status is Status.RUNNING
     return {
         "rid": request.rid,

@@ -1,4 +1,4 @@
-"""Requests that wait for something else than their turn: a grammar, a peer's entry, KV that is being loaded."""
+"""Requests blocked on an event: a compiled grammar, an entry that a peer computes, loaded KV."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from runtime.request import Request
 
 
 class Blocked:
-    """Blocked requests by the event that wakes them: a key, and how far the event must have come.
+    """Blocked requests by the event that wakes them: a key and the progress that is awaited.
 
-    Keys: a request id while its grammar is compiled, a running request whose tokens it would share, a transfer.
+    Keys: a request id while its grammar is compiled, a running request whose tokens are shared, a transfer.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Blocked:
         self._keys[request] = key
 
     def remove(self, request: Request) -> Hashable:
-        """Take a request out; returns its key."""
+        """Remove a request; returns its key."""
         key = self._keys.pop(request)
         waits = self._waits[key]
         del waits[request]
@@ -38,7 +38,7 @@ class Blocked:
         return key
 
     def wake(self, key: Hashable, reached: int | None = None) -> list[Request]:
-        """Take out the requests that an event wakes; `reached`: how far it has come, None: to its end."""
+        """Remove and return the requests that an event wakes; `reached`: its progress, None: complete."""
         ready = [r for r, at in self._waits.get(key, {}).items() if reached is None or at <= reached]
         for request in ready:
             self.remove(request)

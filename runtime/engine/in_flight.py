@@ -16,16 +16,16 @@ from runtime.sampling.sampled import Sampled
 
 @dataclass(slots=True)
 class InFlight:
-    """A step that was launched.
+    """A launched step.
 
     Attributes:
-        work: what it computes.
+        work: the rows of each request.
         places: rows of the logits, by piece of work and row set.
-        saved: states that row sets save, likewise.
+        saved: hidden states that row sets save, likewise.
         logits: float32 [S, vocab], valid until the next step is launched.
         num_rows: rows of the step.
-        started: engine clock, seconds.
-        asking: the requests whose next tokens were `sampled`, in that order; the host reads them once.
+        started: time of the launch, seconds.
+        asking: requests in the order of the tokens `sampled` for them.
     """
 
     work: list[Work]
@@ -38,10 +38,7 @@ class InFlight:
     sampled: Sampled | None = None
 
     def tokens_of(self, requests: Sequence[Request]) -> torch.Tensor:
-        """The tokens int64 [n] of some requests that asked, where they were chosen; 0 where there is none.
-
-        Nothing waits for them.
-        """
+        """Sampled tokens int64 [n] of some requests, on the device and without a wait; 0 in place of a failure."""
         assert self.sampled is not None
         tokens = self.sampled.tokens.clamp_min(0)
         if list(requests) == self.asking:
@@ -51,10 +48,10 @@ class InFlight:
         return tokens[upload(index, tokens.device)]
 
     def read(self) -> dict[Request, int | RametError]:
-        """Wait for the step; the next token of each request that asked, or why there is none."""
+        """Wait for the step; the next token of each asking request, or its error."""
         return {} if self.sampled is None else dict(zip(self.asking, self.sampled.read(), strict=True))
 
     def logprobs(self) -> dict[Request, TokenLogprob]:
-        """Log-probabilities of the tokens of requests that want any."""
+        """Log-probabilities of the sampled tokens, for requests that want them."""
         found = {} if self.sampled is None else self.sampled.logprobs()
         return {self.asking[place]: logprob for place, logprob in found.items()}

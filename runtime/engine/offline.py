@@ -1,4 +1,4 @@
-"""Engine: Ramet as a library, without a server; the engine core runs in a thread of this process."""
+"""Ramet as a library: the engine core runs in a thread of this process."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Engine:
         """Load a model.
 
         Args:
-            model: a directory, GGUF file or name, as `--model`.
-            config: the whole configuration; then nothing else may be given.
+            model: a directory, GGUF file or name, as for `--model`.
+            config: the whole configuration, in place of all other arguments.
             options: any option of `ramet serve`, with underscores.
 
         Raises:
@@ -58,20 +58,18 @@ class Engine:
         self.core.executor.on_death(self._die)
         self._thread.start()
 
-    # -- using it --------------------------------------------------------------------------------------------
-
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = None
     ) -> list[Output]:
-        """Complete prompts; returns the last Output of every completion, by prompt, then by choice.
+        """Complete prompts; returns the last Output of each completion, by prompt, then by choice.
 
         Args:
             prompts: text or token ids, one or several.
-            sampling: one for all, or one for each prompt; `SamplingParams` or their fields as a dict.
+            sampling: parameters for all prompts, or for each; `SamplingParams` or their fields as a dict.
 
         Raises:
-            InvalidRequest: if one of them can never be served; then none is.
-            RametError: if one fails.
+            InvalidRequest: if a prompt can never be served; then none is.
+            RametError: if a completion fails.
         """
         last: dict[tuple[int, int], Output] = {}
         for output in self.stream_all(make_submissions(prompts, sampling)):
@@ -79,11 +77,11 @@ class Engine:
         return [last[key] for key in sorted(last)]
 
     def stream(self, prompt: Prompt, sampling: Sampling = None) -> Iterator[Output]:
-        """Complete one prompt; yields Outputs as tokens come. Closing the iterator aborts."""
+        """Complete one prompt; yields Outputs as tokens are generated. Closing the iterator aborts the request."""
         return self.stream_all(make_submissions(prompt, sampling))
 
     def stream_all(self, submissions: list[Submission]) -> Iterator[Output]:
-        """Yield the Outputs of several submissions as they come."""
+        """Yield the Outputs of several submissions as tokens are generated."""
         outputs: queue.SimpleQueue[Output | RametError] = queue.SimpleQueue()
         open_count = self._submit(submissions, outputs.put)
         try:
@@ -99,7 +97,6 @@ class Engine:
     async def agenerate(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = None
     ) -> list[Output]:
-        """`generate`, without blocking the event loop."""
         last: dict[tuple[int, int], Output] = {}
         async for output in self.astream_all(make_submissions(prompts, sampling)):
             last[output.index, output.choice] = output
@@ -130,7 +127,7 @@ class Engine:
             self._drop(submissions)
 
     def flush_cache(self) -> dict[str, int]:
-        """Drop every cached page that no live request uses; returns flushed_tokens and live_tokens."""
+        """Drop the cached pages that no live request uses; returns flushed_tokens and live_tokens."""
         return self._call(FlushCache)
 
     def state(self) -> dict[str, Any]:
@@ -147,8 +144,6 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    # -- inside ----------------------------------------------------------------------------------------------
 
     def _submit(self, submissions: list[Submission], on_output: Callable[[Output | RametError], None]) -> int:
         encoded = [self._frontend.encode(submission) for submission in submissions]
@@ -223,7 +218,6 @@ class Engine:
 def make_submissions(
     prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = None
 ) -> list[Submission]:
-    """Submissions from one or several prompts and one or as many sampling parameters."""
     several, _ = prompts_of(prompts)
     if isinstance(sampling, SamplingParams | dict) or sampling is None:
         sampling = [sampling] * len(several)

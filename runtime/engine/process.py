@@ -1,7 +1,7 @@
 """The engine process: `python -m runtime.engine.process`, started by `AsyncEngine`, never by hand.
 
-Its configuration comes as one line of JSON on standard input; standard input then stays open for as long as the
-parent lives, so that no engine outlives its server. Messages travel over two ZeroMQ sockets.
+The configuration is one line of JSON on standard input, which then stays open as long as the parent lives: no engine
+outlives its server. Messages travel over two ZeroMQ sockets.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from runtime.protocol import Failed, Outbound, Ready, Shutdown, StepEvents, enco
 
 log = logging.getLogger("ramet.engine")
 
-# How long an engine that has requests but nothing to run waits before it looks again.
+# Wait of an engine that has requests but nothing to run.
 _NOTHING_TO_RUN_MS = 10
 
-# How often an idle engine that publishes events looks for consumers who ask for missed ones.
+# Interval at which an idle engine that publishes events answers requests for missed ones.
 _IDLE_WITH_EVENTS_MS = 200
 
 
 class Boot(msgspec.Struct):
-    """What the parent tells the engine process."""
+    """The first line on standard input; `config`: JSON of a `Config`. `inbox` and `outbox` are ZeroMQ addresses."""
 
     config: str
     quotas: dict[str, int]
@@ -62,7 +62,7 @@ def main() -> int:
         context.destroy(linger=2000)
         return 1
     outbox.send(encode(Ready(msgspec.to_builtins(core.info))))
-    # Nothing else ends an engine that waits for messages; its server tells every client.
+    # Nothing else ends an engine that waits for messages; its server then fails every open request.
     core.executor.on_death(lambda _: os._exit(1))
     try:
         _serve(core, inbox, outbox)

@@ -1,4 +1,4 @@
-"""Waiting requests, in the order in which they should be admitted."""
+"""Waiting requests, in the order of admission."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from radix import Namespace
 from runtime.config import SchedulePolicy
 from runtime.request import Request
 
-# Waiting requests that are matched anew in one pass, at most, after something was computed that they may share.
+# Most waiting requests that are matched anew in one pass, after KV was computed that they may share.
 _REFRESHED = 16
 
-# Credit for overtaking that can be saved up: in full steps, and in places among those that run.
+# Most credit for overtaking: in full steps, and in places among running requests.
 _MOST_STEPS, _MOST_PLACES = 4, 4.0
 
 # Weight of the request that ended last in the mean of what requests generate.
@@ -32,29 +32,23 @@ class WaitingQueue:
     - `priority`: by priority, then arrival. In the policies below, too, a higher priority goes first.
     - `lpm`: longest match first.
     - `dfs`: neighbours in the tree follow each other.
-    - `balanced`: by arrival, but a share of the work goes to the longest match. Each admission in order earns credit in
-      proportion to the rows that it has to compute, those of its prompt and as many more as requests generated lately;
-      whoever overtakes spends as many as it has to compute. So those of which nearly all is cached get through while
-      they still find it there, and nobody waits more than 1 / (1 - share) times as long as by arrival, and 4 full
-      steps. Places are earned and spent in the same way while they are scarce.
+    - `balanced`: by arrival, but a share of the work goes to the longest match. A request's cost is its uncached rows
+      and the mean output of recent requests. An admission in order earns credit in proportion to its cost; a request
+      that overtakes spends its cost. So requests that are nearly all cached are admitted before eviction, and no
+      request waits longer than 1 / (1 - share) times its wait by arrival, and 4 full steps. Places are earned and
+      spent in the same way while they are scarce.
 
-    The cached tokens of a request are looked up when it comes, when it could be admitted, and, for a bounded number of
-    requests per pass, after another one with the same first page was computed.
+    A request's cached tokens are looked up on arrival, before admission, and, for a bounded number of requests per
+    pass, after another request with the same first page was computed.
 
     Args:
         policy: see above.
         overtake_share: for `balanced`, between 0 and 1.
-        step_tokens: rows of a full step, the unit of what credit can be saved up.
+        step_tokens: rows of a full step, the unit of saved credit.
         page_size: tokens in a page.
     """
 
-    def __init__(
-        self,
-        policy: SchedulePolicy,
-        overtake_share: float,
-        step_tokens: int,
-        page_size: int,
-    ) -> None:
+    def __init__(self, policy: SchedulePolicy, overtake_share: float, step_tokens: int, page_size: int) -> None:
         self._order: SortedKeyList = SortedKeyList(key=_RANKS[policy])
         self._matches: SortedKeyList | None = SortedKeyList(key=lambda request: request.rank)
         if policy not in ("lpm", "balanced"):
@@ -75,7 +69,7 @@ class WaitingQueue:
         return iter(self._order)
 
     def candidates(self, scarce: Callable[[], bool]) -> Iterator[Request]:
-        """The requests to admit, the next one first, each once; `scarce`: whether the next place is the last one."""
+        """The requests in the order of admission, each once; `scarce`: whether only one place is left."""
         passed: set[Request] = set()
         while (request := self._next(passed, scarce)) is not None:
             passed.add(request)
@@ -90,7 +84,6 @@ class WaitingQueue:
         return _first(self._order, passed)
 
     def add(self, request: Request) -> None:
-        """Add a request."""
         self._order.add(request)
         if self._matches is not None:
             request.matched_tokens = request.strategy.find(request).tokens
@@ -99,7 +92,7 @@ class WaitingQueue:
             self._families.setdefault(self._family(request), OrderedDict())[request] = None
 
     def remove(self, request: Request) -> None:
-        """Take a request out. Raises ValueError if it does not wait."""
+        """Remove a request. Raises ValueError if it does not wait."""
         self._order.remove(request)
         if self._matches is not None:
             self._matches.remove(request)
@@ -110,7 +103,7 @@ class WaitingQueue:
                 self._stale.pop(family, None)
 
     def admit(self, request: Request, scarce: bool) -> None:
-        """Take out a request that is admitted, and book the credit that it earns or spends."""
+        """Remove a request that is admitted, and book the credit that it earns or spends."""
         if self._matches is not None and not self._lpm:
             in_order, cost = request is self._order[0], self._cost(request)
             self._tokens = min(self._tokens + (self._earned * cost if in_order else -cost), self._most_tokens)
@@ -119,7 +112,7 @@ class WaitingQueue:
         self.remove(request)
 
     def rank_again(self, request: Request, matched_tokens: int) -> bool:
-        """Book the cached tokens of a waiting request; returns whether it lost its turn by that."""
+        """Book the cached tokens of a waiting request; returns whether it loses its turn."""
         if self._matches is None or matched_tokens == request.matched_tokens:
             return False
         self._matches.remove(request)
@@ -129,17 +122,17 @@ class WaitingQueue:
         return request.rank > before and (self._lpm or request is not self._order[0])
 
     def ended(self, request: Request) -> None:
-        """Learn from a request that has ended how many tokens requests generate."""
+        """Book an ended request's number of output tokens."""
         self._generated += _LATEST * (request.num_output - self._generated)
 
     def computed(self, request: Request) -> None:
-        """Take note that KV of a running request has come into the tree: requests that begin alike may find more."""
+        """Note that KV of a running request is new in the tree: requests with the same first page may match more."""
         family = self._family(request)
         if family in self._families:
             self._stale[family] = len(self._families[family])
 
     def refresh(self) -> None:
-        """Look up again some of the requests for which there may be more in the tree; the others follow later."""
+        """Match some of the noted requests again; the others follow in later passes."""
         budget = _REFRESHED
         for family, count in list(self._stale.items()):
             members = self._families[family]

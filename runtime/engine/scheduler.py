@@ -1,4 +1,4 @@
-"""The requests that take part in the next step, within the budget of rows and pages."""
+"""The scheduler: requests and rows of the next step, within the budget of rows and pages."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Scheduler:
     """Continuous batching: decode rows first, then chunked prefill of running requests, then admission.
 
     Waiting requests are served in the order of the policy (see `WaitingQueue`). When memory runs out, the request that
-    is cheapest to compute again is retracted: it gives up its pages (the tree keeps what it can), keeps its tokens and
-    waits again. The one admitted first is spared, so it always goes on, and as every accepted request fits into the
-    pool alone, all of them end.
+    is cheapest to compute again is retracted: it releases its pages (the tree keeps the full ones), keeps its tokens
+    and waits again. The request admitted first is retracted only if it is alone, and every accepted request fits into
+    the pool alone, so all of them end.
 
     Requests whose rows cannot be cut into chunks take turns: each step has those that have waited longest for one,
     while their rows fit into the budget, and one at least.
     """
 
     def __init__(self, config: SchedulerConfig, cache: PagedCache, step_tokens: int = 2048):
-        """`step_tokens`: rows of a step where the configuration leaves them open."""
+        """`step_tokens`: rows of a step, unless configured."""
         self.config = config
         self.step_tokens = config.step_tokens or step_tokens
         self._chunk_tokens = config.chunk_tokens or self.step_tokens
@@ -35,7 +35,7 @@ class Scheduler:
         self.running: list[Request] = []
         self.num_retracted = 0
         self._turns = count(1)
-        # Available pages when they did not suffice to admit anybody; None: somebody has come or gone since.
+        # Available pages when admission last failed for memory; None: a request has been added or removed since.
         self._too_few: int | None = None
 
     def add(self, request: Request, blocked_on: Hashable = None) -> None:
@@ -49,7 +49,7 @@ class Scheduler:
             self.blocked.add(request, blocked_on)
 
     def remove(self, request: Request, keep: bool = True) -> None:
-        """Take a request out, wherever it is, and its pages back; with `keep`, computed rows stay cached."""
+        """Remove a request in any state and release its pages; with `keep`, computed rows stay cached."""
         self._too_few = None
         if request.status is Status.RUNNING:
             self.running.remove(request)
@@ -67,7 +67,7 @@ class Scheduler:
             self.add(request)
 
     def computed(self, request: Request) -> None:
-        """Take note that more of a running request is in the tree."""
+        """Note that KV of a running request is new in the tree."""
         self.wake(request, request.sequence.num_computed)
         self.waiting.computed(request)
 
@@ -86,11 +86,11 @@ class Scheduler:
                 return work
 
     def follow(self, work: Sequence[Work]) -> list[Work]:
-        """The decode step after one whose tokens are not known yet; empty: those have to be read first.
+        """The decode step behind one whose tokens are not read yet; empty: they have to be read first.
 
-        It is the step that `schedule` would make if none of them ends a request. So there is none unless all that runs
-        decodes, no waiting request could be admitted, no request needs the host between its tokens, and there is
-        memory without retraction. A request that reaches its limit with the unread token is left out.
+        It is the step that `schedule` would make if none of the tokens ends a request. There is one only if all
+        running requests decode, none can be admitted, none needs the host between its tokens, and memory suffices
+        without retraction. A request that reaches its limit with the unread token is left out.
         """
         if not self._all_decode(work) or not self._none_to_admit():
             return []
@@ -132,7 +132,7 @@ class Scheduler:
         return work
 
     def _cheapest(self) -> Request:
-        """The request to retract: of low priority, with few tokens that only it uses. The first only if it is alone."""
+        """The request to retract: lowest priority, then fewest own tokens. The first one only if it is alone."""
         candidates = self.running[:0:-1] or self.running
         return min(candidates, key=lambda request: (request.priority, self.cache.num_own_tokens(request)))
 
@@ -183,13 +183,13 @@ class Scheduler:
         return True
 
     def _block(self, request: Request, peer: Request, at: int) -> None:
-        """Let a request wait for what a running one computes, instead of computing the same pages twice."""
+        """Block a request until a running one has computed the pages that both share."""
         self.waiting.remove(request)
         request.status = Status.BLOCKED
         self.blocked.add(request, peer, at)
 
     def _scarce(self) -> bool:
-        """Whether one more request takes the last place among those that run."""
+        """Whether the next admission takes the last place."""
         return len(self.running) + 1 >= self.config.max_running
 
     def _take_turns(self, work: list[Work]) -> None:

@@ -81,7 +81,6 @@ class FlashInferOps(Ops):
         self._cos_sin: torch.Tensor | None = None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `Ops.rms_norm`."""
         return self._flashinfer.rmsnorm(x, weight, eps)
 
     def add_linear_norm(
@@ -101,7 +100,6 @@ class FlashInferOps(Ops):
         return x, product
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `Ops.silu_and_mul`."""
         return self._flashinfer.silu_and_mul(gate_up)
 
     def angles(self, rope: RotaryEmbedding, positions: torch.Tensor) -> Any:

@@ -161,7 +161,6 @@ class AsyncEngine:
             log.warning("the engine was restarted")
 
     def kill(self) -> None:
-        """Kill the engine process; open requests are lost."""
         self._stopping = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
@@ -259,7 +258,6 @@ class AsyncEngine:
 
     @property
     def num_open(self) -> int:
-        """Open completions."""
         return self._frontend.num_open if self._frontend is not None else 0
 
     async def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
@@ -298,11 +296,11 @@ class AsyncEngine:
         return (await self._call(lambda call: RemovePin(call, pin)))["found"]
 
     async def pins(self) -> dict[str, Any]:
-        """All pins and their budget; see `EngineCore.pins`."""
+        """All pins and their budget; see `Admin.pins`."""
         return await self._call(GetPins)
 
     async def state(self) -> dict[str, Any]:
-        """Counters, histograms and gauges of the engine; see `EngineCore.state`."""
+        """Counters, histograms and gauges of the engine; see `Admin.state`."""
         return await self._call(GetState)
 
     async def pause(self, paused: bool) -> bool:
@@ -326,7 +324,7 @@ class AsyncEngine:
         return (await self._call(lambda call: GetRequests(call, limit)))["requests"]
 
     async def on_node(self, verb: Literal["pin", "unpin", "drop"], page: int, start: int) -> dict[str, Any]:
-        """Tell or change what concerns one node of the tree; see `Inspector`."""
+        """Pin, unpin or evict a node of the tree; see `Admin`."""
         return await self._call(lambda call: OnNode(call, verb, page, start))
 
     def _running(self) -> Frontend:

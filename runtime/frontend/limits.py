@@ -32,7 +32,6 @@ class RequestLimits:
             raise RateLimited(f"{own} prompt tokens of this key wait, and no more than {most} may")
 
     def most_open(self, account: str) -> int:
-        """Completions that an account may have open."""
         return min(_bound(account, self._config.key_requests, self._config.max_open), self._config.max_open)
 
     def enter(self, account: str, tokens: int) -> None:

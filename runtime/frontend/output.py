@@ -16,7 +16,6 @@ Logprobs = list[TokenLogprob] | None
 
 
 def new_rid() -> str:
-    """A fresh request id."""
     return uuid.uuid4().hex
 
 

@@ -1,4 +1,4 @@
-"""Frontend: checks and tokenizes submissions, follows their requests through the engine, and makes text of tokens."""
+"""The front end: checks and tokenizes submissions, tracks their requests in the engine, detokenizes their output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OnOutput = Callable[[Output | RametError], None]
 
 @dataclass(slots=True)
 class Choice:
-    """One completion on its way."""
+    """An open completion."""
 
     submission: Submission
     index: int
@@ -42,14 +42,14 @@ class Choice:
 
 
 class Frontend:
-    """Knows every open completion by its engine request id. Not thread-safe: one thread calls it.
+    """Tracks every open completion by its engine request id. Not thread-safe: one thread calls it.
 
     Args:
         info: the loaded model.
         tokenizer: its tokenizer.
-        send: takes messages to the engine.
-        config: the bounds on lengths, and on what may be open at once.
-        bounded: whether what is too much at once is refused.
+        send: sends a message to the engine.
+        config: limits on lengths and on open requests.
+        bounded: whether requests over the limit on open ones are refused.
     """
 
     def __init__(
@@ -70,22 +70,18 @@ class Frontend:
         self._by_submission: dict[tuple[str, str], set[str]] = {}
         self._serial = 0
 
-    # -- going in --------------------------------------------------------------------------------------------
-
     @property
     def num_open(self) -> int:
-        """Completions on their way."""
         return len(self._open)
 
     def most_open(self, account: str) -> int:
-        """Completions that an account may have on their way."""
         return self._admission.most_open(account)
 
     def encode(self, submission: Submission) -> list[int]:
         """The checked prompt as token ids, with `submission.diffusion` filled for a diffusion model; thread-safe.
 
         Raises:
-            InvalidRequest: for what can never be served.
+            InvalidRequest: if it can never be served.
         """
         prompt, sampling = submission.prompt, submission.sampling
         if isinstance(prompt, str):
@@ -120,7 +116,7 @@ class Frontend:
         return tokens
 
     def check_text(self, length: int, param: str) -> None:
-        """Refuse text that cannot fit, whatever it says, before the time is taken to read it. Raises InvalidRequest."""
+        """Refuse text too long for any tokenization to fit, before it is tokenized. Raises InvalidRequest."""
         most = self.info.context_length * self.tokenizer.longest_token
         if length > most:
             raise InvalidRequest(
@@ -130,7 +126,7 @@ class Frontend:
             )
 
     def _denoising(self, submission: Submission, tokens: list[int]) -> DiffusionParams:
-        """How a submission is denoised, with every default filled in. Raises InvalidRequest."""
+        """The denoising parameters of a submission, with all defaults filled in. Raises InvalidRequest."""
         info = self.info.diffusion
         assert info is not None
         if submission.logprobs is not None or submission.prompt_logprobs_from is not None:
@@ -168,7 +164,7 @@ class Frontend:
                 )
 
     def _check_guidance(self, prompt: int, params: DiffusionParams) -> None:
-        """Guidance needs pages for a second canvas."""
+        """Raise InvalidRequest if guidance needs more pages, for its second canvas, than the pool has."""
         page_size = self.info.page_size
         pages = -(-(prompt + (params.gen_length or 0)) // page_size)
         if params.cfg_scale and 2 * pages * page_size > self.info.pool_tokens:
@@ -182,9 +178,9 @@ class Frontend:
         """Send a submission's completions to the engine.
 
         Args:
-            submission: what is wanted.
-            tokens: what `encode` made of its prompt.
-            index: tells the submission's Outputs from others of the same call.
+            submission: the prompt and its parameters.
+            tokens: the prompt as `encode` returned it.
+            index: the submission's place in its call.
             on_output: called with every Output, the last of a completion with `finish` set, or once per completion
                 with an error.
 
@@ -227,42 +223,39 @@ class Frontend:
             )
 
     def _most_output(self, prompt: int) -> int | None:
-        """How much may follow a prompt that does not say it, where there is a bound; None: what the context holds."""
+        """Most output tokens of a request that sets no limit; None: as many as the context holds."""
         if self._config.max_output_tokens is None:
             return None
         return min(self._config.max_output_tokens, self.info.context_length - prompt, self.info.pool_tokens - prompt)
 
     def abort(self, rid: str | None) -> None:
-        """Ask the engine to end a submission (whoever's it is), or all (None); each still gets its last Output."""
+        """Abort the submissions of an id, of any account, or all (None); each still gets its last Output."""
         for (_, one), choices in self._by_submission.items():
             for choice in choices if rid in (None, one) else ():
                 self._send(Abort(choice))
 
     def drop(self, submission: Submission) -> None:
-        """Forget a submission and abort it in the engine; a later one that reuses its id goes on."""
+        """Forget a submission and abort it in the engine; a later one that reuses its id is not affected."""
         for choice in list(self._by_submission.get(submission.key, ())):
             if self._open[choice].submission is submission:
                 self._send(Abort(choice))
                 self._close(choice)
 
     def fail(self, rid: str, error: RametError) -> None:
-        """End one completion with `error`."""
         if (choice := self._open.get(rid)) is not None:
             self._send(Abort(rid))
             self._close(rid)
             choice.on_output(error)
 
     def fail_all(self, error: RametError) -> None:
-        """The engine is gone: every open completion ends with `error`."""
+        """End every open completion with `error`: the engine is gone."""
         for rid in list(self._open):
             choice = self._open[rid]
             self._close(rid)
             choice.on_output(error)
 
-    # -- coming out ------------------------------------------------------------------------------------------
-
     def handle(self, event: TokenEvent) -> None:
-        """Take what a step made for one request; events of forgotten requests are ignored."""
+        """Pass a step's event on to its completion; events of forgotten requests are ignored."""
         choice = self._open.get(event.rid)
         if choice is None:
             return

@@ -1,1 +1,1 @@
-"""The paged pool, its pages, and who owns them."""
+"""The paged KV pool, its allocator, and the ownership of its pages."""

@@ -1,4 +1,4 @@
-"""Hands out the pages of the pool: contiguous where it can, each with a reference count."""
+"""Allocation of the pool's pages: contiguous where possible, with reference counts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from sortedcontainers import SortedDict, SortedList
 class PageAllocator:
     """A ref-counted page allocator over free extents.
 
-    Requests whose pages are neighbours are read as one view instead of a gather, so the smallest extent that holds
-    the whole wish is taken, and growth continues behind the page it continues.
+    Contiguous pages are read as one view instead of a gather. So the smallest extent that holds all wanted pages is
+    taken, and a request grows behind its last page.
     """
 
     def __init__(self, num_pages: int):
@@ -28,7 +28,7 @@ class PageAllocator:
 
         Args:
             count: number of pages.
-            after: a page behind which the new ones would be best placed; -1: anywhere.
+            after: page that the new ones should follow; -1: anywhere.
         """
         if count > self.num_free:
             return None
@@ -45,13 +45,13 @@ class PageAllocator:
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Add a reference to pages in use for every time that they are named."""
+        """Add a reference to pages in use for each time that they are named."""
         index, times = _count(pages)
         assert (self.refs[index] > 0).all(), "retain of a free page"
         self.refs[index] += times
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop a reference of pages for every time that they are named; those without any are free again."""
+        """Drop a reference of pages for each time that they are named; pages without any are free again."""
         index, times = _count(pages)
         assert (self.refs[index] >= times).all(), "release of a free page"
         self.refs[index] -= times
@@ -112,5 +112,5 @@ class PageAllocator:
 
 
 def _count(pages: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct pages in ascending order, and how often each is named."""
+    """Distinct pages in ascending order, and their multiplicities."""
     return np.unique(np.fromiter(pages, dtype=np.int64), return_counts=True)

@@ -1,4 +1,4 @@
-"""Who owns which page: joins the tree, the allocator and the pool for the requests that use them."""
+"""Ownership of pages: the tree, the allocator and the pool, joined for requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.request import Request
 
 
 class PagedCache:
-    """Gives requests their pages and keeps what they computed.
+    """Allocates pages to requests, and keeps the KV that they computed.
 
     Every page is free, held by the tree, or private to a live request. Pages move one way: a request fills private
     pages, `commit` hands the full ones to the tree, eviction frees them.
@@ -30,7 +30,7 @@ class PagedCache:
         quotas: Mapping[str, int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """`quotas`: pages by tenant, for those whose number differs from the configured one."""
+        """`quotas`: pages by tenant; other tenants have the configured quota."""
         self.pool = pool
         self.page_size = pool.page_size
         self.enabled = config.prefix_cache
@@ -48,20 +48,19 @@ class PagedCache:
         return self.allocator.num_free + self.tree.num_evictable_pages
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def insert(
         self, key: bytes, pages: array[int], namespace: Namespace, cost: float = 0.0, meta: Any = None
     ) -> tuple[Node | None, array[int]]:
-        """Hand pages to the tree, which may have some of them already; the caller's copies of those are freed.
+        """Hand pages to the tree; the caller's copies of pages that it has already are freed.
 
         Args:
             key: the tokens of these pages and of all before them, see `RadixTree.insert`.
             pages: int32 page ids for the whole key.
-            namespace: where the entry lies.
-            cost: what computing them took, in seconds.
-            meta: what a strategy wants to read from the nodes later.
+            namespace: of the entry.
+            cost: seconds that computing them took.
+            meta: a strategy's record, kept on the nodes.
 
         Returns:
             The node in which the last page lies, and the page ids that the tree holds for the key.
@@ -71,7 +70,7 @@ class PagedCache:
         return node, held
 
     def release(self, request: Request) -> None:
-        """Take all segments and pages from a request."""
+        """Release all segments and pages of a request."""
         for segment in request.segments:
             if segment.node is None:
                 self.allocator.release(segment.pages)
@@ -90,19 +89,19 @@ class PagedCache:
         return request.sequence.num_computed - min(kept, request.sequence.num_computed)
 
     def _kept_pages(self, node: Node | None) -> int:
-        """Pages on the path to a node that stay locked when one request leaves it."""
+        """Pages on the path to a node that stay locked without one of its requests."""
         while node is not None and node.refs == 1 and not node.pins:
             node = node.parent
         return sum(len(above.pages) for above in path(node))
 
     def flush(self) -> int:
-        """Drop all cached pages that no live request uses; returns how many."""
+        """Drop the cached pages that no live request uses; returns their number."""
         pages = self.tree.flush()
         self.allocator.release(pages)
         return len(pages)
 
     def drop(self, node: Node) -> int:
-        """Drop a node and what lies below it, but for what is in use; returns how many pages."""
+        """Drop a node and its subtree, except for pages in use; returns the number of pages."""
         pages = self.tree.drop(node)
         self.allocator.release(pages)
         return len(pages)
@@ -110,13 +109,13 @@ class PagedCache:
     def allocate(
         self, count: int, behind: array[int], namespace: Namespace, cached: int | None = None
     ) -> array[int] | None:
-        """Take free pages, evicting what must go for them; None, with nothing changed, if memory does not suffice.
+        """Allocate pages, after evicting others if need be; None, with nothing changed, if memory does not suffice.
 
         Args:
             count: number of pages.
-            behind: pages that the new ones would best follow.
-            namespace: whose quota they count against.
-            cached: how many of them will be the tree's; default: all.
+            behind: pages that the new ones should follow.
+            namespace: its owner's quota bounds them.
+            cached: number of them that the tree will hold; default: all.
         """
         if count > self.num_available:
             return None

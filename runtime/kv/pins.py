@@ -26,9 +26,8 @@ class Pin:
 class PinBoard:
     """All pins of a cache.
 
-    Pins share pages where their prefixes do; the budget counts distinct pages. A pin may never starve a live request:
-    one over the budget is refused, and where a request finds no room because of pins alone, the pin that was used
-    longest ago yields.
+    Pins share pages where their prefixes do; the budget counts distinct pages. A pin over the budget is refused. A pin
+    never starves a live request: where pins alone leave no room for one, the least recently used pin yields.
 
     Args:
         tree: the tree that holds the pages.
@@ -72,7 +71,7 @@ class PinBoard:
         return {"pin": self.describe(self._add(match, None, None))}
 
     def _over_budget(self, match: Match, missing: int) -> str | None:
-        """Why a match and missing pages behind it cannot be pinned, too; None if they can."""
+        """Reason to refuse a pin of a match and of missing pages behind it; None if the budget allows it."""
         self.expire()
         pages = self.tree.num_pinned_pages + self.tree.num_new_pinned_pages(match) + missing
         if pages <= self.budget_pages:
@@ -99,26 +98,25 @@ class PinBoard:
         return pin
 
     def unpin(self, pin_id: str) -> bool:
-        """Let a pin go; its pages stay cached until they are evicted. False if there is none."""
+        """Remove a pin; its pages stay cached until they are evicted. False if there is none."""
         pin = self.pins.pop(pin_id, None)
         if pin is not None:
             self.tree.unpin(pin.node)
         return pin is not None
 
     def unpin_all(self) -> None:
-        """Let all pins go."""
         for pin_id in list(self.pins):
             self.unpin(pin_id)
 
     def expire(self) -> None:
-        """Let the pins go whose time is over."""
+        """Remove the pins whose time to live is over."""
         now = self._clock()
         for pin in list(self.pins.values()):
             if pin.expires_s is not None and pin.expires_s <= now:
                 self.unpin(pin.id)
 
     def yield_one(self) -> bool:
-        """Let the pin go that was used longest ago, because a live request needs the room; False if there is none."""
+        """Remove the least recently used pin, as a live request needs its room; False if there is none."""
         if not self.pins:
             return False
         oldest = min(self.pins.values(), key=lambda pin: pin.node.last_use)
@@ -126,12 +124,6 @@ class PinBoard:
         return self.unpin(oldest.id)
 
     def describe(self, pin: Pin) -> dict[str, Any]:
-        """A pin as clients see it."""
+        """A pin as shown to clients."""
         left = None if pin.expires_s is None else max(pin.expires_s - self._clock(), 0.0)
-        return {
-            "id": pin.id,
-            "name": pin.name,
-            "tokens": pin.tokens,
-            "hits": pin.node.hits,
-            "expires_in_s": left,
-        }
+        return {"id": pin.id, "name": pin.name, "tokens": pin.tokens, "hits": pin.node.hits, "expires_in_s": left}

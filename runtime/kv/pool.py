@@ -1,4 +1,4 @@
-"""The tensors that hold every layer's keys and values."""
+"""The tensors of all layers' keys and values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class KVPool:
         device: torch.device,
         spare_pages: int = 0,
     ):
-        """`spare_pages`: pages behind the others, for rows that are never read."""
+        """`spare_pages`: extra pages at the end, for rows that are never read."""
         self.num_pages = num_pages
         self.page_size = page_size
         shape = (num_layers, (num_pages + spare_pages) * page_size, num_kv_heads, head_dim)

@@ -1,4 +1,4 @@
-"""Publishes KV events over ZeroMQ, in the form that vLLM's and SGLang's consumers read.
+"""KV events over ZeroMQ, in the format of vLLM and SGLang.
 
 A message is `[topic, sequence number (8 bytes, big endian), msgpack]`; the payload is `[timestamp, events, rank]` and
 an event an array that begins with its name. A consumer that missed some asks the replay socket (`[first number]` on a
@@ -23,7 +23,7 @@ _END = (-1).to_bytes(8, "big", signed=True)
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag="BlockStored"):
-    """Blocks that came into the cache; field order is vLLM's."""
+    """Blocks stored in the cache; field order is vLLM's."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -34,14 +34,14 @@ class BlockStored(msgspec.Struct, array_like=True, tag="BlockStored"):
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, tag="BlockRemoved"):
-    """Blocks that left the cache."""
+    """Blocks removed from the cache."""
 
     block_hashes: list[int]
     medium: str | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared"):
-    """The cache is empty: sent once when the engine starts, for consumers that knew an earlier one."""
+    """The cache is empty: sent once at the start, for consumers that followed an earlier engine."""
 
 
 class EventBatch(msgspec.Struct, array_like=True):
@@ -56,11 +56,11 @@ class EventPublisher:
     """The PUB socket, and the batches that can be replayed.
 
     Args:
-        endpoint: where to publish, `tcp://127.0.0.1:5557` for example.
-        replay_endpoint: where to answer consumers that missed batches; None: nowhere.
+        endpoint: address of the PUB socket, `tcp://127.0.0.1:5557` for example.
+        replay_endpoint: address of the replay socket; None: no replays.
         block_size: tokens in a block.
-        medium: where the blocks lie, `CPU` or `GPU`.
-        with_tokens: whether events tell the token ids; without, `token_ids` is empty.
+        medium: memory of the blocks, `CPU` or `GPU`.
+        with_tokens: whether events carry token ids; else `token_ids` is empty.
 
     Raises:
         ModelError: if an endpoint cannot be bound.
@@ -106,7 +106,6 @@ class EventPublisher:
         self._next += 1
 
     def answer_replays(self) -> None:
-        """Answer all requests at the replay socket."""
         while self._replay is not None and self._replay.poll(0):
             client, *_, start = self._replay.recv_multipart()
             if len(start) != 8:
@@ -118,7 +117,6 @@ class EventPublisher:
             self._replay.send_multipart([client, b"", _END, b""])
 
     def close(self) -> None:
-        """Close the sockets."""
         self._publish.close(linger=0)
         if self._replay is not None:
             self._replay.close(linger=0)

@@ -75,15 +75,12 @@ class Tokenizer:
             return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def id_to_token(self, token: int) -> str | None:
-        """The vocabulary's spelling of a token."""
         return self._fast.id_to_token(token)
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token by the vocabulary's spelling."""
         return self._fast.token_to_id(token)
 
     def to_json(self) -> str:
-        """Text of the tokenizer.json."""
         return self._fast.to_str()
 
     @property

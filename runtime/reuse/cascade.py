@@ -1,4 +1,4 @@
-"""Which requests of a step share which pages: the edges of tree attention."""
+"""Pages that several requests of a step share: the edges of tree attention."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Stretch:
 
 
 def stretches(tables: Sequence[bytes], page_size: int, least_saved_tokens: int = 256) -> list[Stretch]:
-    """Cut sorted page tables into stretches that are worth reading once, and what is left of each table.
+    """Cut sorted page tables into stretches that are worth reading once, and the rest of each table.
 
-    Takes a comparison of neighbours and no look at the tree: requests share a node exactly where they share its pages.
+    The tree is not consulted: requests share a node exactly where they share its pages.
 
     Args:
         tables: int32 page ids as bytes, in ascending order of these bytes.
         page_size: tokens in a page.
-        least_saved_tokens: reads of tokens that must be saved for a stretch of several tables: an edge of its own costs
+        least_saved_tokens: least number of token reads that a shared stretch must save, since an edge of its own costs
             a merge of partial results for each of its rows.
 
     Returns:

@@ -24,8 +24,8 @@ def make_sampler(
 class BatchedSampler(Sampler):
     """A `Sampler` that draws for all requests without grammar, bias or penalties in a few kernels.
 
-    Noise of a request with a seed comes from its own stream: FlashInfer's samplers derive it from the row in the batch,
-    so that a seed would not give the same tokens twice.
+    The noise of a request with a seed comes from its own stream: FlashInfer's samplers derive it from the row in the
+    batch, so that a seed would not reproduce its tokens.
     """
 
     @cached_property
@@ -33,7 +33,6 @@ class BatchedSampler(Sampler):
         return load_flashinfer().sampling
 
     def _draw_all(self, logits: torch.Tensor, requests: Sequence[Request], ahead: int) -> torch.Tensor:
-        """See `Sampler._draw_all`."""
         probs = self.filter(logits, requests)
         noise = torch.empty_like(probs).exponential_(generator=self._unseeded)
         for row, request in zip(noise, requests, strict=True):

@@ -1,4 +1,4 @@
-"""How requests get their tokens: the interface, and the next token of causal models."""
+"""The interface of decoding, and next-token decoding of causal models."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NO_ROWS, _ONE_ROW = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
 
 
 class Decoding(ABC):
-    """Chooses tokens from logits and books them.
+    """The choice of tokens from logits, and their booking.
 
     Attributes:
-        counted, counters: names and values of the decoding's own counters.
+        counted, counters: names and values of its own counters.
     """
 
     counted: ClassVar[tuple[str, ...]] = ()
@@ -37,15 +37,15 @@ class Decoding(ABC):
 
     @abstractmethod
     def wanted(self, work: Work) -> np.ndarray:
-        """The rows int64 of a piece of work whose logits are wanted, counted from its first, ascending."""
+        """Rows, int64 and ascending, whose logits are wanted; 0 is the first row of the work."""
 
     def choose(
         self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor
     ) -> tuple[list[Request], Sampled | None]:
-        """Choose next tokens where the logits are, without waiting for them.
+        """Choose next tokens on the device of the logits, without a wait.
 
         Args:
-            work: what the step computes.
+            work: the rows of each request.
             places: rows of the logits, by piece of work and row set.
             logits: float32 [S, vocab].
 
@@ -73,7 +73,7 @@ class Decoding(ABC):
             logprob: its log-probability, if the request wants any.
 
         Returns:
-            What there is to tell; `finish` is set if the request ends.
+            The event, if any; `finish` is set if the request ends.
 
         Raises:
             RametError: if no token can be chosen; the request ends with it.
@@ -81,7 +81,7 @@ class Decoding(ABC):
 
     @staticmethod
     def event(request: Request, tokens: list[int], finish: Finish | None = None) -> TokenEvent:
-        """An event with a request's times and its account of reuse."""
+        """An event with the request's times and its report of reuse."""
         if tokens:
             request.first_token_s = request.first_token_s or time.monotonic()
         return TokenEvent(
@@ -103,7 +103,7 @@ class NextToken(Decoding):
         self._sampler = sampler
 
     def wanted(self, work: Work) -> np.ndarray:
-        """See `Decoding.wanted`: the last row if it gives a token, more for log-probabilities of the prompt."""
+        """The last row if it gives a token; more rows for log-probabilities of the prompt."""
         request = work.request
         if request.wants_prompt_logprobs:
             skipped = max((request.prompt_logprobs_from or 0) - 1 - work.start, 0)
@@ -115,7 +115,6 @@ class NextToken(Decoding):
     def choose(
         self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor
     ) -> tuple[list[Request], Sampled | None]:
-        """See `Decoding.choose`."""
         rows = {
             item.request: place[0].stop - 1
             for item, place in zip(work, places, strict=True)
@@ -137,7 +136,6 @@ class NextToken(Decoding):
         token: int | None,
         logprob: TokenLogprob | None,
     ) -> TokenEvent | None:
-        """See `Decoding.book`."""
         request = work.request
         prompt_logprobs = self._prompt_logprobs(work, logits, places[0])
         is_read = work.samples and not request.wants_tokens

@@ -18,7 +18,7 @@ from runtime.sampling.json_text import parse_json
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# Far above the need of real schemas, and low enough that no grammar delays a step by more than milliseconds.
+# Far above the needs of real schemas, and low enough that no grammar delays a step by more than milliseconds.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=200_000,
@@ -85,7 +85,6 @@ class Grammar:
         return np.unpackbits(bits, bitorder="little", count=vocab_size) == 0
 
     def accept(self, token: int) -> None:
-        """Advance by a token."""
         self._matcher.consume_token(token)
 
     @property
@@ -98,7 +97,7 @@ class GrammarCompiler:
     """A compiler on a thread of its own, so that no step waits for a grammar.
 
     Args:
-        load_tokenizer: returns the text of the model's tokenizer.json; called with the first grammar.
+        load_tokenizer: returns the text of the model's tokenizer.json; called for the first grammar.
         vocab_size: of the logits.
         eos: tokens that end a sequence.
         timeout_s: limit for one grammar.

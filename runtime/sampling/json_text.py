@@ -1,4 +1,4 @@
-"""Checks of untrusted JSON: text within a request, or a model's output."""
+"""Checks of untrusted JSON text, from a request or a model's output."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def is_deep(body: bytes) -> bool:
     """Whether JSON text is nested more than MAX_DEPTH levels deep."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return False
-    # Deeply nested text mostly begins so: then megabytes need not be read.
+    # Deeply nested text is mostly deep from its beginning: then megabytes need not be read.
     return _is_deep(body[:_BEGINNING]) or _is_deep(body)
 
 

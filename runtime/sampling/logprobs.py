@@ -17,7 +17,7 @@ _LEAST = -9999.0  # JSON has no infinity
 def measure_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Measured:
     """Log-probabilities of tokens int64 [n] and of the `top` most likely ones, from float32 logits [n, vocab].
 
-    They stay on the device of the logits; nothing waits for them.
+    They stay on the device of the logits, without a wait.
     """
     logprobs = logits.log_softmax(-1).clamp_min(_LEAST)
     values, ids = logprobs.topk(min(top, logprobs.shape[-1]))
@@ -25,7 +25,7 @@ def measure_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Me
 
 
 def list_logprobs(tokens: Sequence[int], measured: Measured) -> list[TokenLogprob]:
-    """`TokenLogprob`s of n tokens; reads `measured`, so that tensors on a GPU make it wait."""
+    """`TokenLogprob`s of n tokens. Waits for `measured` if it is on a GPU."""
     chosen, ids, values = (tensor.tolist() for tensor in measured)
     tops = [list(zip(*top, strict=True)) for top in zip(ids, values, strict=True)]
     return [TokenLogprob(*found) for found in zip(tokens, chosen, tops, strict=True)]

@@ -1,4 +1,4 @@
-"""Tokens that are chosen on the device and not yet read by the host."""
+"""Sampled tokens, between the device and the host."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Sampled:
         Args:
             tokens: int64 [n].
             failures: errors of requests without a token, except for bad logits.
-            tops: for requests that want log-probabilities, how many of the most likely tokens they want.
+            tops: number of alternatives, for requests that want log-probabilities.
             measured: log-probabilities of the requests in `tops`.
         """
         self.tokens = tokens
@@ -50,7 +50,7 @@ class Sampled:
         return [self._failures.get(i) or BadLogits() if t == NO_TOKEN else t for i, t in enumerate(tokens)]
 
     def logprobs(self) -> dict[int, TokenLogprob]:
-        """Wait for the log-probabilities of the requests in `tops`, by their place among the requests."""
+        """Wait for the log-probabilities of the requests in `tops`, by index."""
         if not self._tops:
             return {}
         tokens, *measured = self._download.wait()

@@ -1,4 +1,4 @@
-"""The choice of tokens from logits: penalties, filters, and a random stream for each request."""
+"""The sampler: penalties, filters, and a random stream for each request."""
 
 from __future__ import annotations
 
@@ -26,20 +26,15 @@ def highest(logits: torch.Tensor) -> torch.Tensor:
 
 
 class Sampler:
-    """A sampler of one token for each of several requests.
+    """Samples one token for each of several requests.
 
     Args:
         vocab_size: columns of the logits.
         device: of the logits.
-        argmax: `highest`, or an executor's.
+        argmax: `highest`, or the executor's own.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        device: torch.device,
-        argmax: Callable[[torch.Tensor], torch.Tensor] = highest,
-    ):
+    def __init__(self, vocab_size: int, device: torch.device, argmax: Callable[[torch.Tensor], torch.Tensor] = highest):
         self.vocab_size = vocab_size
         self.device = device
         self._argmax = argmax
@@ -51,9 +46,9 @@ class Sampler:
         """Choose the next tokens; waits for the device only for requests with a grammar.
 
         Args:
-            logits: float32 [n, vocab]; not changed, and not read after the return.
+            logits: float32 [n, vocab]; neither changed nor read after the return.
             requests: n requests.
-            ahead: number of tokens of each request that are chosen but not read by the host.
+            ahead: number of tokens of each request that the host has not read yet.
         """
         best = self._argmax(logits)
         # argmax takes a NaN for the maximum, so that the chosen logit shows whether the row has one.
@@ -128,7 +123,7 @@ class Sampler:
     def _penalise(self, logits: torch.Tensor, request: Request) -> None:
         params = request.sampling
         if request.counts is None:
-            # From here on they are kept where the tokens are chosen, which the host may not have read yet.
+            # From here on they are kept on the device, as the host may not have read the last token.
             ids = torch.tensor(request.tokens, dtype=torch.int64)
             request.prompt_ids = upload(ids[: request.prompt_len].unique(), self.device)
             counts = torch.bincount(ids[request.prompt_len :], minlength=self.vocab_size)
@@ -151,8 +146,7 @@ class Sampler:
     def generator(self, request: Request, ahead: int = 0) -> torch.Generator:
         """The random stream of a request's next token.
 
-        With a seed it depends on the seed and the token's place alone, so that a step that is repeated draws the same
-        token.
+        With a seed it depends on the seed and the token's place alone, so that a repeated step draws the same token.
         """
         seed = request.sampling.seed
         if seed is None:

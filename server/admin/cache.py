@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from fastapi import Path as PathParameter
@@ -26,7 +26,7 @@ class PinRequest(Body):
     """A prefix: exactly one of `text`, `input_ids` and `messages` (to which the chat template is applied)."""
 
     model_config = ConfigDict(
-        json_schema_extra={"example": {"text": "You are a helpful assistant. ...", "name": "system", "ttl_s": 3600}},
+        json_schema_extra={"example": {"text": "You are a helpful assistant. ...", "name": "system", "ttl_s": 3600}}
     )
 
     text: Text | None = None
@@ -91,9 +91,7 @@ Start = Annotated[
 @router.post("/nodes/{page}/pin", responses=examples.PIN)
 async def pin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
     """Pin the prefix that ends with a node. 404 if the node is gone, 409 over the budget."""
-    done = await context.engine.on_node("pin", page, start)
-    if not done["found"]:
-        raise _gone(page)
+    done = await _on_node(context, "pin", page, start)
     if "refused" in done:
         raise PinRefused(done["refused"])
     return done["pin"]
@@ -102,23 +100,22 @@ async def pin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
 @router.delete("/nodes/{page}/pin", responses=examples.UNPINNED)
 async def unpin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
     """Remove every pin that holds a node."""
-    done = await context.engine.on_node("unpin", page, start)
-    if not done["found"]:
-        raise _gone(page)
+    done = await _on_node(context, "unpin", page, start)
     return {"unpinned": done["pins"]}
 
 
 @router.delete("/nodes/{page}", responses=examples.EVICTED)
 async def drop_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
     """Evict a node and its subtree, except for nodes that live requests or pins hold."""
-    done = await context.engine.on_node("drop", page, start)
-    if not done["found"]:
-        raise _gone(page)
+    done = await _on_node(context, "drop", page, start)
     return {"evicted_tokens": done["tokens"]}
 
 
-def _gone(page: int) -> NotFound:
-    return NotFound(f"there is no such node at page {page}", param="page", code="node_not_found")
+async def _on_node(context: Context, verb: Literal["pin", "unpin", "drop"], page: int, start: int) -> dict[str, Any]:
+    done = await context.engine.on_node(verb, page, start)
+    if not done["found"]:
+        raise NotFound(f"there is no such node at page {page}", param="page", code="node_not_found")
+    return done
 
 
 @router.get("/stats", responses=examples.STATS)
@@ -143,11 +140,7 @@ async def tree(
     whose = _named(tenant, context) if tenant is not None else asker
     everybody = asker.admin and tenant is None
     nodes = await context.engine.tree(
-        tenant=None if everybody else whose.account,
-        max_depth=depth,
-        skip=cursor,
-        limit=limit,
-        preview_tokens=preview,
+        tenant=None if everybody else whose.account, max_depth=depth, skip=cursor, limit=limit, preview_tokens=preview
     )
     shown = [_show(node, context) for node in nodes]
     return {"nodes": shown, "next_cursor": cursor + limit if len(nodes) == limit else None}

@@ -19,11 +19,7 @@ _GENERATED: dict[str, Any] = {
         "e2e_latency": 0.12,
     },
 }
-_ENVELOPE = {
-    "created": 1767225600,
-    "model": "smollm2-135m-instruct",
-    "system_fingerprint": "ramet-float32-cpu",
-}
+_ENVELOPE = {"created": 1767225600, "model": "smollm2-135m-instruct", "system_fingerprint": "ramet-float32-cpu"}
 _USAGE = {"usage": {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}}
 _CHAT: dict[str, Any] = {"id": "chatcmpl-98eecf86d5da", "object": "chat.completion", **_ENVELOPE}
 _TEXT: dict[str, Any] = {"id": "cmpl-98eecf86d5da", "object": "text_completion", **_ENVELOPE}

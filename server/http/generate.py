@@ -35,11 +35,8 @@ class GenerateRequest(Body):
 
     model_config = ConfigDict(
         json_schema_extra={
-            "example": {
-                "text": "The capital of France is",
-                "sampling_params": {"max_new_tokens": 16, "temperature": 0},
-            }
-        },
+            "example": {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 16, "temperature": 0}}
+        }
     )
 
     text: Text | list[Text] | None = None

@@ -16,9 +16,7 @@ def check_model(name: str, context: Context) -> None:
     served = context.engine.info.name
     if name != served:
         raise NotFound(
-            f"the model {name!r} does not exist; this server has {served!r}",
-            param="model",
-            code="model_not_found",
+            f"the model {name!r} does not exist; this server has {served!r}", param="model", code="model_not_found"
         )
 
 

@@ -48,7 +48,6 @@ class Tool(Body):
         return {"type": "function", "function": {"name": self.function.name, **described}}
 
     def schema_of_arguments(self) -> dict[str, Any]:
-        """The JSON schema of the arguments."""
         return self.function.parameters or {"type": "object", "properties": {}}
 
 

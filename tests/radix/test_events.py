@@ -33,7 +33,7 @@ class Mirror:
 
 
 def blocks_of(tree: RadixTree, block_bytes: int) -> dict[int, tuple[int | None, bytes]]:
-    """What the tree holds, by walking it."""
+    """Parent and tokens of each of the tree's blocks, by its hash, from a walk."""
     found, last = {}, {}
     for node in tree.nodes():
         parent = last.get(id(node.parent))

@@ -109,12 +109,8 @@ def test_the_tables_have_every_option_with_its_default(capsys):
     assert [row[0] for row in rows] == [f"| `--{name.replace('_', '-')}`" for name in options]
     defaults = {row[0].strip("| `-").replace("-", "_"): row[1].strip("`") for row in rows}
     assert defaults["page_size"] == str(CacheConfig().page_size)
-    assert (defaults["prefix_cache"], defaults["auto_pins"], defaults["ttl"], defaults["kv_events"]) == (
-        "on",
-        "0",
-        "600.0",
-        "",
-    )
+    named = ("prefix_cache", "eviction_policy", "pin_budget", "kv_events")
+    assert [defaults[name] for name in named] == ["on", "lru", "0.5", ""]
     assert all(row[2] == f"{field.description} |" for row, field in zip(rows, options.values(), strict=True))
 
 

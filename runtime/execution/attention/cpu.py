@@ -106,7 +106,6 @@ class CPUAttention(AttentionBackend):
         return (pages[:, None] * self.pool.page_size + rows).flatten()[start:stop]
 
     def run(self, prepared: list[Part], q: torch.Tensor, layer: int) -> torch.Tensor:
-        """See `AttentionBackend.run`."""
         k, v = self.pool.k[layer], self.pool.v[layer]
         out = torch.zeros_like(q)
         if all(part.first for part in prepared):

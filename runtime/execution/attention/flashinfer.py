@@ -85,7 +85,6 @@ class FlashInferAttention(AttentionBackend):
         self._used = dict.fromkeys(self._wrappers, 0)
 
     def prepare_step(self, plans: Sequence[AttentionPlan]) -> list[Calls]:
-        """See `AttentionBackend.prepare_step`."""
         self._used = dict.fromkeys(self._wrappers, 0)
         with self.planning():
             return super().prepare_step(plans)
@@ -147,7 +146,6 @@ class FlashInferAttention(AttentionBackend):
         return self.num_heads // self.pool.k.shape[2] >= 4
 
     def prepare(self, plan: AttentionPlan) -> Calls:
-        """See `AttentionBackend.prepare`."""
         indexes: list[PagedIndex] = []
         calls: list[Call] = []
         for kind, part in by_call(plan, self.pool.page_size).items():
@@ -222,7 +220,6 @@ class FlashInferAttention(AttentionBackend):
         return k, v
 
     def run(self, prepared: Calls, q: torch.Tensor, layer: int) -> torch.Tensor:
-        """See `AttentionBackend.run`."""
         pages = self.pages(layer)
         if prepared.table is None or prepared.out is None or prepared.lse is None:
             return prepared.calls[0].wrapper.run(q, pages)

@@ -33,7 +33,6 @@ class PagedIndex:
 
     @property
     def num_requests(self) -> int:
-        """Number of virtual requests."""
         return len(self.last_page_len)
 
     @property

@@ -1,4 +1,4 @@
-"""The compiled kernels: finding them, and their entry points for ctypes (`src/api.h`)."""
+"""The compiled kernels for ctypes: entry points (`src/api.h`) and structures (`attention.h`, `gemm.h`, `decoder.h`)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ def _fields(integers: str = "", pointers: str = "") -> list[tuple[str, type]]:
 
 
 class Matrix(Structure):
-    """Packed weights [n, k]; see `src/matrix.h`."""
+    """Packed weights [n, k] (`src/matrix.h`)."""
 
     _fields_ = (("data", c_void_p), ("bias", c_void_p), *_fields("n k storage is_paired"))
 
 
 class Product(Structure):
-    """See `src/gemm.h`."""
-
     _fields_ = (
         *(("a", c_void_p), ("lda", c_int64), ("m", c_int64), ("w", POINTER(Matrix)), ("c", c_void_p)),
         *_fields("ldc columns into"),
@@ -35,32 +33,26 @@ class Product(Structure):
 
 
 class Span(Structure):
-    """See `src/attention.h`."""
-
     _fields_ = (("pages", c_void_p), ("length", c_int64), ("keep", c_void_p), ("turn", c_void_p))
 
 
 class Edge(Structure):
-    """See `src/attention.h`."""
-
     _fields_ = (("rows", c_void_p), ("num_rows", c_int64), ("span", c_int64), ("visible", c_void_p))
 
 
 class Shape(Structure):
-    """Shape of the model's attention and of the pool; see `src/attention.h`."""
+    """Shape of the model's attention and of the pool."""
 
     _fields_ = _fields("heads kv_heads dim page_size is_bf16")
 
 
 class LayerKV(Structure):
-    """A layer's keys and values in the pool; see `src/attention.h`."""
+    """A layer's keys and values in the pool."""
 
     _fields_ = _fields(pointers="k v")
 
 
 class Layer(Structure):
-    """See `src/decoder.h`."""
-
     _fields_ = (
         *_fields(pointers="input_norm post_norm q_norm k_norm"),
         *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
@@ -69,8 +61,6 @@ class Layer(Structure):
 
 
 class Model(Structure):
-    """See `src/decoder.h`."""
-
     _fields_ = (
         *_fields("hidden inner vocab num_layers"),
         *(("eps", c_float), ("shape", Shape), ("layers", POINTER(Layer)), ("norm", c_void_p)),
@@ -79,14 +69,10 @@ class Model(Structure):
 
 
 class HiddenRows(Structure):
-    """See `src/decoder.h`."""
-
     _fields_ = (("rows", c_void_p), ("num_rows", c_int64), ("states", c_void_p))
 
 
 class Group(Structure):
-    """See `src/decoder.h`."""
-
     _fields_ = (
         *_fields("first_layer last_layer"),
         *(("rows", c_void_p), ("num_rows", c_int64), ("kv_write", c_void_p)),
@@ -98,8 +84,6 @@ class Group(Structure):
 
 
 class Step(Structure):
-    """See `src/decoder.h`."""
-
     _fields_ = (
         *(("tokens", c_void_p), ("num_rows", c_int64), ("groups", POINTER(Group)), ("num_groups", c_int64)),
         *(("logits_rows", c_void_p), ("num_logits", c_int64), ("logits", c_void_p)),

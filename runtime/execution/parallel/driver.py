@@ -142,8 +142,6 @@ class ParallelExecutor(Executor):
         self.pool.on_copy = lambda *rows: self.workers.send(CopyRows(*rows))
 
     def on_death(self, call: Callable[[EngineDead], None]) -> None:
-        """See `Executor.on_death`."""
-
         def end(error: EngineDead) -> None:
             self.group.abort()
             call(error)
@@ -160,7 +158,6 @@ class ParallelExecutor(Executor):
             raise self.workers.explain() from error
 
     def close(self) -> None:
-        """End the other ranks."""
         self.workers.hang_up()
         self.group.close()
         self.workers.close()

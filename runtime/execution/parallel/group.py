@@ -81,5 +81,4 @@ class Group:
             dist.group.WORLD.abort()
 
     def close(self) -> None:
-        """Leave the group."""
         dist.destroy_process_group()

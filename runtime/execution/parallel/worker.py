@@ -52,7 +52,6 @@ class Inbox:
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
 
     def boot(self) -> Boot:
-        """The first message."""
         data = self._read()
         assert data is not None
         threading.Thread(target=self._fill, daemon=True).start()

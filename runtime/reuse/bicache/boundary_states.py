@@ -1,4 +1,4 @@
-"""Keeps the hidden states with which cached prefixes enter the last reused layer."""
+"""Hidden states with which cached prefixes enter the last reused layer."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from radix import Namespace
 
 
 class BoundaryStore:
-    """Boundary states by encoding, rows and depth, the least recently used first to go.
+    """An LRU store of boundary states by encoding, number of rows and depth.
 
-    They depend on these alone, so an entry never grows stale. One that is gone is computed again
-    at the next refresh.
+    They depend on these alone, so no entry grows stale. A lost one is computed again at the next refresh.
 
     Args:
-        max_bytes: what all entries may hold together; 0 keeps none.
+        max_bytes: bound on all entries together; 0 keeps none.
     """
 
     def __init__(self, max_bytes: int):
@@ -32,7 +31,7 @@ class BoundaryStore:
         return states
 
     def put(self, encoding: Namespace | None, depth: int, states: torch.Tensor) -> None:
-        """Keep states, if there is room for them at all."""
+        """Keep states, unless they alone exceed the bound."""
         key = (encoding, len(states), depth)
         if key in self._entries or states.nbytes > self.max_bytes:
             return
@@ -43,11 +42,10 @@ class BoundaryStore:
             self.num_bytes -= gone.nbytes
 
     def discard(self, encoding: Namespace | None) -> None:
-        """Drop the states of an encoding, whatever the depth."""
+        """Drop the states of an encoding for all depths."""
         for key in [key for key in self._entries if key[0] == encoding]:
             self.num_bytes -= self._entries.pop(key).nbytes
 
     def clear(self) -> None:
-        """Drop everything."""
         self._entries.clear()
         self.num_bytes = 0

@@ -1,4 +1,4 @@
-"""Depth tables (BiCache, section 5.1): in how many layers a prefix may be reused, by its share of a request."""
+"""Depth tables (BiCache, section 5.1): layers in which a prefix may be reused, by its share of a request."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class DepthTable:
     """Layers that may be reused, by ratio.
 
     Attributes:
-        name: where the table comes from, for people.
+        name: origin of the table, for display.
         depths: by the shared prefix's share of prompt and output, in percent; the largest key that is not above counts.
-        similarity: cosine similarity by layer, where it was measured, by the same keys.
-        truncated: such depths for the beginning of a longer encoding, by how much of it that is, in percent; the
-            largest key that is not above counts.
+        similarity: measured cosine similarities by layer, by the same keys.
+        truncated: depths for the beginning of a longer encoding, by its share of the encoding in percent; the largest
+            key that is not above counts.
         interval: R that goes with the depths, denoising steps between refreshes; None: the paper's.
     """
 
@@ -41,7 +41,7 @@ class DepthTable:
 
     @property
     def version(self) -> str:
-        """Tells one table from another."""
+        """The table's name and a hash of its depths."""
         measured = [self.depths, self.truncated] if self.truncated else self.depths
         digest = hashlib.blake2b(json.dumps(measured, sort_keys=True).encode(), digest_size=4)
         return f"{self.name}#{digest.hexdigest()}"
@@ -52,7 +52,7 @@ class DepthTable:
         return 0 if key is None else self.depths[key]
 
     def partial_depth(self, ratio: float, kept: float) -> int:
-        """The depth at a ratio for the first `kept` (0 to 1) of what was encoded; 0 if that was not measured."""
+        """The depth at a ratio for the first `kept` (0 to 1) of an encoding; 0 if that was not measured."""
         if kept >= 1:
             return self.depth(ratio)
         measured = _at_most(self.truncated, kept)
@@ -74,12 +74,12 @@ def _at_most(table: Mapping[int, object], share: float) -> int | None:
     return keys[at - 1] if at else None
 
 
-# The first layer's KV does not depend on anything else, so that reusing it is exact.
+# The first layer's KV depends on no other token, so that its reuse is exact.
 NO_TABLE = DepthTable("none: depth 1", {0: 1})
 
 
 def identity(spec: ModelSpec) -> dict[str, Any]:
-    """What a table is for: two models with the same values may share one."""
+    """The model that a table belongs to: models with the same values may share one."""
     names = ("model_type", "num_layers", "hidden_size", "vocab_size")
     return {name: getattr(spec, name) for name in names}
 
@@ -127,7 +127,6 @@ def choose_table(given: Path | None, directory: Path, spec: ModelSpec) -> DepthT
             return _from_json(value, path, spec)
     log.warning(
         "there is no depth table for this model: shared prefixes are reused in the first layer alone, at every step, "
-        "which is exact; "
-        "`ramet profile --model MODEL --out table.json` measures one, --depth-table takes it"
+        "which is exact; `ramet profile --model MODEL --out table.json` measures one, --depth-table takes it"
     )
     return NO_TABLE

@@ -1,4 +1,4 @@
-"""The encoded prefixes that are known: which of them a prompt begins with."""
+"""The known encoded prefixes, and the search for those with which a prompt begins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from radix.node import TOKEN_BYTES
 from runtime.reuse.bicache.encoding_index import EncodingIndex
 from runtime.reuse.bicache.shallow_meta import meet_all
 
-# Encodings that are remembered beyond those in the tree, before those are looked up that the tree has lost.
+# Encodings that are remembered beyond the tree's nodes, before those that the tree has lost are forgotten.
 _SLACK = 1024
 
 
@@ -20,9 +20,9 @@ class Beginning:
     """Leading tokens of an encoded prefix.
 
     Attributes:
-        encoding: its namespace in the tree; None: nothing is shared.
+        encoding: namespace in the tree; None: nothing is shared.
         length: tokens of the beginning.
-        encoded: tokens that were encoded together.
+        encoded: tokens of the whole encoding.
     """
 
     encoding: Namespace | None
@@ -31,10 +31,10 @@ class Beginning:
 
 
 def encoding_of(key: bytes, namespace: Namespace) -> Namespace:
-    """The namespace in which the encoding of a prefix lies; `namespace`: of the requests that share it.
+    """The namespace of a prefix's encoding; `namespace`: of the requests that share it.
 
-    Under bidirectional attention the KV of every row depends on the whole prefix, so two prefixes may share no page,
-    however alike they begin. Within the namespace the tree compares the tokens themselves.
+    Under bidirectional attention the KV of every row depends on the whole prefix, so different prefixes
+    share no page. Within the namespace the tree compares the tokens themselves.
     """
     return namespace.for_entry("bicache", hashlib.blake2b(key, digest_size=16).hexdigest())
 
@@ -74,7 +74,7 @@ class Encodings:
         return 0
 
     def beginning(self, tokens: array[int], namespace: Namespace, limit: int) -> Beginning | None:
-        """The encoding of which `tokens[:limit]` has most whole pages in the tree; None if there is no page."""
+        """The encoding with most whole pages of `tokens[:limit]` in the tree; None if there is no page."""
         key, best = tokens[:limit].tobytes(), None
         for whole, encoding in self._index.neighbours(namespace, key):
             found = self._tree.match(key, encoding)
@@ -97,7 +97,6 @@ class Encodings:
             self._forget({there for there, _ in self._tree.roots()})
 
     def _forget(self, there: set[Namespace]) -> None:
-        """Forget the encodings that the tree has lost."""
         kept = {
             namespace: {length: left for length, encodings in lengths.items() if (left := encodings & there)}
             for namespace, lengths in self._known.items()

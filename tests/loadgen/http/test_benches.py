@@ -16,8 +16,9 @@ from importlib.util import find_spec
 import pytest
 
 from loadgen.__main__ import main
-from loadgen.http.bench_sweep import Level, knee
+from loadgen.http.bench_sweep import knee
 from loadgen.http.local_server import free_port, wait_ready
+from loadgen.http.summary import Level
 from tests.loadgen.http.test_load import slow
 
 

@@ -84,7 +84,7 @@ class Driver:
 
 @torch.inference_mode()
 def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
-    """What transformers generates greedily."""
+    """Greedy continuation of `count` tokens by transformers."""
     ids = torch.tensor([list(prompt)])
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False

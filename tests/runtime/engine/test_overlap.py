@@ -66,7 +66,7 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def free(tiny_dir, prompts):
-    """What follows each prompt, by transformers."""
+    """Greedy continuation of each prompt by transformers."""
     model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32).eval()
     return [greedy(model, prompt, NEW) for prompt in prompts]
 
@@ -179,7 +179,7 @@ def logprobs(driver: Driver, rid: str) -> list[float]:
 
 
 def test_rows_of_a_request_that_ends_unforeseen_are_thrown_away(tiny_dir, prompts, free):
-    """What is in the tree afterwards is what was read, not what was computed behind its end."""
+    """The tree then holds the rows that were read, and none computed behind the end."""
     end = next(n for n in range(3, NEW) if free[0][n - 1] not in free[0][: n - 1])
     driver = Overlapping(tiny_dir, page_size=1)
     driver.add("stops", prompts[0], max_new_tokens=NEW, stop_token_ids=[free[0][end - 1]])

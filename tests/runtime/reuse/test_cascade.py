@@ -1,4 +1,4 @@
-"""Which pages are read once for several requests."""
+"""Pages that are read once for several requests."""
 
 from __future__ import annotations
 

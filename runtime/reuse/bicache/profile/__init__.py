@@ -1,1 +1,1 @@
-"""Measures in how many layers a model's shared prefixes can be reused (BiCache, section 5.1)."""
+"""Measurement of the layers in which a model's shared prefixes can be reused (BiCache, section 5.1)."""

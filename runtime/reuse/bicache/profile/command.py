@@ -22,7 +22,6 @@ from runtime.reuse.bicache.profile.settings import ProfileSettings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a profile."""
     parser.add_argument("--out", type=Path, required=True, help="where the table goes, as JSON")
     parser.add_argument("--plot", type=Path, help="where a heat map goes, as PNG; default: beside the table")
     parser.add_argument("--prefix", type=Path, help="text file: the shared prefix; default: made-up rules")
@@ -50,7 +49,7 @@ def settings_from(parser: argparse.ArgumentParser, arguments: argparse.Namespace
 
 def profile(config: Config, settings: ProfileSettings, arguments: argparse.Namespace) -> int:
     """Measure a model, write table and picture. Raises ModelError."""
-    # Not at the top: the other commands read these options, too, and do without torch.
+    # Not at the top: the other commands read these options, too, without torch.
     from runtime.execution.executor import Executor
     from runtime.reuse.bicache.profile.probe import Probe
     from runtime.reuse.bicache.profile.profiler import Profiler, header

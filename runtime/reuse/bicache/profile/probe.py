@@ -27,7 +27,7 @@ _GREEDY = SamplingParams(temperature=0)
 class Probe:
     """Samples on an executor whose pool has pages of one token and room for an encoding and two canvases.
 
-    The prefix, with what followed it then, is encoded alone into the first rows of the pool; the canvas with reuse
+    The first rows of the pool hold the encoding: the prefix, and the lost tokens behind it. The canvas with reuse
     follows, then the one without.
     """
 
@@ -44,7 +44,7 @@ class Probe:
         """Cosine similarity of the prefix's keys and values, alone and in the full input at the first step, by layer.
 
         Args:
-            sample: what is run.
+            sample: the request.
             per_token: the mean of the tokens' similarities; else that of all tokens as one vector (equation 3).
         """
         self._run(self._alone(sample))
@@ -65,8 +65,8 @@ class Probe:
     def divergence(self, sample: Sample, depth: int, steps: int) -> float:
         """KL divergence in nats of the masks' distributions with reuse from those without, the mean over masks.
 
-        The first steps of the model without reuse are followed; with reuse the prefix is refreshed at each of them, so
-        that what is measured is the depth and not the interval.
+        Both follow the first steps of the model without reuse. With reuse the prefix is refreshed at each of them, so
+        that the depth is measured and not the interval.
         """
         self._run(self._alone(sample))
         full = self._full(sample)
@@ -82,7 +82,7 @@ class Probe:
 
     def _log_probs(self, request: Request) -> torch.Tensor:
         logits = self._run(request).clone()
-        # Never chosen, so it belongs to no distribution; and minus infinity twice is no number.
+        # Never chosen, so it belongs to no distribution; the difference of two infinities is NaN.
         logits[:, self._diffusion.mask_token_id] = -1e4
         return logits.log_softmax(-1)
 
@@ -94,7 +94,7 @@ class Probe:
         return self.executor.run(plan.batch)
 
     def _alone(self, sample: Sample) -> Request:
-        """A request that encodes the prefix, with what followed it then."""
+        """A request that encodes the prefix and the lost tokens behind it."""
         prompt = [*sample.prefix, *sample.lost]
         share = Share(length=len(prompt), depth=1, is_encoding=True)
         request = self._request(sample, prompt, share, range(0))
@@ -114,7 +114,7 @@ class Probe:
         return self._request(sample, prompt, Share(), range(start, start + sample.length))
 
     def _request(self, sample: Sample, prompt: list[int], share: Share, pages: Iterable[int]) -> Request:
-        """A request of one block, of whose masks each step decides one."""
+        """A request of one block; each step decides one of its masks."""
         params = DiffusionParams(gen_length=sample.gen_length, block_length=sample.gen_length)
         params = params.filled(self._diffusion.algorithm, _GREEDY)
         request = Request(

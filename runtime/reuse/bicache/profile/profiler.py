@@ -20,9 +20,9 @@ from runtime.reuse.bicache.profile.settings import ProfileSettings
 class Profiler:
     """Measures one model.
 
-    A threshold for the cosine is not universal: rows can carry what the others told them in a few directions that a
-    cosine over everything does not see. So the depth that the paper's rule gives is lowered, where that is wanted,
-    until the distributions of the masks diverge by no more than a bound. That takes no labels.
+    A threshold for the cosine is not universal: rows can carry the context in a few directions that hardly change a
+    cosine over all of them. So rule `kl` lowers the paper's depth until the distributions of the masks diverge by no
+    more than a bound. That takes no labels.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class Profiler:
         records: Records,
         before: Callable[[], None] = lambda: None,
     ):
-        """`before` is called before each measurement; what it raises ends the profile, which can go on later."""
+        """`before` is called before each measurement; its exception ends the profile, which can be resumed."""
         self.probe, self.samples, self.settings, self.records = probe, samples, settings, records
         self._before = before
 
     def run(self) -> dict[str, Any]:
-        """Measure what `records` do not have yet; the table as a JSON object."""
+        """Take the measurements that `records` lack; returns the table as a JSON object."""
         settings, shares = self.settings, (100, *self.settings.kept)
         cells = len(shares) * len(settings.ratios)
         with tqdm(total=cells * settings.samples, desc="similarity", unit="request") as bar:
@@ -84,9 +84,9 @@ class Profiler:
         }
 
     def _calibrate(self, kept: int, ratio: int, depth: int, bar: tqdm) -> tuple[int, dict[int, float]]:
-        """The largest depth up to `depth` within the bound, by bisection, and what was measured by depth.
+        """The largest depth up to `depth` within the bound, by bisection, and the divergences measured, by depth.
 
-        Divergence grows with depth. Depth 1 is exact and needs no look.
+        Divergence grows with depth. Depth 1 is exact and is not measured.
         """
         low, high = 1, depth + 1
         measured: dict[int, float] = {}
@@ -102,7 +102,7 @@ class Profiler:
         return low, measured
 
     def _divergence(self, kept: int, ratio: int, depth: int) -> float:
-        """The mean over samples."""
+        """The mean divergence over samples."""
         settings, found = self.settings, []
         for number in range(min(settings.kl_samples, settings.samples)):
             key = ["divergence", kept, ratio, depth, number]
@@ -123,6 +123,6 @@ def paper_depth(similarities: list[list[float]], threshold: float) -> int:
 
 
 def header(spec: ModelSpec, settings: ProfileSettings, prefix: Path | None, prompts: Path | None) -> dict[str, Any]:
-    """What the measurements of a profile depend on; the thresholds, which are applied afterwards, are left out."""
+    """The settings that a profile's measurements depend on; thresholds, which are applied afterwards, do not count."""
     kept = settings.model_dump(exclude={"threshold", "rule", "kl_bound"})
     return {"model": identity(spec), "settings": kept, "prefix": str(prefix), "prompts": str(prompts)}

@@ -1,4 +1,4 @@
-"""A resumable store of measurements, so that an interrupted run goes on where it was."""
+"""A resumable store of measurements: an interrupted run continues where it stopped."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from runtime.errors import ModelError
 
 
 class Records:
-    """Outcomes by key in a JSONL file, each written as it is put. Keys and outcomes are JSON; the last put counts.
+    """Outcomes by key in a JSONL file, written at once. Keys and outcomes are JSON; the last `put` of a key counts.
 
     Args:
         path: the file.
-        header: settings on which all outcomes depend; None where every key holds its own.
+        header: settings on which all outcomes depend; None: every key holds its own.
 
     Raises:
         ModelError: if the file was begun with another header.
@@ -43,12 +43,10 @@ class Records:
         return self._outcomes.get(_name(key))
 
     def put(self, key: Any, outcome: Any) -> None:
-        """Keep an outcome."""
         self._outcomes[_name(key)] = outcome
         self._write({"of": key, "outcome": outcome})
 
     def remove(self) -> None:
-        """Remove the file."""
         self.path.unlink()
 
     def _write(self, line: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Requests to profile with: a shared prefix and prompts, cut to a ratio."""
+"""Requests for a profile: a shared prefix and prompts, cut to a ratio."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _TOPICS = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Token ids of one request: what is shared, what follows, and how many masks come after that.
+    """Token ids of one request: the shared prefix and the prompt behind it; `gen_length`: masks.
 
-    `lost` followed the prefix where it was encoded, and does not in this request.
+    `lost`: tokens that were encoded behind the prefix and are not in this request.
     """
 
     prefix: list[int]
@@ -41,7 +41,7 @@ class Sample:
 
     @property
     def encoded(self) -> int:
-        """Tokens that were encoded with the prefix, itself included."""
+        """Tokens of the encoding."""
         return len(self.prefix) + len(self.lost)
 
     @property
@@ -54,7 +54,7 @@ class SampleSource(Protocol):
     """Samples by ratio and number, the same for the same arguments."""
 
     def sample(self, ratio: int, number: int, kept: int = 100) -> Sample:
-        """Sample `number` with `ratio` percent of the canvas shared, which is `kept` percent of what was encoded."""
+        """Sample `number`, with `ratio` percent of the canvas shared, which are `kept` percent of the encoding."""
 
 
 class Samples:
@@ -62,11 +62,11 @@ class Samples:
 
     Args:
         encode: text to token ids.
-        prefix: the shared prefix as text; empty: made up.
-        prompts: users' prompts; none: made up.
+        prefix: the shared prefix as text; empty: generated.
+        prompts: users' prompts; none: generated.
         length: positions of a canvas: prefix, prompt and masks.
-        gen_length: masks, but at most half of what is not shared.
-        seed: which prompts, in which order.
+        gen_length: masks, but at most half of the positions that are not shared.
+        seed: of the choice of prompts.
     """
 
     def __init__(
@@ -86,10 +86,7 @@ class Samples:
             self._prefix += encode(_fill(draw, _RULES) + "\n")
 
     def sample(self, ratio: int, number: int, kept: int = 100) -> Sample:
-        """Sample `number` with `ratio` percent of the canvas shared; one position at least is not.
-
-        That is `kept` percent of what was encoded; the rest of it is other text.
-        """
+        """See `SampleSource.sample`. At least one position is not shared; the rest of the encoding is other text."""
         shared = min(max(round(self._length * ratio / 100), 1), self._length - 2)
         gen_length = max(min(self._gen_length, (self._length - shared) // 2), 1)
         wanted = self._length - shared - gen_length

@@ -1,4 +1,4 @@
-"""What a profile is made with."""
+"""Settings of a profile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RATIOS = [5, 10, 20, 30, 40, 50, 60, 70, 80, 85, 90, 95, 99]
 
 
 class ProfileSettings(BaseModel):
-    """Settings of `ramet profile`; all of them stand in the table."""
+    """Options of `ramet profile`, which the table records."""
 
     model_config = ConfigDict(extra="forbid")
 

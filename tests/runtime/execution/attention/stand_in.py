@@ -54,7 +54,7 @@ def attend(q, k, v, visible):
 
 
 class Wrapper:
-    """What both wrappers have in common."""
+    """Base of the decode and the prefill wrapper."""
 
     made: ClassVar[list] = []
 

@@ -56,7 +56,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 
 def product(a, weight, bias, storage):
-    """What a product of rows with weights in some storage is, in float64."""
+    """Rows times weights as stored, in float64."""
     bias = None if bias is None else bias.double()
     if storage == torch.int8:
         return F.linear(rounded(a), rounded(weight), bias)

@@ -1,4 +1,4 @@
-"""What 8 bits cost: the real model's distributions over prose, against float32."""
+"""Accuracy of 8-bit weights: the real model's distributions over prose, against float32."""
 
 from importlib.resources import files
 

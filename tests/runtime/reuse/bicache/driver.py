@@ -52,7 +52,7 @@ class DenoiseDriver(Driver):
         return self.tokens[rid]
 
     def report(self, rid: str) -> dict[str, Any]:
-        """What the last event of a request says of its reuse, and its cached tokens."""
+        """`reuse` and `cached_tokens` of a request's last event."""
         last = self.events[rid][-1]
         return {**last.reuse, "cached_tokens": last.cached_tokens}
 

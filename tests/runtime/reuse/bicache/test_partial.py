@@ -66,7 +66,7 @@ def measured(deep_dir, tmp_path):
 
 
 def reuse(driver, prompt, **more):
-    """What a request says: tokens reused, of how many encoded, in how many layers."""
+    """A request's report: tokens reused, tokens of the encoding, layers."""
     driver.one(prompt, gen_length=8, **more)
     report = driver.report(driver.last())
     return report["cached_tokens"], report["encoded_tokens"], report["shallow_depth"]
