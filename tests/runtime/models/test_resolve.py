@@ -92,5 +92,5 @@ def test_an_error_of_the_hubs_http_client_is_one_line(monkeypatch):
         raise huggingface_hub.errors.HTTPError("the connection was cut")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
-    with pytest.raises(ModelError, match=r"the hub did not give it: the connection was cut$"):
+    with pytest.raises(ModelError, match=r"it could not be fetched from the hub: the connection was cut$"):
         resolve_model(ModelConfig(model="some/model"))
