@@ -17,20 +17,6 @@ from runtime.models.spec import ModelSpec
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_BLOCK = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 # Divisors of Llama 3's rotary frequencies, a tensor in GGUF and a setting in config.json.
 _ROPE_FACTORS = "rope_freqs.weight"
 
@@ -59,6 +45,8 @@ def convert_gguf(path: Path, target: Path) -> Path:
             publish(work, target)
     except OSError as error:
         raise ModelError(f"cannot write {target}: {error.strerror or error}") from None
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(f"{path.name} has metadata of the wrong kind: {error}") from None
     return target
 
 
@@ -74,12 +62,12 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Any]]:
             raise ModelError(f"{path} is a big-endian GGUF file; supported are little-endian ones")
         # Large arrays are decoded once here; the reader's accessor of a single element is quadratic.
         metadata = {name: field.contents() for name, field in reader.fields.items()}
+        if metadata.get("split.count", 1) > 1:
+            raise ModelError(f"{path} is one of {metadata['split.count']} parts; join them to one file first")
     except ModelError:
         raise
     except Exception as error:  # the reader has no exception type: a truncated file raises almost anything
         raise ModelError(f"{path} is truncated, or not a readable GGUF file: {error}") from None
-    if metadata.get("split.count", 1) > 1:
-        raise ModelError(f"{path} is one of {metadata['split.count']} parts; join them to one file first")
     return metadata, reader.tensors
 
 
@@ -89,7 +77,7 @@ def _write(path: Path, metadata: dict[str, Any], tensors: list[Any], architectur
     ids = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(k) is not None}
     _write_json(work / "generation_config.json", ids)
     _write_tokenizer(path, metadata, work)
-    _write_tensors(path, _named(path, tensors, ModelSpec.load(work)), config, architecture, work)
+    _write_tensors(path, _named(path, tensors, architecture, ModelSpec.load(work)), config, architecture, work)
 
 
 def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: list[Any]) -> dict[str, Any]:
@@ -187,17 +175,22 @@ def _llama3_scaling(path: Path, factors: np.ndarray, config: dict[str, Any]) -> 
     }
 
 
-def _named(path: Path, tensors: list[Any], spec: ModelSpec) -> dict[str, Any]:
+def _named(path: Path, tensors: list[Any], architecture: str, spec: ModelSpec) -> dict[str, Any]:
     """The file's tensors by their Hugging Face names. Raises ModelError if names or shapes do not fit the model."""
-    named = {_tensor_name(path, tensor.name): tensor for tensor in tensors if tensor.name != _ROPE_FACTORS}
-    expected = spec.expected_tensors()
-    if missing := [name for name in expected if name not in named]:
-        raise ModelError(f"{path.name} has no tensor for {missing[0]}, which its metadata requires")
-    for name, shape in expected.items():
-        if (found := _shape(named[name])) != shape:
-            raise ModelError(f"{path.name}: {named[name].name} has shape {list(found)}; expected is {list(shape)}")
-    if extra := [name for name in named if name not in expected]:
-        raise ModelError(f"{path.name} has a tensor {named[extra[0]].name}, which this model does not use")
+    import gguf
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], spec.num_layers)
+    stored = {tensor.name: tensor for tensor in tensors if tensor.name != _ROPE_FACTORS}
+    named: dict[str, Any] = {}
+    for name, shape in spec.expected_tensors().items():
+        module, kind = name.rsplit(".", 1)
+        if (tensor := stored.pop(f"{names[module]}.{kind}", None)) is None:
+            raise ModelError(f"{path.name} has no tensor for {name}, which its metadata requires")
+        if (found := _shape(tensor)) != shape:
+            raise ModelError(f"{path.name}: {tensor.name} has shape {list(found)}; expected is {list(shape)}")
+        named[name] = tensor
+    if stored:
+        raise ModelError(f"{path.name} has a tensor {next(iter(stored))}, which this model does not use")
     return named
 
 
@@ -244,15 +237,6 @@ def _values(path: Path, tensor: Any) -> np.ndarray:
         raise ModelError(
             f"{path.name}: {tensor.name} has quantisation {tensor.tensor_type.name}; it is not supported"
         ) from None
-
-
-def _tensor_name(path: Path, name: str) -> str:
-    parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _BLOCK:
-        return f"model.layers.{parts[1]}.{_BLOCK[parts[2]]}.{parts[3]}"
-    if len(parts) == 2 and parts[0] in _TOP:
-        return f"{_TOP[parts[0]]}.{parts[1]}"
-    raise ModelError(f"{path.name} has a tensor {name}, which no supported model has")
 
 
 def _unpermute(data: np.ndarray, heads: int) -> np.ndarray:

@@ -75,20 +75,16 @@ def _pre_tokenizer(path: Path, name: str) -> pre_tokenizers.PreTokenizer:
 
 def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
     """SentencePiece BPE: merges ordered by the score of their result, with byte fallback."""
+    from transformers.tokenization_utils_base import generate_merges
+
     vocab = {token: i for i, token in enumerate(tokens)}
     scores = metadata.get("tokenizer.ggml.scores") or [0.0] * len(tokens)
-    merges: list[tuple[float, tuple[str, str]]] = []
     types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-    for token, score, token_type in zip(tokens, scores, types, strict=True):
-        if token_type != _NORMAL:  # text never encodes to a byte or control token
-            continue
-        pairs = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab]
-        pairs.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
-        merges.extend((-score, pair) for pair in pairs)
-    merges.sort(key=lambda merge: merge[0])
+    # Text never encodes to a byte or control token.
+    normal = {token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == _NORMAL}
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
     fast = Tokenizer(
-        models.BPE(vocab, [pair for _, pair in merges], unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(vocab, generate_merges(vocab, normal), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
     replace = normalizers.Replace(" ", _SPACE)
     prepends = metadata.get("tokenizer.ggml.add_space_prefix", True)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from runtime.errors import ModelError
-from runtime.models.gguf import _BLOCK, _TOP, convert_gguf
+from runtime.models.gguf import convert_gguf
 from tests.tiny import save_tiny
 
 
@@ -47,20 +47,16 @@ def write_gguf(source, path, architecture, quantised=False, **metadata):
     writer.add_token_merges([" ".join(m) if isinstance(m, list) else m for m in vocabulary["merges"]])
     writer.add_eos_token_id(2)
     writer.add_bos_token_id(1)
-    top = {f"{hf}.weight": f"{name}.weight" for name, hf in _TOP.items()}
-    blocks = {hf: name for name, hf in _BLOCK.items()}
+    # Qwen3's names include those of the other architectures.
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
     for name, tensor in load_file(source / "model.safetensors").items():
         data = tensor.float().numpy()
-        if name in top:
-            target = top[name]
-        else:
-            _, _, layer, rest = name.split(".", 3)
-            module, kind = rest.rsplit(".", 1)
-            target = f"blk.{layer}.{blocks[module]}.{kind}"
-            if architecture == "llama" and module == "self_attn.q_proj":
-                data = permute(data, heads)
-            if architecture == "llama" and module == "self_attn.k_proj":
-                data = permute(data, kv_heads)
+        module, kind = name.rsplit(".", 1)
+        target = f"{names[module]}.{kind}"
+        if architecture == "llama" and module.endswith(".q_proj"):
+            data = permute(data, heads)
+        if architecture == "llama" and module.endswith(".k_proj"):
+            data = permute(data, kv_heads)
         if quantised and data.ndim == 2 and data.shape[1] % 32 == 0:
             quantity = gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(target, gguf.quants.quantize(data, quantity), raw_dtype=quantity)

@@ -91,6 +91,9 @@ def without(name):
         ({"split.count": 3}, "one of 3 parts"),
         ({"endianess": gguf.GGUFEndian.BIG}, "big-endian"),
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),
+        ({"attention.head_count": 0}, "m.gguf has metadata of the wrong kind"),
+        ({"tokenizer.ggml.scores": 1, "tokenizer.ggml.token_type": 1}, "m.gguf has metadata of the wrong kind"),
+        ({"split.count": "three"}, "not a readable GGUF file"),
     ],
 )
 def test_a_file_that_does_not_fit_is_named(tmp_path, options, words):
