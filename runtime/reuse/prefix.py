@@ -23,7 +23,7 @@ class PrefixStrategy(Strategy):
     name = "prefix"
 
     def find(self, request: Request) -> Found:
-        """See `Strategy.find`. The last token is never matched: its logits are wanted."""
+        """The last token is never matched: its logits are wanted."""
         if not self.cache.enabled:
             return Found(0, Match())
         limit = len(request.tokens) - 1
@@ -33,7 +33,7 @@ class PrefixStrategy(Strategy):
         return Found(len(match.pages) * self.cache.page_size + match.partial_rows, match)
 
     def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
-        """See `Strategy.peer`: one whose tokens share a page more with this request's than the tree has."""
+        """One whose tokens share a page more with this request's than the tree has."""
         if not self.cache.enabled or request.wants_prompt_logprobs:
             return None
         page_size = self.cache.page_size
@@ -48,7 +48,6 @@ class PrefixStrategy(Strategy):
         return None
 
     def admit(self, request: Request, found: Found, headroom: int) -> bool:
-        """See `Strategy.admit`."""
         cache, match, sequence = self.cache, found.detail, request.sequence
         node = cache.tree.lock_match(match)
         need = cache.pages_for(len(sequence.tokens)) - len(match.pages)
@@ -77,7 +76,6 @@ class PrefixStrategy(Strategy):
         return True
 
     def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
-        """See `Strategy.book`."""
         prefills = work.prefills
         work.request.sequence.num_computed += work.count
         if prefills:
@@ -102,13 +100,12 @@ class PrefixStrategy(Strategy):
         request.segments = [Segment(held, sequence.start, node=node)]
 
     def release(self, request: Request, keep: bool) -> None:
-        """See `Strategy.release`."""
         if keep:
             self._commit(request)
         self.cache.release(request)
 
     def distrust(self, request: Request) -> None:
-        """See `Strategy.distrust`: the pages that this request has committed itself go with it."""
+        """The pages that this request has committed itself go with it."""
         if not request.segments:
             return
         start = request.segments[0].length

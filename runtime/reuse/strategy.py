@@ -184,7 +184,7 @@ class Strategy(ABC):
         """Drop what the strategy keeps beside the tree, as the cache is flushed."""
 
     def phase(self, request: Request) -> str:
-        """What a running request is at, for people."""
+        """The phase of a running request, for people."""
         return "decode" if request.num_output else "prefill"
 
     def report(self, request: Request) -> dict[str, Any] | None:

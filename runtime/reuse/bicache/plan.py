@@ -61,7 +61,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a denoising step computes beside its active rows.
+    """The rows of a denoising step beside its active ones.
 
     Attributes:
         refresh: whether the prefix's rows are computed in the layers in which it is not reused.

@@ -68,7 +68,7 @@ class BiCache(Strategy):
         return self.config.refresh_interval or (1 if is_exact else self.table.interval or _INTERVAL)
 
     def open(self, request: Request, asked: dict[str, Any]) -> None:
-        """See `Strategy.open`. A request without a canvas encodes its whole prompt."""
+        """A request without a canvas encodes its whole prompt."""
         if request.canvas is None:
             request.reuse = Share(declared=request.prompt_len, wanted_depth=1)
             return
@@ -84,13 +84,12 @@ class BiCache(Strategy):
         )
 
     def entry(self, key: bytes, namespace: Namespace) -> Namespace:
-        """See `Strategy.entry`."""
         return encoding_of(key, namespace)
 
     # -- which prefix ----------------------------------------------------------------------------------------
 
     def find(self, request: Request) -> Found:
-        """See `Strategy.find`. Settles the request's `Share`.
+        """Settles the request's `Share`.
 
         Whole pages are shared. The row that the first mask is read from is never part of them: the head runs on rows
         that are computed at every step.
@@ -161,7 +160,7 @@ class BiCache(Strategy):
         return found if self._depth(request, found) else None
 
     def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
-        """See `Strategy.peer`: one that encodes the same prefix."""
+        """One that encodes the same prefix."""
         encoding = request.reuse.encoding
         for other in computing:
             if encoding is not None and other.reuse.is_encoding and other.reuse.encoding == encoding:
@@ -171,7 +170,7 @@ class BiCache(Strategy):
     # -- running ---------------------------------------------------------------------------------------------
 
     def admit(self, request: Request, found: Found, headroom: int) -> bool:
-        """See `Strategy.admit`. While the prefix is encoded, its pages are still the request's own."""
+        """While the prefix is encoded, its pages are still the request's own."""
         cache, share, match = self.cache, request.reuse, found.detail
         node = None if match is None else cache.tree.lock_match(match)
         is_encoding = share.encoding is not None and match is None
@@ -193,19 +192,16 @@ class BiCache(Strategy):
         return True
 
     def work(self, request: Request, limit: int) -> Work:
-        """See `Strategy.work`."""
         return next_work(request, self.num_layers)
 
     def shrink(self, work: Work) -> bool:
-        """See `Strategy.shrink`: rows that see each other cannot be cut."""
+        """Rows that see each other cannot be cut."""
         return False
 
     def rows(self, work: Work) -> list[RowSet]:
-        """See `Strategy.rows`."""
         return plan_rows(work, self.num_layers, self.cache.page_size)
 
     def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
-        """See `Strategy.book`."""
         request, share = work.request, work.request.reuse
         if saved[0] is not None and self.boundaries.max_bytes:
             # For other requests, and for this one's next refresh.
@@ -239,11 +235,10 @@ class BiCache(Strategy):
         self.encodings.add(key, request.namespace, share.encoding)
 
     def release(self, request: Request, keep: bool) -> None:
-        """See `Strategy.release`."""
         self.cache.release(request)
 
     def distrust(self, request: Request) -> None:
-        """See `Strategy.distrust`: the encoding goes, unless it is pinned or another live request reads it."""
+        """The encoding goes, unless it is pinned or another live request reads it."""
         self.cache.release(request)
         encoding = request.reuse.encoding
         if encoding is None:
@@ -254,15 +249,12 @@ class BiCache(Strategy):
         self.boundaries.discard(encoding)
 
     def flush(self) -> None:
-        """See `Strategy.flush`."""
         self.boundaries.clear()
 
     def phase(self, request: Request) -> str:
-        """See `Strategy.phase`."""
         return "encode" if request.reuse.is_encoding else "denoise"
 
     def report(self, request: Request) -> dict[str, Any] | None:
-        """See `Strategy.report`."""
         share, canvas = request.reuse, request.canvas
         if canvas is None:
             return None
