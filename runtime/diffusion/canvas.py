@@ -10,7 +10,7 @@ import torch
 from runtime.diffusion.fast_dllm import active_rows, by_factor, by_threshold
 from runtime.models.diffusion import DiffusionSpec
 from runtime.params import DiffusionParams, SamplingParams
-from runtime.sampling.sampled import BadLogits
+from runtime.sampling.sampler import BadLogits
 
 
 class Canvas:

@@ -45,7 +45,7 @@ from runtime.reuse.strategy import Strategy
 from runtime.sampling.batched import make_sampler
 from runtime.sampling.decoding import Decoding, NextToken
 from runtime.sampling.grammar import GrammarCompiler
-from runtime.sampling.sampled import BadLogits
+from runtime.sampling.sampler import BadLogits
 
 log = logging.getLogger("ramet.engine")
 
@@ -148,8 +148,10 @@ class EngineCore:
             self.publisher.publish(self.cache.events.take())
 
     def close(self) -> None:
-        """End the processes that belong to this engine."""
+        """End the processes and close the sockets that belong to this engine."""
         self.executor.close()
+        if self.publisher is not None:
+            self.publisher.close()
 
     @property
     def busy(self) -> bool:
@@ -272,8 +274,9 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """Run one step, or read the one that was launched before; returns its events."""
-        self.cache.pins.expire()
-        events = self._take_grammars()
+        if self.cache.pins.pins:
+            self.cache.pins.expire()
+        events = self._take_grammars() if self.grammars.open else []
         flight, self._in_flight = self._in_flight, None
         if flight is not None and any(self._is_live(item) for item in flight.work):
             for item in flight.work:

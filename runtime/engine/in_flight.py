@@ -11,7 +11,7 @@ from runtime.errors import RametError
 from runtime.execution.transfers import upload
 from runtime.protocol import TokenLogprob
 from runtime.request import Request, Work
-from runtime.sampling.sampled import Sampled
+from runtime.sampling.sampler import Sampled
 
 
 @dataclass(slots=True)

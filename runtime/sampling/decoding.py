@@ -14,8 +14,7 @@ from runtime.execution.transfers import upload
 from runtime.protocol import Finish, TokenEvent, TokenLogprob
 from runtime.request import Request, Work
 from runtime.sampling.logprobs import report_logprobs
-from runtime.sampling.sampled import Sampled
-from runtime.sampling.sampler import Sampler
+from runtime.sampling.sampler import Sampled, Sampler
 
 _NO_ROWS, _ONE_ROW = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
 

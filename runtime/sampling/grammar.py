@@ -111,33 +111,33 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._kept: OrderedDict[tuple[Hashable, str], LLMatcher] = OrderedDict()
         self._pool: ThreadPoolExecutor | None = None
-        self._open: dict[str, tuple[Future[LLMatcher], float]] = {}
+        self.open: dict[str, tuple[Future[LLMatcher], float]] = {}
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self.open)
 
     def start(self, rid: str, params: SamplingParams, tenant: Hashable = "") -> None:
         """Begin to compile a request's grammar. The cache is per tenant: a hit is visible in the response time."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, "ramet-grammar")
-        self._open[rid] = (self._pool.submit(self._compile, params, tenant), time.monotonic() + self._timeout_s)
+        self.open[rid] = (self._pool.submit(self._compile, params, tenant), time.monotonic() + self._timeout_s)
 
     def cancel(self, rid: str) -> bool:
         """Forget a request; False if its grammar is not being compiled."""
-        found = self._open.pop(rid, None)
+        found = self.open.pop(rid, None)
         return found is not None and (found[0].cancel() or True)
 
     def take(self) -> list[tuple[str, Grammar | RametError]]:
         """Remove the requests whose grammar is compiled or has failed."""
         done: list[tuple[str, Grammar | RametError]] = []
-        for rid, (future, deadline_s) in list(self._open.items()):
+        for rid, (future, deadline_s) in list(self.open.items()):
             if future.done():
                 done.append((rid, self._result(future)))
             elif time.monotonic() > deadline_s:
                 done.append((rid, InvalidRequest(f"the grammar takes longer than {self._timeout_s:g} s to compile")))
             else:
                 continue
-            del self._open[rid]
+            del self.open[rid]
         return done
 
     @staticmethod

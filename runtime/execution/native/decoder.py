@@ -6,15 +6,17 @@ import ctypes
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 
-from runtime.batch import ForwardBatch, HiddenRows
+from runtime.batch import AttentionPlan, ForwardBatch, HiddenRows
 from runtime.errors import ModelError
 from runtime.execution import llama
+from runtime.execution.attention.paged_index import rows_of
 from runtime.execution.native import library as c
 from runtime.execution.native.library import Library
-from runtime.execution.native.plan import NativePlan
 from runtime.kv.pool import KVPool
+from runtime.models.rope import RotaryEmbedding
 
 _ALIGNMENT = 4096
 
@@ -218,3 +220,45 @@ def _model_bytes(library: Library, model: llama.LlamaModel, int8: bool) -> int:
     for layer in model.layers:
         weights += [(layer.qkv, False), (layer.o, False), (layer.gate_up, True), (layer.down, False)]
     return sum(packed_bytes(library, describe(weight, paired, int8)) for weight, paired in weights)
+
+
+class NativePlan:
+    """A plan's spans and edges as C arrays, whose pointers are valid as long as this object lives.
+
+    Attributes:
+        spans, edges: ctypes arrays of `library.Span` and `library.Edge`.
+    """
+
+    def __init__(self, plan: AttentionPlan, rope: RotaryEmbedding):
+        self._kept: list[Any] = []
+        self.num_edges = len(plan.edges)
+        self.spans = (c.Span * len(plan.spans))()
+        self.edges = (c.Edge * self.num_edges)()
+        for to, span in zip(self.spans, plan.spans, strict=True):
+            to.pages = self._array(span.pages, np.int32)
+            to.length = span.length
+            if span.keep is not None:
+                to.keep = self._tensor(span.keep)
+            if span.shift:
+                to.turn = self._tensor(torch.cat(rope.shift(torch.tensor([-span.shift]))))
+        every_row = self._array(np.arange(plan.num_rows, dtype=np.int32), np.int32)
+        for to, edge in zip(self.edges, plan.edges, strict=True):
+            if isinstance(edge.rows, slice) and edge.rows.step in (None, 1):
+                start, stop, _ = edge.rows.indices(plan.num_rows)
+                to.rows, to.num_rows = every_row + 4 * start, max(stop - start, 0)
+            else:
+                rows = rows_of(edge, plan.num_rows)
+                to.rows, to.num_rows = self._array(rows, np.int32), len(rows)
+            to.span = edge.span
+            if edge.visible is not None:
+                to.visible = self._array(edge.visible, np.int32)
+
+    def _array(self, array: np.ndarray, dtype: type) -> int:
+        array = np.ascontiguousarray(array, dtype=dtype)
+        self._kept.append(array)
+        return array.ctypes.data
+
+    def _tensor(self, tensor: torch.Tensor) -> int:
+        tensor = tensor.contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()

@@ -16,8 +16,7 @@ from runtime.errors import EngineDead, ModelError
 from runtime.execution.device import choose_overlap
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import Pause
-from runtime.sampling.sampled import Sampled
-from runtime.sampling.sampler import Sampler
+from runtime.sampling.sampler import Sampled, Sampler
 from tests.runtime.engine.driver import Driver, greedy, make_core
 from tests.runtime.engine.prompts import all_prompts
 from tests.runtime.sampling.test_sampling import request

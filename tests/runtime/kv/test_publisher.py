@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import msgspec
 import pytest
 import zmq
@@ -99,3 +102,12 @@ def test_a_consumer_knows_what_the_engine_holds(tiny_dir, tmp_path, context):
 def test_an_endpoint_that_cannot_be_bound_is_one_clear_error(tiny_dir):
     with pytest.raises(ModelError, match="kv-events"):
         Engine(str(tiny_dir), dtype="float32", pool_tokens=64, kv_events="tcp://no.such.host.invalid:1")
+
+
+def test_a_process_that_published_events_ends(tiny_dir, tmp_path):
+    code = (
+        "from runtime import Engine\n"
+        f"with Engine({str(tiny_dir)!r}, dtype='float32', pool_tokens=64, kv_events='ipc://{tmp_path}/e') as engine:\n"
+        "    engine.generate([[5, 6, 7]], {'max_new_tokens': 2})\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

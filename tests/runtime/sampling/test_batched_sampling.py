@@ -9,8 +9,7 @@ import torch
 from runtime.params import SamplingParams
 from runtime.request import Request, Sequence
 from runtime.sampling.batched import BatchedSampler
-from runtime.sampling.sampled import BadLogits
-from runtime.sampling.sampler import Sampler, filter_probs
+from runtime.sampling.sampler import BadLogits, Sampler, filter_probs
 from tests.runtime.execution.attention.stand_in import stand_in
 
 SETTINGS = [

@@ -5,8 +5,7 @@ import ctypes
 import torch
 
 from runtime.execution.native import library as c
-from runtime.execution.native.decoder import Team
-from runtime.execution.native.plan import NativePlan
+from runtime.execution.native.decoder import NativePlan, Team
 
 
 def attend_natively(library, plan, q, pool, rope, threads=2):

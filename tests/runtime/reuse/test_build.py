@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from runtime.reuse.cascade import Stretch, stretches
+from runtime.reuse.build import Stretch, stretches
 from tests.runtime.engine.driver import Driver, make_core
 
 
