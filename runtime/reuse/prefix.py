@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,14 @@ from radix import Match, path
 from radix.node import TOKEN_BYTES
 from runtime.request import Request, Segment, Work
 from runtime.reuse.strategy import Found, Strategy
+
+
+@dataclass(slots=True)
+class _Admitted:
+    """What was cached of a request's tokens at its admission, and the seconds spent on rows that are not committed."""
+
+    tokens: int
+    seconds: float = 0.0
 
 
 class PrefixStrategy(Strategy):
@@ -67,7 +76,7 @@ class PrefixStrategy(Strategy):
         cache.tree.use(node)
         whole = len(match.pages) * cache.page_size
         request.segments = [Segment(match.pages, whole, node=node)] if node is not None else []
-        request.reuse = whole
+        request.reuse = _Admitted(whole)
         sequence.start, sequence.pages, sequence.num_computed = whole, fresh, whole + rows
         if rows:
             cache.pool.copy_rows(match.partial_page, fresh[0], rows)
@@ -78,11 +87,12 @@ class PrefixStrategy(Strategy):
     def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
         prefills = work.prefills
         work.request.sequence.num_computed += work.count
+        work.request.reuse.seconds += seconds
         if prefills:
-            self._commit(work.request, seconds)
+            self._commit(work.request)
         return True
 
-    def _commit(self, request: Request, seconds: float = 0.0) -> None:
+    def _commit(self, request: Request) -> None:
         """Hand the full pages of the sequence to the tree, which may have some of them already."""
         cache, sequence = self.cache, request.sequence
         full = sequence.num_computed // cache.page_size
@@ -92,7 +102,8 @@ class PrefixStrategy(Strategy):
         segment = request.segments[0] if request.segments else Segment(sequence.pages[:0], 0)
         pages = segment.pages + sequence.pages[: full - before]
         key = request.key(full * cache.page_size)
-        node, held = cache.insert(key, pages, request.namespace, seconds)
+        node, held = cache.insert(key, pages, request.namespace, request.reuse.seconds)
+        request.reuse.seconds = 0.0
         cache.tree.lock(node)
         cache.tree.unlock(segment.node)
         sequence.pages = sequence.pages[full - before :]
@@ -112,7 +123,7 @@ class PrefixStrategy(Strategy):
         first: Any = None
         for node in path(request.segments[0].node):
             start -= len(node.key) // TOKEN_BYTES
-            if start >= request.reuse:
+            if start >= request.reuse.tokens:
                 first = node
         self.cache.release(request)
         if first is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 import torch
 
 from radix import Namespace
-from runtime.protocol import Pause
+from runtime.protocol import AddPin, Pause
 from tests.runtime.engine.driver import Driver, make_core
 
 
@@ -175,6 +176,50 @@ def test_logits_that_are_no_numbers_end_their_request_alone(tiny_dir, monkeypatc
     assert driver.tokens["sound"] == plain
     state = core.admin.state()
     assert (state["bad_logits"], state["failed_requests"], state["pages_private"]) == (2, 2, 0)
+
+
+def test_pages_of_a_request_whose_logits_were_no_numbers_are_not_used_again(tiny_dir, monkeypatch):
+    """Chunks that were committed before: the next request with the same prompt computes them anew."""
+    core = make_core(tiny_dir, page_size=4, chunk_tokens=16)
+    driver, prompt = Driver(core), list(range(100, 164))
+    driver.together([prompt[:16]], max_new_tokens=1)
+    run = core.executor.run
+
+    def poisoned(batch):
+        logits = run(batch)
+        return torch.full_like(logits, torch.nan) if len(logits) else logits
+
+    monkeypatch.setattr(core.executor, "run", poisoned)
+    driver.add("bad", prompt, max_new_tokens=4)
+    driver.run()
+    monkeypatch.undo()
+    assert "not finite" in driver.finish["bad"].message
+    assert core.cache.tree.num_pages == 4, "what it found there stays"
+    plain = Driver(make_core(tiny_dir, prefix_cache=False))
+    assert driver.together([prompt], max_new_tokens=4) == plain.together([prompt], max_new_tokens=4)
+
+
+def test_generated_pages_cost_what_computing_them_took(tiny_dir):
+    driver = Driver(make_core(tiny_dir, page_size=4))
+    driver.together([list(range(100, 104))], max_new_tokens=40)
+    costs = [node.cost for node in driver.core.cache.tree.nodes()]
+    assert len(costs) > 1
+    assert all(cost > 0 for cost in costs)
+
+
+def test_a_pin_yields_for_lack_of_memory_alone(tiny_dir, monkeypatch):
+    """Not because the one waiting request was passed over in this pass."""
+    core = make_core(tiny_dir, page_size=4)
+    driver = Driver(core)
+    driver.together([list(range(100, 140))], max_new_tokens=1)
+    assert core.handle(AddPin(1, array("i", range(100, 140)).tobytes())).result["pin"]
+    driver.add("r", [5, 6, 7], max_new_tokens=2)
+    passed = iter([True, True])
+    rank_again = core.scheduler.waiting.rank_again
+    monkeypatch.setattr(core.scheduler.waiting, "rank_again", lambda *a: next(passed, False) or rank_again(*a))
+    driver.run()
+    assert driver.finish["r"].type == "length"
+    assert core.admin.state()["pins_broken"] == 0
 
 
 def test_a_prompt_can_be_read_without_an_answer(tiny_dir):
