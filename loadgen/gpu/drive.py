@@ -40,9 +40,9 @@ class WatchedDrive(Drive):
         core = self.core
         for where, name, shown in (
             (core.scheduler, "schedule", "schedule"), (core.scheduler, "follow", "schedule"), (core, "_plan", "plan"),
-            (core.executor, "run", "launch"), (core, "_choose", "sample"), (core, "_book", "book"),
+            (core.executor, "run", "launch"), (core.decoding, "choose", "sample"), (core, "_book", "book"),
         ):  # fmt: skip
-            if hasattr(where, name) and not hasattr(getattr(where, name), "watched"):
+            if not hasattr(getattr(where, name), "watched"):
                 setattr(where, name, self._timed(getattr(where, name), shown))
         self.host_s = {}
 

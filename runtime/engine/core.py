@@ -10,7 +10,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from radix.node import TOKEN_BYTES
+from runtime.batch import ForwardBatch
 from runtime.config import Config
 from runtime.diffusion.decoding import CanvasDecoding
 from runtime.engine.admin import Admin
@@ -324,6 +327,16 @@ class EngineCore:
     def _launch(self, work: list[Work], before: InFlight | None = None) -> InFlight:
         """Let the device begin with a step; `before`: the one whose tokens it begins with, if they are not read yet."""
         started = time.monotonic()
+        batch, places, saved = self._plan(work)
+        if before is not None:
+            in_order = sorted(range(len(work)), key=lambda i: places[i][0].start)
+            batch.tokens = before.tokens_of([work[i].request for i in in_order])
+        logits = self.executor.run(batch)
+        chosen = self.decoding.choose(work, places, logits)
+        return InFlight(work, places, saved, logits, len(batch.tokens), started, *chosen)
+
+    def _plan(self, work: list[Work]) -> tuple[ForwardBatch, list[list[slice]], list[list[torch.Tensor | None]]]:
+        """The batch of a step; rows of its logits, and states that it saves, by piece of work and row set."""
         executor, spec = self.executor, self.executor.spec
         sets = [item.request.strategy.rows(item) for item in work]
         plan = build(
@@ -334,20 +347,13 @@ class EngineCore:
             executor.device,
             executor.least_saved_tokens,
         )
-        logits_of, saved_of = iter(plan.logits), iter(plan.saved)
-        places = [[next(logits_of) for _ in several] for several in sets]
-        saved = [[next(saved_of) for _ in several] for several in sets]
         for item, several in zip(work, sets, strict=True):
             row_layers = sum(one.row_layers for one in several)
             item.request.row_layers += row_layers
             self.counters["row_layers"] += row_layers
-        if before is not None:
-            in_order = sorted(range(len(work)), key=lambda i: places[i][0].start)
-            plan.batch.tokens = before.tokens_of([work[i].request for i in in_order])
-        num_rows = len(plan.batch.tokens)
-        logits = executor.run(plan.batch)
-        chosen = self.decoding.choose(work, places, logits)
-        return InFlight(work, places, saved, logits, num_rows, started, *chosen)
+        logits, saved = iter(plan.logits), iter(plan.saved)
+        places = [[next(logits) for _ in several] for several in sets]
+        return plan.batch, places, [[next(saved) for _ in several] for several in sets]
 
     def _launch_next(self, flight: InFlight) -> InFlight | None:
         """Launch the step behind one that has not been read, if it is known what it will be."""
