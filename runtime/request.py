@@ -212,4 +212,4 @@ class Work:
     @property
     def prefills(self) -> bool:
         """Whether these rows are part of a prompt, or of what was retracted, rather than of decoding."""
-        return self.request.sequence.num_computed + 1 < len(self.request.sequence.tokens)
+        return self.request.num_remaining > 1 or not self.request.num_output

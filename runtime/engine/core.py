@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from radix.node import TOKEN_BYTES
@@ -248,14 +249,22 @@ class EngineCore:
 
     def pin(self, message: AddPin) -> Reply | None:
         """Keep the whole pages of a prefix; they are computed first where they are missing, and answered for then."""
+        whole = len(message.tokens) // TOKEN_BYTES // self.info.page_size * self.info.page_size
+        message = msgspec.structs.replace(message, tokens=message.tokens[: whole * TOKEN_BYTES])
         answer = self._pin(message)
+        if "missing_tokens" in answer and not self.cache.enabled:
+            answer = {"refused": "the prefix cache is off"}
         if "missing_tokens" not in answer:
             return Reply(message.call, answer)
         sampling = SamplingParams(max_new_tokens=0, temperature=0).model_dump(exclude={"stop"})
-        rid = f"pin {next(self._pin_serials)}"
+        rid = f"(pin {next(self._pin_serials)})"
         self._pinning[rid] = message
-        self.add(AddRequest(rid, message.tokens, sampling, message.namespace, diffusion={}))
-        return None
+        refused = self.add(AddRequest(rid, message.tokens, sampling, message.namespace, diffusion={}))
+        if refused is None:
+            return None
+        del self._pinning[rid]
+        finish = refused.events[0].finish
+        return Reply(message.call, {"refused": None if finish is None else finish.message})
 
     def _answer_pin(self, message: AddPin, finish: Finish) -> None:
         """Pin what was computed for it."""
@@ -263,13 +272,13 @@ class EngineCore:
         if finish.type not in ("error", "abort"):
             answer = self._pin(message)
         if "missing_tokens" in answer:
-            answer = {"refused": "the prefix was evicted as soon as it was computed; try again when less is running"}
+            reason = "too much is running, or the tenant's quota is smaller than the prefix"
+            answer = {"refused": f"the prefix was evicted as soon as it was computed: {reason}"}
         self._replies.append(Reply(message.call, answer))
 
     def _pin(self, message: AddPin) -> dict[str, Any]:
         """See `PinBoard.pin`."""
-        whole = len(message.tokens) // TOKEN_BYTES // self.info.page_size * self.info.page_size
-        tokens = array("i", message.tokens[: whole * TOKEN_BYTES])
+        tokens = array("i", message.tokens)
         namespace = self.strategy.entry(tokens.tobytes(), message.namespace)
         return self.cache.pins.pin(tokens, namespace, message.name, message.ttl_s)
 
@@ -392,6 +401,8 @@ class EngineCore:
                 continue
             if prefills:
                 self.scheduler.computed(request)
+            elif self.scheduler.blocked:
+                self.scheduler.wake(request)
             try:
                 event = self.decoding.book(item, flight.logits, places, token, logprobs.get(request))
             except RametError as error:

@@ -167,7 +167,8 @@ class Scheduler:
             found = request.strategy.find(request)
             if self.waiting.rank_again(request, found.tokens):
                 continue
-            if (peer := request.strategy.peer(request, found, computing)) is not None:
+            alike = [other for other in computing if other.strategy is request.strategy]
+            if (peer := request.strategy.peer(request, found, alike)) is not None:
                 self._block(request, *peer)
                 continue
             if not request.strategy.admit(request, found, headroom=len(self.running)):

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from radix import Match, path
-from radix.node import TOKEN_BYTES
 from runtime.request import Request, Segment, Work
 from runtime.reuse.strategy import Found, Strategy
-
-
-@dataclass(slots=True)
-class _Admitted:
-    """What was cached of a request's tokens at its admission, and the seconds spent on rows that are not committed."""
-
-    tokens: int
-    seconds: float = 0.0
 
 
 class PrefixStrategy(Strategy):
@@ -76,7 +65,7 @@ class PrefixStrategy(Strategy):
         cache.tree.use(node)
         whole = len(match.pages) * cache.page_size
         request.segments = [Segment(match.pages, whole, node=node)] if node is not None else []
-        request.reuse = _Admitted(whole)
+        request.reuse = 0.0  # seconds that rows took which are not committed
         sequence.start, sequence.pages, sequence.num_computed = whole, fresh, whole + rows
         if rows:
             cache.pool.copy_rows(match.partial_page, fresh[0], rows)
@@ -87,7 +76,7 @@ class PrefixStrategy(Strategy):
     def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
         prefills = work.prefills
         work.request.sequence.num_computed += work.count
-        work.request.reuse.seconds += seconds
+        work.request.reuse += seconds
         if prefills:
             self._commit(work.request)
         return True
@@ -102,8 +91,8 @@ class PrefixStrategy(Strategy):
         segment = request.segments[0] if request.segments else Segment(sequence.pages[:0], 0)
         pages = segment.pages + sequence.pages[: full - before]
         key = request.key(full * cache.page_size)
-        node, held = cache.insert(key, pages, request.namespace, request.reuse.seconds)
-        request.reuse.seconds = 0.0
+        node, held = cache.insert(key, pages, request.namespace, request.reuse)
+        request.reuse = 0.0
         cache.tree.lock(node)
         cache.tree.unlock(segment.node)
         sequence.pages = sequence.pages[full - before :]
@@ -116,15 +105,8 @@ class PrefixStrategy(Strategy):
         self.cache.release(request)
 
     def distrust(self, request: Request) -> None:
-        """The pages that this request has committed itself go with it."""
-        if not request.segments:
-            return
-        start = request.segments[0].length
-        first: Any = None
-        for node in path(request.segments[0].node):
-            start -= len(node.key) // TOKEN_BYTES
-            if start >= request.reuse.tokens:
-                first = node
+        """Drop the whole path that the request read and wrote, and all below: any page of it may be the damaged one."""
+        top = list(path(request.segments[0].node))[-1:] if request.segments else []
         self.cache.release(request)
-        if first is not None:
-            self.cache.drop(first)
+        for node in top:
+            self.cache.drop(node)

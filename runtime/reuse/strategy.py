@@ -80,6 +80,8 @@ class Strategy(ABC):
     def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
         """The running request that computes now what this one would compute, too, and when it will be there.
 
+        `computing` are requests of this strategy that prefill.
+
         Returns:
             One of `computing`, and the number of its tokens that must be computed before this request is looked up
             again; None to admit this request now.

@@ -117,7 +117,7 @@ class NextToken(Decoding):
         rows = {
             item.request: place[0].stop - 1
             for item, place in zip(work, places, strict=True)
-            if item.samples and item.request.wants_tokens and place[0].start < place[0].stop
+            if item.samples and place[0].start < place[0].stop
         }
         if not rows:
             return [], None
@@ -138,6 +138,8 @@ class NextToken(Decoding):
         request = work.request
         prompt_logprobs = self._prompt_logprobs(work, logits, places[0])
         is_read = work.samples and not request.wants_tokens
+        if is_read:
+            token = None  # it was chosen to see that the logits are numbers
         if token is None and prompt_logprobs is None and not is_read:
             return None
         if token is None:

@@ -68,7 +68,7 @@ class BiCache(Strategy):
         return self.config.refresh_interval or (1 if is_exact else self.table.interval or _INTERVAL)
 
     def open(self, request: Request, asked: dict[str, Any]) -> None:
-        """A request without a canvas encodes its whole prompt."""
+        """A request without a canvas encodes its whole prompt, whether it is encoded already or not."""
         if request.canvas is None:
             request.reuse = Share(declared=request.prompt_len, wanted_depth=1)
             return
@@ -103,7 +103,7 @@ class BiCache(Strategy):
         share.length, share.encoded = found.length, found.encoded
         share.depth = self._depth(request, found)
         share.encoding = found.encoding if share.depth else None
-        if share.encoding is None:
+        if share.encoding is None or request.canvas is None:
             return Found()
         match = self.encodings.match(request.key(share.length), share.encoding)
         return Found(share.length if match else 0, match)

@@ -194,7 +194,7 @@ def test_pages_of_a_request_whose_logits_were_no_numbers_are_not_used_again(tiny
     driver.run()
     monkeypatch.undo()
     assert "not finite" in driver.finish["bad"].message
-    assert core.cache.tree.num_pages == 4, "what it found there stays"
+    assert core.cache.tree.num_pages == 0, "what it read may be damaged, too"
     plain = Driver(make_core(tiny_dir, prefix_cache=False))
     assert driver.together([prompt], max_new_tokens=4) == plain.together([prompt], max_new_tokens=4)
 

@@ -1,0 +1,309 @@
+"""Attempts to break the engine of causal models: pins, peers, damaged pages, random lives."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+import torch
+
+from radix import Namespace
+from runtime.protocol import AddPin, Pause
+from tests.runtime.engine.driver import Driver, make_core
+
+
+def pin(core, tokens, call=1, **options):
+    reply = core.handle(AddPin(call, array("i", tokens).tobytes(), **options))
+    return None if reply is None else reply.result
+
+
+def prompt_of(seed, count):
+    draw = random.Random(seed)
+    return [draw.randrange(49152) for _ in range(count)]
+
+
+def test_a_peer_whose_last_chunk_is_one_row_wakes_those_that_wait_for_it(tiny_dir):
+    """The last prompt row completes the awaited page."""
+    shared = prompt_of(1, 64)
+    driver = Driver(make_core(tiny_dir, page_size=16, chunk_tokens=9))
+    driver.add("a", shared, max_new_tokens=100)
+    driver.add("b", [*shared, 5, 6, 7], max_new_tokens=2)
+    while not driver.tokens["a"]:
+        driver.step()
+    for _ in range(20):
+        driver.step()
+    assert "b" in driver.finish, "b waits until a has generated all its tokens"
+
+
+def test_damaged_pages_that_two_requests_read_leave_the_cache(tiny_dir):
+    """a's first chunk leaves NaN in the pool; b reads it; once both have failed, nothing damaged may stay."""
+    shared = prompt_of(2, 64)
+    core = make_core(tiny_dir, page_size=16, chunk_tokens=32)
+    driver = Driver(core)
+    driver.add("a", [*shared, 1, 2, 3], max_new_tokens=4)
+    driver.add("b", [*shared, 7, 8, 9], max_new_tokens=4)
+    run, done = core.executor.run, []
+
+    def bad(batch):
+        logits = run(batch)
+        if not done:
+            done.append(True)
+            slots = batch.groups[0].kv_write
+            poison(core, slots)
+        return logits
+
+    core.executor.run = bad
+    driver.run()
+    assert driver.finish["a"].type == driver.finish["b"].type == "error"
+    driver.add("later", [*shared, 11, 12], max_new_tokens=2)
+    driver.run()
+    assert driver.finish["later"].type == "length", "later reads the damaged pages again"
+
+
+def poison(core, slots):
+    """Damage the KV rows of some slots in all layers."""
+    pool = core.executor.pool
+    pool.k[:, slots] = torch.nan
+    pool.v[:, slots] = torch.nan
+
+
+def test_a_pin_whose_computation_is_refused_is_answered(tiny_dir):
+    core = make_core(tiny_dir, pool_tokens=4096, pin_budget=1.0)
+    driver = Driver(core)
+    assert core.info.context_length == 512
+    answer = pin(core, prompt_of(3, 600))
+    driver.run()
+    assert answer is not None or core.take_replies(), "the call is never answered"
+
+
+def test_a_pin_that_needs_one_page_more_than_the_pool_has_ends(tiny_dir):
+    core = make_core(tiny_dir, page_size=16, pool_tokens=160, pin_budget=1.0)
+    driver = Driver(core)
+    answer = pin(core, prompt_of(4, 165))
+    for _ in range(50):
+        driver.step()
+    assert answer is not None or core.take_replies(), "the call is never answered"
+
+
+def test_a_pin_without_prefix_cache_is_refused_without_computing(tiny_dir):
+    core = make_core(tiny_dir, prefix_cache=False)
+    driver = Driver(core)
+    answer = pin(core, prompt_of(5, 64))
+    driver.run()
+    answers = [answer] if answer else [r.result for r in core.take_replies()]
+    assert "refused" in answers[0]
+    assert core.counters["row_layers"] == 0, "the prefix is computed for nothing"
+    assert "evicted" not in answers[0]["refused"], "the reason is wrong"
+
+
+def test_two_pins_at_once(tiny_dir):
+    core = make_core(tiny_dir)
+    driver = Driver(core)
+    tokens = prompt_of(6, 64)
+    assert pin(core, tokens, 1) is None
+    assert pin(core, tokens, 2) is None
+    driver.run()
+    replies = {r.call: r.result for r in core.take_replies()}
+    assert set(replies) == {1, 2}
+    assert all("pin" in r for r in replies.values())
+
+
+def test_two_different_pins_at_once_hold_the_budget(tiny_dir):
+    core = make_core(tiny_dir, page_size=16, pool_tokens=320, pin_budget=0.5)
+    driver = Driver(core)
+    assert pin(core, prompt_of(7, 112), 1) is None
+    assert pin(core, prompt_of(8, 112), 2) is None
+    driver.run()
+    replies = {r.call: r.result for r in core.take_replies()}
+    assert sorted("pin" in r for r in replies.values()) == [False, True]
+
+
+def test_a_pin_of_a_prefix_that_is_computed_now_waits_for_it_while_paused(tiny_dir):
+    core = make_core(tiny_dir, chunk_tokens=16)
+    driver = Driver(core)
+    tokens = prompt_of(9, 100)
+    driver.add("a", tokens, max_new_tokens=3)
+    driver.step()
+    assert pin(core, tokens[:64]) is None
+    core.handle(Pause(1, True))
+    driver.step()
+    driver.abort("a")
+    core.handle(Pause(1, False))
+    driver.run()
+    (reply,) = core.take_replies()
+    assert "pin" in reply.result
+
+
+def test_a_pin_of_damaged_kv_is_refused(tiny_dir):
+    """All logits are NaN: nothing is pinned."""
+    core = make_core(tiny_dir)
+    driver = Driver(core)
+    tokens = prompt_of(10, 64)
+    run = core.executor.run
+    first = []
+
+    def bad(batch):
+        logits = run(batch)
+        if not first:
+            first.append(1)
+            poison(core, batch.groups[0].kv_write)
+            logits = torch.full_like(logits, torch.nan)
+        return logits
+
+    core.executor.run = bad
+    assert pin(core, tokens) is None
+    driver.run()
+    (reply,) = core.take_replies()
+    driver.add("later", [*tokens, 5], max_new_tokens=2)
+    driver.run()
+    assert "refused" in reply.result or driver.finish["later"].type == "length"
+
+
+def test_a_request_named_like_a_pin(tiny_dir):
+    core = make_core(tiny_dir)
+    driver = Driver(core)
+    driver.add("pin 1", prompt_of(11, 40), max_new_tokens=3)
+    assert pin(core, prompt_of(12, 40)) is None
+    driver.run()
+    assert "pin 1" in driver.finish
+    assert core.take_replies()
+
+
+def test_a_failing_step_under_a_pin_answers_it(tiny_dir):
+    core = make_core(tiny_dir)
+    driver = Driver(core)
+    core.executor.run = lambda batch: 1 / 0
+    assert pin(core, prompt_of(13, 40)) is None
+    driver.run()
+    (reply,) = core.take_replies()
+    assert "refused" in reply.result
+
+
+def test_grammars_and_peers_mixed_with_aborts(tiny_dir):
+    core = make_core(tiny_dir, page_size=4, chunk_tokens=8, pool_tokens=400)
+    driver = Driver(core)
+    draw = random.Random(3)
+    root = prompt_of(14, 60)
+    for i in range(60):
+        options = {"regex": f"[a-z]{{{1 + i % 4}}}"} if i % 3 == 0 else {}
+        driver.add(str(i), [*root[: draw.randrange(1, 61)], i], max_new_tokens=6, **options)
+        if draw.random() < 0.4 and core.requests:
+            driver.abort(draw.choice(list(core.requests)))
+        for _ in range(draw.randrange(3)):
+            driver.step()
+    driver.run()
+    assert set(driver.finish) == {str(i) for i in range(60)}
+    assert not core.scheduler.blocked
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+@pytest.mark.parametrize("seed", range(4))
+def test_lives(tiny_dir, seed, overlap):
+    """Everything at once: failing steps, NaN, pins, quotas, prompt log-probabilities, flushes, aborts, retraction."""
+    draw = random.Random(seed)
+    page = draw.choice([1, 4, 16])
+    options = {"overlap": overlap}
+    if overlap == "on":
+        options["native_kernels"] = False
+    core = make_core(
+        tiny_dir, page_size=page, chunk_tokens=draw.choice([5, 9, 16]), pool_tokens=320, pin_budget=0.5,
+        tenant_quota=128, max_running=draw.choice([3, 16]),
+        schedule_policy=draw.choice(["balanced", "lpm", "fcfs", "dfs"]), **options,
+    )  # fmt: skip
+    plain = Driver(make_core(tiny_dir, prefix_cache=False))
+    driver = Driver(core)
+    run = core.executor.run
+
+    def flaky(batch):
+        if draw.random() < 0.02:
+            raise RuntimeError("no")
+        logits = run(batch)
+        if draw.random() < 0.02:
+            logits = torch.full_like(logits, torch.nan)
+        return logits
+
+    core.executor.run = flaky
+    roots = [prompt_of(100 + i, 60) for i in range(2)]
+    prompts, kinds, styles, calls, answered = {}, {}, {}, 0, 0
+    for i in range(120):
+        rid = str(i)
+        prompt = [*draw.choice(roots)[: draw.randrange(61)], *prompt_of(i, draw.randrange(1, 10))]
+        prompts[rid] = prompt
+        more = {}
+        if draw.random() < 0.2:
+            more["prompt_logprobs_from"] = draw.randrange(len(prompt))
+            more["logprobs"] = 1
+        kinds[rid] = more.get("prompt_logprobs_from")
+        styles[rid] = draw.choice([{}, {"temperature": 1.0, "seed": i}, {"frequency_penalty": 1.5}])
+        driver.add(
+            rid, prompt, max_new_tokens=draw.choice([0, 1, 8, 30]), namespace=Namespace(draw.choice(["x", "y"])),
+            priority=draw.randrange(2), **more, **styles[rid],
+        )  # fmt: skip
+        if draw.random() < 0.15:
+            calls += 1
+            ttl = draw.choice([None, 0.01])
+            root = draw.choice(roots)[: draw.randrange(16, 61)]
+            space = Namespace(draw.choice(["x", "y"]))
+            answered += pin(core, root, calls, namespace=space, ttl_s=ttl) is not None
+        if draw.random() < 0.3 and core.requests:
+            driver.abort(draw.choice(list(core.requests)))
+        if draw.random() < 0.05:
+            driver.flush()
+        for _ in range(draw.randrange(4)):
+            driver.step()
+    driver.run()
+    answered += len(core.take_replies())
+    assert answered == calls
+    assert set(driver.finish) == set(prompts)
+    good = [rid for rid, finish in driver.finish.items() if finish.type == "length"]
+    for rid in good[-25:]:
+        if driver.tokens[rid]:
+            (expected,) = plain.together([prompts[rid]], max_new_tokens=len(driver.tokens[rid]), **styles[rid])
+            assert driver.tokens[rid] == expected
+        if kinds[rid] is not None:
+            found = [p.token for e in driver.events[rid] for p in e.prompt_logprobs or []]
+            assert found == prompts[rid][kinds[rid] :]
+
+
+def test_the_last_position_of_the_context(tiny_dir):
+    core = make_core(tiny_dir, page_size=16, pool_tokens=1024)
+    driver = Driver(core)
+    for i, size in enumerate((511, 512, 510)):
+        driver.add(str(i), prompt_of(20, size), max_new_tokens=512 - size)
+    driver.run()
+    assert [len(driver.tokens[str(i)]) for i in range(3)] == [1, 0, 2]
+
+
+@pytest.mark.parametrize("event", ["fail", "abort", "retract", "abort a blocked one"])
+def test_every_blocked_request_wakes_once(tiny_dir, event):
+    """Whoever is aborted, and whoever fails."""
+    core = make_core(tiny_dir, page_size=16, chunk_tokens=5)
+    driver = Driver(core)
+    root = prompt_of(31, 80)
+    for i in range(8):
+        driver.add(str(i), [*root, i], max_new_tokens=2)
+    driver.step()
+    assert len(core.scheduler.blocked) == 7
+    woken, add = [], core.scheduler.add
+
+    def watched(request, **options):
+        woken.append(request.rid)
+        add(request, **options)
+
+    core.scheduler.add = watched
+    if event == "fail":
+        run = core.executor.run
+        core.executor.run = lambda batch: 1 / 0
+        driver.step()
+        core.executor.run = run
+    elif event == "abort":
+        driver.abort("0")
+    elif event == "retract":
+        core.scheduler._retract(core.scheduler.running[0])
+        woken.remove("0")
+    else:
+        driver.abort("1")
+    assert woken == ([] if "blocked" in event else [str(i) for i in range(1, 8)])
+    driver.run()
+    assert set(driver.finish) == {str(i) for i in range(8)}
