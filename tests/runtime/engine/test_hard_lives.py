@@ -277,7 +277,7 @@ def test_the_last_position_of_the_context(tiny_dir):
 
 @pytest.mark.parametrize("event", ["fail", "abort", "retract", "abort a blocked one"])
 def test_every_blocked_request_wakes_once(tiny_dir, event):
-    """Whoever is aborted, and whoever fails."""
+    """The awaited peer fails or is aborted, and so are some of those that wait."""
     core = make_core(tiny_dir, page_size=16, chunk_tokens=5)
     driver = Driver(core)
     root = prompt_of(31, 80)
