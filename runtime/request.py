@@ -175,11 +175,6 @@ class Request:
         """Whether prompt tokens still owe log-probabilities."""
         return self.prompt_logprobs_from is not None and not self.num_output
 
-    @property
-    def is_exact(self) -> bool:
-        """Whether everything that the request reads gives what computing it would."""
-        return all(segment.exact for segment in self.segments)
-
     def key(self, num_tokens: int) -> bytes:
         """The tree's key of the first `num_tokens` tokens."""
         return self.sequence.tokens[:num_tokens].tobytes()

@@ -230,9 +230,11 @@ class EngineCore:
         return request
 
     def _check_positions(self, request: Request) -> None:
-        """Raise InvalidRequest where a position, which need not be an index, lies beyond the context."""
-        ends = [segment.position + segment.length for segment in request.segments]
-        last = max([request.sequence.position(request.max_tokens - 1) + 1, *ends])
+        """Raise InvalidRequest where the sequence's last position, which need not be an index, is beyond the context.
+
+        Segments are found later: a strategy that lets requests place them checks their positions in `open`.
+        """
+        last = request.sequence.position(request.max_tokens - 1) + 1
         if last > self.info.context_length:
             raise InvalidRequest(
                 f"the request's positions go up to {last}; the model's context is {self.info.context_length} tokens",
