@@ -67,6 +67,7 @@ def run(mutants: Sequence[str], children: int | None) -> None:
 
 def open_workshop(name: str, room: Room) -> None:
     """Go to a directory that has the repository's rooms and a configuration of mutmut."""
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # to load them anew takes longer than the tests of a mutant
     workshop = ROOT / "build" / "mutants" / name
     workshop.mkdir(parents=True, exist_ok=True)
     os.chdir(workshop)
@@ -77,13 +78,14 @@ def open_workshop(name: str, room: Room) -> None:
     config = {
         "source_paths": sources[:-1],
         "only_mutate": list(room.modules),
-        "pytest_add_cli_args": ["--hypothesis-profile=mutants", "-p", "no:cacheprovider"],
+        "pytest_add_cli_args": ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile=mutants"],
         "pytest_add_cli_args_test_selection": list(room.tests),
         "timeout_constant": 5.0,
         "use_git_change_detection": False,
     }
     lines = [f"{key} = {json.dumps(value)}" for key, value in config.items()]
-    Path("pyproject.toml").write_text("\n".join(["[tool.mutmut]", *lines, ""]), encoding="utf-8")
+    text = "\n".join(["[tool.pytest.ini_options]", "[tool.mutmut]", *lines, ""])
+    Path("pyproject.toml").write_text(text, encoding="utf-8")
 
 
 def changes(diff: str) -> tuple[str, str]:
