@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import sys
 import tomllib
 from collections import Counter
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import libcst as cst
 
+# Bytes that a process may allocate: a mutant that never ends must not take the machine's memory.
+MEMORY = 4 << 30
 ROOT = Path(__file__).parents[1]
 EQUIVALENT = Path(__file__).with_suffix(".toml")
 
@@ -80,7 +83,9 @@ def open_workshop(name: str, room: Room) -> None:
         "only_mutate": list(room.modules),
         "pytest_add_cli_args": ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile=mutants"],
         "pytest_add_cli_args_test_selection": list(room.tests),
-        "timeout_constant": 5.0,
+        "timeout_constant": 2.0,
+        "timeout_multiplier": 5.0,
+        "track_dependencies": False,
         "use_git_change_detection": False,
     }
     lines = [f"{key} = {json.dumps(value)}" for key, value in config.items()]
@@ -138,6 +143,7 @@ def main() -> None:
     asked = parser.parse_args()
     open_workshop(asked.room, ROOMS[asked.room])
     if not asked.report:
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         run(asked.mutants, asked.children)
     report()
 
