@@ -307,7 +307,7 @@ def test_a_trunk_goes_after_its_branches_and_then_its_namespace():
 
 
 def test_dropping_a_node_spares_what_is_above_and_beside_it():
-    tree, left, right, trunk = forked()
+    tree, _, right, trunk = forked()
     tree.lock(right)
     assert sorted(tree.drop(trunk)) == [3, 4]
     assert list(tree.drop(right)) == []
