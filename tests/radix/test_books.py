@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from radix import Match, Namespace, Quotas, RadixTree, path
+from radix import POLICIES, Match, Namespace, Quotas, RadixTree, make_policy, path
 from radix.node import Node
 from radix.stats import Histogram
 
@@ -127,6 +127,18 @@ def test_an_unlock_too_many_is_noticed():
         tree.unpin(left)
 
 
+def test_three_locks_and_pins_take_three_to_undo():
+    tree = Tree()
+    node = tree.add(1, 2)
+    for _ in range(3):
+        tree.pin(node)
+    for left in (2, 1):
+        tree.unpin(node)
+        assert (node.pins, node.refs, tree.num_pinned_pages, tree.num_locked_pages) == (left, left, 2, 2)
+    tree.unpin(node)
+    assert (node.pins, node.refs, tree.num_pinned_pages, tree.num_locked_pages) == (0, 0, 0, 0)
+
+
 def test_a_run_that_is_cut_under_a_lock_stays_locked():
     tree = Tree()
     tree.add(1, 2, 3, 4)
@@ -245,6 +257,19 @@ def test_each_use_is_later_than_the_one_before():
     assert [node.last_use for node in nodes] == [4, 5, 3]
     tree.add(2)
     assert [list(tree.evict(1)) for _ in range(3)] == [[0], [1], [2]], "an insertion of what is there is a use"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_parent_takes_over_the_time_of_children_that_leave(policy):
+    tree = Tree(policy=make_policy(policy, 20))
+    left, right = tree.add(1, 2, cost=1.0), tree.add(1, 3, cost=1.0)
+    tree.time = 60.0
+    tree.touch(left)
+    trunk = right.parent
+    tree.drop(left)
+    assert (trunk.used_s, trunk.last_use) == (60.0, left.last_use)
+    tree.drop(right)
+    assert (trunk.used_s, trunk.last_use) == (60.0, left.last_use)
 
 
 def test_a_parent_takes_over_the_recency_of_children_that_leave():

@@ -114,3 +114,15 @@ def test_blocks_are_whole_and_begin_with_their_namespace():
     assert block_hashes(tokens, 12, 0, Namespace()) != block_hashes(tokens, 12, None, Namespace())
     roots = {block_hashes(tokens, 12, None, Namespace(*fields)) for fields in (("a",), ("", "a"), ("", "", "a"), ())}
     assert len(roots) == 4
+
+
+HASHES = (9710604713292361974, 16292847435798180279, 1414168381119337323)
+
+
+def test_hashes_are_those_of_every_other_engine():
+    """Routers keep them, and compute them for prompts: a change of these numbers is one of the wire format."""
+    tokens = array("i", range(1, 7)).tobytes()
+    assert Namespace("a", "ä", "k:1").to_bytes().hex() == "010000006102000000c3a4030000006b3a31"
+    assert Namespace(salt="\ud800").to_bytes().hex() == "0000000003000000eda08000000000"
+    assert block_hashes(tokens, 8, None, Namespace()) == HASHES
+    assert block_hashes(tokens[8:], 8, HASHES[0], Namespace("ignored below the root")) == HASHES[1:]
