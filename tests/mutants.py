@@ -51,7 +51,20 @@ ROOMS = {
         ("runtime/engine/scheduler.py", "runtime/engine/queue.py", "runtime/engine/blocked.py"),
         (
             *("tests/runtime/engine/test_scheduler.py", "tests/runtime/engine/test_queue.py"),
-            *("tests/runtime/engine/test_blocked.py", "-k=not tokens and not gives_way_is_cheap"),
+            *("tests/runtime/engine/test_blocked.py", "tests/runtime/engine/test_credit.py"),
+            "-k=not serves_everybody and not cheap_to_compute_again",
+        ),
+    ),
+    "kv": Room(
+        ("runtime/kv/*.py",),
+        tuple(f"tests/runtime/kv/test_{name}.py" for name in ("allocator", "cache", "pool", "pin_board", "messages")),
+    ),
+    "limits": Room(
+        ("server/auth/*.py", "server/http/limits.py", "runtime/frontend/limits.py"),
+        (
+            "tests/server/auth/test_guard.py",
+            "tests/server/http/test_limits.py",
+            "tests/runtime/frontend/test_limits.py",
         ),
     ),
 }
@@ -95,6 +108,7 @@ def run(mutants: Sequence[str], children: int | None) -> None:
 
 def open_workshop(name: str, room: Room) -> None:
     """Go to a directory that has the repository's rooms and a configuration of mutmut."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # a fork has no threads but its own
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # to load them anew takes longer than the tests of a mutant
     workshop = ROOT / "build" / "mutants" / name
     workshop.mkdir(parents=True, exist_ok=True)

@@ -270,6 +270,20 @@ def test_an_output_s_length_is_booked_where_a_request_ran():
     assert engine.scheduler.waiting._generated > 0
 
 
+def test_pages_cost_the_time_of_all_rows_since_the_last_ones():
+    """A row takes a second here."""
+    engine = Engine(page_size=4, chunk_tokens=3)
+    engine.add("a", prompt(1, 14))
+    costs = []
+    for _ in range(5):
+        engine.step()
+        costs.append(sorted(node.cost for node in engine.cache.tree.nodes()))
+    assert costs == [[], [6.0], [3.0, 6.0], [3.0, 3.0, 6.0], [3.0, 3.0, 6.0]]
+    engine.steps(4)
+    engine.remove("a")
+    assert sorted(node.cost for node in engine.cache.tree.nodes()) == [3.0, 3.0, 6.0, 6.0]
+
+
 # -- memory ------------------------------------------------------------------------------------------------------
 
 
