@@ -25,6 +25,10 @@ class InTurns(PrefixStrategy):
     name = "in turns"
     takes_turns = True
 
+    def __init__(self, cache: PagedCache, num_layers: int):
+        super().__init__(cache, num_layers)
+        self.limits: list[int] = []  # rows that were left, for each share
+
     def find(self, request: Request) -> Found:
         return Found()
 
@@ -35,6 +39,7 @@ class InTurns(PrefixStrategy):
         return True
 
     def work(self, request: Request, limit: int) -> Work:
+        self.limits.append(limit)
         return Work(request, 0, len(request.tokens), len(request.tokens))
 
     def book(self, work: Work, saved, seconds: float) -> bool:
@@ -148,6 +153,15 @@ def test_more_decode_than_a_step_has_rows():
     assert engine.step() == {"c": 1}
 
 
+def test_running_prompts_share_what_is_left_to_the_last_row():
+    engine = Engine(step_tokens=5, chunk_tokens=4)
+    engine.add("a", prompt(1, 20))
+    engine.add("b", prompt(2, 20))
+    assert engine.steps(2) == [{"a": 4, "b": 1}] * 2
+    engine.scheduler.step_tokens = 4
+    assert engine.step() == {"a": 4}, "a share without rows is none"
+
+
 def test_no_more_run_than_may():
     engine = Engine(max_running=2)
     for rid in "abc":
@@ -246,7 +260,41 @@ def test_blocked_on_an_event_until_it_comes():
     assert engine.step() == {"a": 1}
 
 
+def test_those_who_wait_are_matched_again_with_what_was_computed():
+    engine = Engine(page_size=4, chunk_tokens=6, max_running=1, schedule_policy="lpm")
+    engine.add("a", prompt(1, 12))
+    engine.add("b", [*prompt(1, 6), 5, 5, 5])
+    engine.add("c", prompt(3, 9))
+    engine.steps(2)
+    assert [engine.requests[rid].matched_tokens for rid in "bc"] == [4, 0]
+
+
+def test_places_are_counted_where_the_last_one_is_taken():
+    engine = Engine(schedule_policy="balanced", overtake_share=0.2, max_running=2)
+    engine.scheduler.waiting._places = 2.0
+    for rid, places in (("a", 2.0), ("b", 2.25)):
+        engine.add(rid, prompt(ord(rid), 3))
+        engine.step()
+        assert engine.scheduler.waiting._places == places
+
+
 # -- the end -----------------------------------------------------------------------------------------------------
+
+
+def test_a_waiting_request_that_leaves_does_not_run():
+    engine = Engine(max_running=1)
+    engine.add("a", prompt(1, 3), new=2)
+    engine.add("b", prompt(2, 3))
+    engine.step()
+    engine.remove("b")
+    assert (engine.step(), engine.step()) == ({"a": 1}, {})
+
+
+def test_a_request_that_has_ended_leaves_what_it_computed():
+    engine = Engine()
+    engine.add("a", prompt(1, 3), new=4)
+    engine.steps(4)
+    assert (engine.running, engine.cached([*prompt(1, 3), 9, 9, 9])) == ("", 6)
 
 
 def test_computed_rows_stay_cached_if_they_are_to_be_kept():
@@ -353,6 +401,8 @@ def test_a_retracted_request_keeps_its_tokens_and_finds_them_in_the_tree():
     assert engine.cached(list(request.tokens)) == 6
     assert engine.step() == {"a": 1, "b": 1}, "all but its last token are there"
     assert request.cached_tokens == 0, "those of its first admission"
+    engine.scheduler._retract(request)
+    assert engine.scheduler.num_retracted == 2
 
 
 def test_room_is_kept_for_those_who_decode():
@@ -441,6 +491,16 @@ def test_the_step_behind_a_decode_step():
     assert [item.start for item in engine.work] == [4, 4]
     assert ahead(engine) == {"a": (5, 1, 1, 1), "b": (5, 1, 1, 1)}
     assert [len(engine.requests[rid].sequence.pages) for rid in "ab"] == [3, 3], "pages behind the prompt's"
+
+
+def test_a_step_ahead_takes_a_page_only_where_it_needs_one():
+    for length, pages in ((2, 1), (3, 2)):
+        engine = Engine(page_size=4)
+        engine.add("a", prompt(1, length))
+        engine.step()
+        engine.work = engine.scheduler.schedule()
+        assert ahead(engine) == {"a": (length + 1, 1, 1, 1)}
+        assert len(engine.requests["a"].sequence.pages) == pages
 
 
 def test_whoever_ends_with_the_unread_token_is_left_out():
@@ -536,6 +596,7 @@ def test_turns_have_the_rows_that_others_leave():
     engine.add("c", prompt(3, 7), strategy=engine.in_turns)
     assert engine.step() == {"a": 3, "c": 7}
     assert engine.step() == {"a": 1, "b": 8}
+    assert engine.in_turns.limits == [7, 7, 9, 1]
     engine.add("d", prompt(4, 30))
     assert engine.step() == {"a": 1, "d": 9}, "with work for the device nobody exceeds the budget"
 
