@@ -117,8 +117,6 @@ class Scheduler:
     def _decode(self) -> list[Work]:
         work: list[Work] = []
         for request in list(self.running):
-            if len(work) == self.step_tokens:
-                break
             if request.status is not Status.RUNNING or not _decodes(request):
                 continue
             while not request.strategy.grow(request):

@@ -144,15 +144,6 @@ def test_a_configured_step_goes_before_the_device_s():
     assert engine.steps(2) == [{"a": 5}, {"a": 2}]
 
 
-def test_more_decode_than_a_step_has_rows():
-    engine = Engine(step_tokens=2, max_running=3)
-    for rid in "abc":
-        engine.add(rid, prompt(ord(rid), 1), new=3)
-    assert engine.steps(2) == [{"a": 1, "b": 1}, {"a": 1, "b": 1}]
-    engine.steps(1)
-    assert engine.step() == {"c": 1}
-
-
 def test_running_prompts_share_what_is_left_to_the_last_row():
     engine = Engine(step_tokens=5, chunk_tokens=4)
     engine.add("a", prompt(1, 20))
@@ -278,6 +269,18 @@ def test_places_are_counted_where_the_last_one_is_taken():
         assert engine.scheduler.waiting._places == places
 
 
+def test_nobody_overtakes_for_the_last_place_without_credit():
+    for places, first in ((0.0, "a"), (1.0, "b")):
+        engine = Engine(schedule_policy="balanced", max_running=1)
+        engine.add("p", prompt(2, 8), new=1)
+        engine.step()
+        engine.scheduler.waiting._places = places
+        engine.add("a", prompt(1, 4))
+        engine.add("b", prompt(2, 9))
+        engine.step()
+        assert engine.running == first
+
+
 # -- the end -----------------------------------------------------------------------------------------------------
 
 
@@ -367,7 +370,7 @@ def test_of_equals_the_one_that_came_last_gives_way():
 
 def test_who_gives_way_has_no_row_in_the_step():
     """Two decode before the one for which there is no page: the second has its row taken away."""
-    engine = Engine(pages=13, prefix_cache=False)
+    engine = Engine(pages=15, prefix_cache=False)
     engine.add("a", prompt(1, 3), priority=2)
     engine.add("b", prompt(2, 3), priority=1)
     engine.add("c", prompt(3, 4), priority=2)
@@ -382,11 +385,11 @@ def test_who_gives_way_has_no_row_in_the_step():
 
 
 def test_one_that_gives_way_itself_gets_no_row():
-    engine = Engine(pages=8, prefix_cache=False)
+    engine = Engine(pages=9, prefix_cache=False)
     engine.add("a", prompt(1, 3))
     engine.add("b", prompt(2, 3))
     engine.steps(2)
-    assert engine.step() == {"a": 1}
+    assert engine.step() == {"a": 1}, "and the last page"
     assert engine.waiting == "b"
 
 
