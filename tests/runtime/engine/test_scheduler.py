@@ -227,6 +227,16 @@ def test_only_requests_of_the_same_strategy_are_peers():
     assert engine.step() == {"a": 4, "b": 4}
 
 
+def test_a_peer_is_one_that_prefills_beyond_this_step():
+    engine = Engine()
+    engine.add("a", [5])
+    engine.add("b", [5, 6])
+    assert engine.step() == {"a": 1, "b": 2}
+    engine.add("c", [7, 8])
+    engine.add("d", [7, 8, 9])
+    assert engine.step() == {"a": 1, "b": 1, "c": 2}
+
+
 def test_few_of_those_who_wait_are_looked_at_in_a_step():
     engine = Engine(page_size=8, chunk_tokens=1, max_running=2)
     for i in range(9):
@@ -460,6 +470,21 @@ def test_no_pin_yields_while_anything_runs_or_nothing_waits():
     engine.add("b", prompt(3, 5))
     assert engine.step() == {"a": 1}
     assert (engine.waiting, engine.cache.pins.num_broken) == ("b", 0)
+
+
+def test_no_pin_yields_because_one_that_waits_was_passed_over():
+    """Its match has left the tree, so it has lost its turn; whoever is behind it has not."""
+    for others, steps in ((("c",), [{"c": 5}, {"c": 1, "b": 9}]), ((), [{}, {"b": 9}])):
+        engine = Engine(schedule_policy="lpm", pin_budget=1.0)
+        pin(engine, prompt(5, 4))
+        engine.add("p", prompt(1, 8), new=1)
+        engine.step()
+        engine.add("b", [*prompt(1, 8), 5])
+        for rid in others:
+            engine.add(rid, prompt(3, 5))
+        engine.cache.flush()
+        assert engine.steps(2) == steps
+        assert engine.cache.pins.num_broken == 0
 
 
 def test_a_request_for_which_no_pin_can_make_room_waits():
