@@ -10,7 +10,6 @@ import tempfile
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,14 +17,13 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from radix import Namespace
 from runtime.config import Config
-from runtime.errors import DeadlineExceeded, EngineDead, InvalidRequest, ModelError, PinRefused, RametError
-from runtime.frontend.output import Output, Submission, merge_outputs
+from runtime.errors import DeadlineExceeded, EngineDead, ModelError, PinRefused, RametError
+from runtime.frontend.output import Output, Submission, expected_tokens, merge_outputs
 from runtime.frontend.processor import Frontend
+from runtime.frontend.text_work import TextWork
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import SamplingParams
 from runtime.protocol import (
     AddPin,
     Call,
@@ -79,7 +77,7 @@ class AsyncEngine:
         self._generation = 0
         self._dead = asyncio.Event()
         self._stopping = False
-        self._compilers = ThreadPoolExecutor(2, "ramet-compile")
+        self._work = TextWork(config.engine.grammar_timeout)
         self._supervisor: asyncio.Task[None] | None = None
 
     # -- life ------------------------------------------------------------------------------------------------
@@ -184,7 +182,7 @@ class AsyncEngine:
         self._close()
 
     def _close(self) -> None:
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._work.close()
         self._inbox.close()
         self._context.destroy(linger=0)
         self._directory.cleanup()
@@ -221,16 +219,14 @@ class AsyncEngine:
             DeadlineExceeded: if tokenizing took the whole time.
             EngineDead: if the engine is not running.
         """
-        frontend = self._running()
-        most, wanted = frontend.most_open(submissions[0].account), sum(s.sampling.n for s in submissions)
-        if wanted > most:
-            message = f"the request asks for {wanted} completions; one client may have {most} open"
-            raise InvalidRequest(message, param="n")
+        frontend, account = self._running(), submissions[0].account
+        wanted, expected = sum(s.sampling.n for s in submissions), sum(s.expected_tokens for s in submissions)
         loop = asyncio.get_running_loop()
         deadline_s = None if timeout_s is None else loop.time() + timeout_s
         try:
-            async with asyncio.timeout_at(deadline_s):
-                encoded = [await self._encode(frontend, submission) for submission in submissions]
+            with frontend.admit(account, wanted, expected):
+                async with asyncio.timeout_at(deadline_s):
+                    encoded = [await self._work.encode(frontend, submission) for submission in submissions]
         except TimeoutError:
             raise _too_late(timeout_s) from None
         stream = OutputStream(self._running())
@@ -244,27 +240,28 @@ class AsyncEngine:
             raise
         return stream
 
-    async def _encode(self, frontend: Frontend, submission: Submission) -> list[int]:
-        """The prompt's tokens. Grammars are compiled in threads of their own, with a timeout."""
-        if not submission.sampling.constrained:
-            return await asyncio.to_thread(frontend.encode, submission)
-        limit_s = self.config.engine.grammar_timeout
-        work = asyncio.get_running_loop().run_in_executor(self._compilers, frontend.encode, submission)
-        try:
-            return await asyncio.wait_for(work, limit_s)
-        except TimeoutError:
-            param = "regex" if submission.sampling.regex is not None else "json_schema"
-            raise InvalidRequest(f"{param} takes longer than {limit_s:g} s to compile", param=param) from None
-
     @property
     def num_open(self) -> int:
         return self._frontend.num_open if self._frontend is not None else 0
 
-    async def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of texts. Raises InvalidRequest if they cannot fit in the context."""
-        self._running().check_text(sum(map(len, texts)), "prompt")
+    async def tokenize(self, account: str, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of texts. Raises InvalidRequest if they cannot fit in the context, Overloaded or RateLimited."""
+        frontend = self._running()
+        frontend.check_text(sum(map(len, texts)), "prompt")
         encode = self.tokenizer.encode
-        return await asyncio.to_thread(lambda: [encode(text, add_special_tokens) for text in texts])
+        with frontend.admit(account, 1, expected_tokens(sum(map(len, texts)))):
+            return await self._work.each(account, lambda text: encode(text, add_special_tokens), texts)
+
+    async def detokenize(self, account: str, several: list[list[int]], skip_special_tokens: bool = True) -> list[str]:
+        """Texts of token ids. Raises InvalidRequest for ids that cannot be, Overloaded or RateLimited."""
+        frontend, decode = self._running(), self.tokenizer.decode
+
+        def text(ids: list[int]) -> str:
+            frontend.check_ids(ids, "tokens")
+            return decode(ids, skip_special_tokens)
+
+        with frontend.admit(account, 1, sum(map(len, several))):
+            return await self._work.each(account, text, several)
 
     def abort(self, rid: str | None) -> None:
         """Abort a submission, or all (None); their last Outputs have finish type "abort"."""
@@ -274,19 +271,19 @@ class AsyncEngine:
         """Drop cached pages that no live request uses. Returns {"flushed_tokens": int, "live_tokens": int}."""
         return await self._call(lambda call: FlushCache(call, pins))
 
-    async def pin(
-        self, prompt: str | list[int], namespace: Namespace, name: str | None, ttl_s: float | None
-    ) -> dict[str, Any]:
+    async def pin(self, prefix: Submission, name: str | None, ttl_s: float | None) -> dict[str, Any]:
         """Keep the whole pages of a prefix in the cache, computed now if they are not there; describes the pin.
 
         Raises:
             InvalidRequest: if the prefix can never be served.
             PinRefused: over the budget, or if the cache is too busy to keep what was computed.
+            Overloaded, RateLimited: over the limits on open requests.
         """
-        wanted = Submission(prompt, SamplingParams(max_new_tokens=1))
-        tokens = await asyncio.to_thread(self._running().encode, wanted)
-        key = array("i", tokens).tobytes()
-        answer = await self._call(lambda call: AddPin(call, key, namespace, name, ttl_s))
+        frontend = self._running()
+        with frontend.admit(prefix.account, 1, prefix.expected_tokens):
+            key = array("i", await self._work.encode(frontend, prefix)).tobytes()
+            space, account = prefix.namespace, prefix.account
+            answer = await self._call(lambda call: AddPin(call, key, space, account, name, ttl_s))
         if "refused" in answer:
             raise PinRefused(answer["refused"])
         return answer["pin"]

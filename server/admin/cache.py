@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
@@ -12,6 +13,8 @@ from pydantic import ConfigDict, Field
 
 from radix import Namespace
 from runtime.errors import InvalidRequest, PinRefused
+from runtime.frontend.output import Submission
+from runtime.params import SamplingParams
 from server.auth.keys import Asker, CacheScope, Forbidden, Tenant
 from server.context import Context, Ctx
 from server.http import examples
@@ -47,18 +50,22 @@ async def pin(context: Ctx, body: PinRequest, tenant: Asker) -> dict[str, Any]:
     given = [value for value in (body.text, body.input_ids, body.messages) if value is not None]
     if len(given) != 1:
         raise InvalidRequest("exactly one of text, input_ids and messages must be given", param="text")
-    prompt: str | list[int]
+    prompt: str | list[int] | Callable[[], str]
     if body.messages is not None:
-        tokenizer = context.engine.tokenizer
         messages = [message.plain() for message in body.messages]
-        text = await asyncio.to_thread(tokenizer.apply_chat_template, messages, add_generation_prompt=False)
-        prompt = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
+        prompt = partial(context.engine.tokenizer.apply_chat_template, messages, add_generation_prompt=False)
     else:
         prompt = body.text if body.text is not None else body.input_ids or []
     if body.tenant is not None:
         tenant = _named(body.tenant, context)
-    namespace = tenant.namespace(body.cache_salt, body.cache_scope)
-    return await context.engine.pin(prompt, namespace, body.name, body.ttl_s)
+    prefix = Submission(
+        prompt,
+        SamplingParams(max_new_tokens=1),
+        account=tenant.account,
+        namespace=tenant.namespace(body.cache_salt, body.cache_scope),
+        add_special_tokens=body.messages is None,
+    )
+    return await context.engine.pin(prefix, body.name, body.ttl_s)
 
 
 def _named(name: str, context: Context) -> Tenant:

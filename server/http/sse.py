@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -24,6 +24,7 @@ KEEP_ALIVE_S = 15.0
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 Events = AsyncGenerator[dict[str, Any], None]
+T = TypeVar("T")
 
 
 class EventStream(StreamingResponse):
@@ -92,15 +93,26 @@ async def _wait_gone(receive: Receive) -> None:
         pass
 
 
+class ClientGone(RametError):
+    """The client disconnected before its answer was there; nobody reads this (HTTP 499)."""
+
+    status = 499
+
+
 async def unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any] | list[Any]]) -> Response:
     """The JSON response of `work`, which is cancelled when the client disconnects."""
+    return JSONResponse(await while_there(request, work))
+
+
+async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client disconnects. Raises ClientGone then."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_wait_gone(request.receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            return Response(status_code=499)
-        return JSONResponse(task.result())
+            raise ClientGone("the client has left")
+        return task.result()
     finally:
         for future in (task, gone):
             future.cancel()

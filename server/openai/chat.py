@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -59,9 +59,9 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx, te
     messages = [message.plain() for message in body.messages]
     schema = body.schema_text()
     tokenizer = context.engine.tokenizer
-    prompt = await asyncio.to_thread(render_chat, tokenizer, messages, body.offered, body.add_generation_prompt)
     submission = Submission(
-        prompt=prompt,
+        prompt=partial(render_chat, tokenizer, messages, body.offered, body.add_generation_prompt),
+        num_characters=sum(len(message["content"] or "") for message in messages),
         sampling=body.sampling(body.max_completion_tokens or body.max_tokens, schema),
         account=tenant.account,
         namespace=tenant.namespace(body.cache_salt, body.cache_scope),
@@ -69,9 +69,9 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx, te
         priority=tenant.priority(body.priority),
         add_special_tokens=False,
         diffusion=body.diffusion,
-        shared_text=await asyncio.to_thread(_system_text, messages, context),
+        shared_text=partial(_system_text, messages, context),
     )
-    outputs = await open_outputs(context, [submission], body.NAMES, body.timeout_s)
+    outputs = await open_outputs(request, context, [submission], body.NAMES, body.timeout_s)
     rid = f"chatcmpl-{new_rid()}"
     if body.stream:
         return EventStream(_events(body, rid, outputs, context), outputs.close)
