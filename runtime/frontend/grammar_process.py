@@ -57,7 +57,9 @@ class GrammarProcesses:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._all.add(process)
         assert process.stdout is not None
-        process.stdout.readline()  # its imports do not count as compiling
+        if not process.stdout.readline():  # its imports do not count as compiling
+            self._end(process)
+            raise OSError("it ended before it was ready")
         return process
 
     def close(self) -> None:
