@@ -135,4 +135,4 @@ class Lives(RuleBasedStateMachine):
 
 def test_lives_of_ids(tokenizer):
     Lives.tokenizer = tokenizer
-    run_state_machine_as_test(Lives, settings=settings(max_examples=150, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(Lives, settings=settings(max_examples=80, stateful_step_count=25, deadline=None))
