@@ -46,8 +46,8 @@ class Submission:
         priority: larger goes first among waiting requests.
         add_special_tokens: whether to add the model's BOS to a text prompt (a chat template has it already).
         diffusion: denoising parameters; None: the model's defaults, and for causal models.
-        shared_text: renders the prompt's beginning that other requests share, for `diffusion` without `prefix_tokens`;
-            its result None, or it itself: there is none.
+        shared_text: renders the prompt's beginning that other requests share, if it has one, for `diffusion` without
+            `prefix_tokens`.
         num_characters: of a prompt that is still to be rendered, about.
     """
 

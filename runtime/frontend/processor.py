@@ -144,8 +144,7 @@ class Frontend:
         if submission.logprobs is not None or submission.prompt_logprobs_from is not None:
             raise InvalidRequest("log-probabilities are not supported for diffusion models", param="logprobs")
         params = submission.diffusion or DiffusionParams()
-        shared_text = None if submission.shared_text is None else submission.shared_text()
-        if params.prefix_tokens is None and shared_text is not None:
+        if params.prefix_tokens is None and submission.shared_text and (shared_text := submission.shared_text()):
             shared = self.tokenizer.encode(shared_text, submission.add_special_tokens)
             differ = (i for i, (mine, theirs) in enumerate(zip(shared, tokens, strict=False)) if mine != theirs)
             params = params.model_copy(update={"prefix_tokens": next(differ, min(len(shared), len(tokens)))})
