@@ -11,7 +11,7 @@ from radix import Match, Namespace, Node, RadixTree
 from radix.node import TOKEN_BYTES
 from radix.stats import Cause
 from runtime.reuse.bicache.encoding_index import EncodingIndex
-from runtime.reuse.bicache.shallow_meta import meet_all
+from runtime.reuse.bicache.shallow_meta import ShallowMeta, meet_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,13 @@ class Beginning:
         encoding: namespace in the tree; None: nothing is shared.
         length: tokens of the beginning.
         encoded: tokens of the whole encoding.
+        meta: the record of its nodes; None: it has to be encoded.
     """
 
     encoding: Namespace | None
     length: int
     encoded: int
+    meta: ShallowMeta | None = None
 
 
 def encoding_of(key: bytes, namespace: Namespace) -> Namespace:
@@ -80,7 +82,7 @@ class Encodings:
             meta = meet_all(found.node)
             length = len(found.pages) * self._tree.page_size
             if meta is not None and (best is None or length > best.length):
-                best = Beginning(encoding, length, meta.encoded_tokens)
+                best = Beginning(encoding, length, meta.encoded_tokens, meta)
         return best
 
     def add(self, tokens: array[int], namespace: Namespace, encoding: Namespace) -> None:

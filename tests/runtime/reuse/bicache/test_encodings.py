@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from radix import Namespace, Quotas, RadixTree
+from runtime.reuse.bicache.depth_table import NO_TABLE
 from runtime.reuse.bicache.encodings import Encodings, encoding_of
 from runtime.reuse.bicache.shallow_meta import ShallowMeta
 
@@ -20,7 +21,7 @@ def encode(tree: RadixTree, encodings: Encodings, tokens: array[int], space: Nam
     """Store the encoding of some whole pages, as the strategy does."""
     encoding = encoding_of(tokens.tobytes(), space)
     pages = array("i", range(first_page, first_page + len(tokens) // PAGE))
-    tree.insert(tokens.tobytes(), pages, encoding, meta=ShallowMeta(len(tokens), "v"))
+    tree.insert(tokens.tobytes(), pages, encoding, meta=ShallowMeta(len(tokens), NO_TABLE))
     encodings.add(tokens, space, encoding)
 
 
