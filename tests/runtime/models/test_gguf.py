@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from runtime.errors import ModelError
-from runtime.models.gguf import convert_gguf
+from tests.runtime.models.test_gguf_files import convert
 from tests.tiny import save_tiny
 
 
@@ -88,13 +88,13 @@ def logits(directory):
 )
 def test_a_converted_model_is_its_original(sources, tmp_path, kind, architecture):
     source = sources(kind)
-    target = convert_gguf(write_gguf(source, tmp_path / "m.gguf", architecture), tmp_path / "converted")
+    target = convert(write_gguf(source, tmp_path / "m.gguf", architecture), tmp_path / "converted")
     assert torch.equal(logits(target), logits(source))
 
 
 def test_quantised_tensors_mean_what_the_file_says(sources, tmp_path):
     source = sources("llama")
-    target = convert_gguf(write_gguf(source, tmp_path / "m.gguf", "llama", quantised=True), tmp_path / "converted")
+    target = convert(write_gguf(source, tmp_path / "m.gguf", "llama", quantised=True), tmp_path / "converted")
     config = json.loads((source / "config.json").read_text())
     assert config["hidden_size"] % 32  # so that only down_proj, with another width, could be quantised
     wanted = logits(source)
@@ -104,13 +104,13 @@ def test_quantised_tensors_mean_what_the_file_says(sources, tmp_path):
 def test_linear_scaling_survives(sources, tmp_path):
     source = sources("llama_linear")
     path = write_gguf(source, tmp_path / "m.gguf", "llama", llama__rope__scaling__type="linear")
-    assert json.loads((convert_gguf(path, tmp_path / "c") / "config.json").read_text())["rope_scaling"] == {
+    assert json.loads((convert(path, tmp_path / "c") / "config.json").read_text())["rope_scaling"] == {
         "rope_type": "linear",
         "factor": 1.0,
     }
     path = write_gguf(source, tmp_path / "n.gguf", "llama", llama__rope__scaling__type="longrope")
     with pytest.raises(ModelError, match="longrope"):
-        convert_gguf(path, tmp_path / "d")
+        convert(path, tmp_path / "d")
 
 
 def test_broken_files_are_one_clear_error(sources, tmp_path):
@@ -120,10 +120,10 @@ def test_broken_files_are_one_clear_error(sources, tmp_path):
         path = tmp_path / f"{name}.gguf"
         path.write_bytes(content)
         with pytest.raises(ModelError, match=f"{name}.gguf"):
-            convert_gguf(path, tmp_path / "out")
+            convert(path, tmp_path / "out")
         assert not (tmp_path / "out").exists()
     with pytest.raises(ModelError, match="gpt2"):
-        convert_gguf(write_gguf(source, tmp_path / "g.gguf", "gpt2"), tmp_path / "out")
+        convert(write_gguf(source, tmp_path / "g.gguf", "gpt2"), tmp_path / "out")
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".out")], "nothing half-written stays"
 
 
