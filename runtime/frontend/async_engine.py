@@ -110,7 +110,7 @@ class AsyncEngine:
             with scratch(Path(tempfile.gettempdir()), "ramet-sockets-") as directory:
                 await self._start_process(path, directory)
         except (OSError, zmq.ZMQError) as error:
-            raise ModelError(f"the engine process cannot be started: {error.strerror}") from None
+            raise ModelError(f"the engine process cannot be started: {error}") from None
         self._frontend = Frontend(self.info, self.tokenizer, self._send, self.config.scheduler)
         self._reader = asyncio.create_task(self._read())
 

@@ -66,11 +66,14 @@ def test_a_dead_engine_is_restarted_where_that_is_wanted(tiny_dir, tmp_path):
         assert stop(server) == 0
 
 
-def test_no_engine_outlives_its_server(tiny_dir, tmp_path):
+def test_neither_an_engine_nor_a_socket_outlives_its_server(tiny_dir, tmp_path, monkeypatch):
+    (tmp_path / "t").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
     server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "1024")
     engine = server.engine_pid()
     server.process.kill()
     server.process.wait(10)
+    assert not list((tmp_path / "t").glob("*ramet*"))
     deadline = time.monotonic() + 20
     stat = Path(f"/proc/{engine}/stat")
     while stat.exists() and stat.read_text().split()[2] != "Z":
