@@ -100,20 +100,6 @@ def test_too_many_requests_are_told_when_to_come_back(default_model_dir, tmp_pat
         assert stop(server) == 0
 
 
-def test_what_runs_may_end_when_the_server_is_stopped(tiny_dir, tmp_path):
-    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192", "--incremental-output")
-    threads, found = streams(server, 2)
-    assert stop(server) == 0
-    for thread in threads:
-        thread.join(20)
-    for lines in found:
-        *parts, last = [json.loads(line[6:]) for line in lines[:-1]]
-        assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 400}
-        assert sum(len(part["output_ids"]) for part in [*parts, last]) == 400
-        assert all(part["text"] == part["delta"] for part in parts)
-    assert "Traceback" not in (tmp_path / "log").read_text()
-
-
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [

@@ -39,12 +39,13 @@ def write_gguf(source, path, architecture, quantised=False, **metadata):
     for name, value in metadata.items():
         writer.add_string(name.replace("__", "."), value)
     vocabulary = json.loads((source / "tokenizer.json").read_text())["model"]
-    tokens = sorted(vocabulary["vocab"], key=vocabulary["vocab"].get)
+    # The bytes and the first merges: the embedding may have more rows, and all of them take seconds.
+    tokens = sorted(vocabulary["vocab"], key=vocabulary["vocab"].get)[:300]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
     writer.add_token_types([3 if i < 17 else 1 for i in range(len(tokens))])
-    writer.add_token_merges([" ".join(m) if isinstance(m, list) else m for m in vocabulary["merges"]])
+    writer.add_token_merges([" ".join(m) if isinstance(m, list) else m for m in vocabulary["merges"][:20]])
     writer.add_eos_token_id(2)
     writer.add_bos_token_id(1)
     # Qwen3's names include those of the other architectures.
