@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from pathlib import Path
 
 from runtime.config import DEFAULT_MODEL, ModelConfig
@@ -109,7 +110,7 @@ def _find_damage(path: Path, checksums: Path) -> Path | None:
 def _as_published(file: Path) -> bool:
     """Whether a file has the digest that is its name in the hub's cache: SHA-256 if it is large, else git's own."""
     name, size = file.resolve().name, file.stat().st_size
-    if len(name) not in (40, 64):
+    if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", name):  # copied by name, where files cannot be linked
         return True
     digest = hashlib.sha256() if len(name) == 64 else hashlib.sha1(f"blob {size}\0".encode())
     with file.open("rb") as content:

@@ -108,12 +108,15 @@ def test_a_download_is_verified_by_the_hubs_digests_and_then_at_each_start(hub, 
     with pytest.raises(ModelError, match=rf"model.safetensors is damaged.* delete {large} to fetch it again"):
         resolve_model(hub.config)
     large.write_bytes(weights)
+    # Not a link, and with a name as long as a digest.
+    (hub.snapshot / "consolidation-00001-of-00002.safetensors").write_bytes(weights)
+    assert len("consolidation-00001-of-00002.safetensors") == 40
     for _ in range(2):
         assert resolve_model(hub.config) == hub.snapshot
     (checksums,) = (hub.config.cache_dir / "models").iterdir()
     assert checksums.name == "some--model-0123.json"
     # Not by the hub's any more, which take longer.
-    assert set(json.loads(checksums.read_text())) == {"config.json", "model.safetensors", "vocab.json"}
+    assert set(json.loads(checksums.read_text())) == {path.name for path in hub.snapshot.iterdir()}
     large.write_bytes(weights[:99] + bytes(99) + weights[198:])
     with pytest.raises(ModelError, match=r"model.safetensors is damaged"):
         resolve_model(hub.config)
