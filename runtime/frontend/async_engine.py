@@ -22,6 +22,7 @@ from runtime.errors import DeadlineExceeded, EngineDead, ModelError, PinRefused,
 from runtime.frontend.output import Output, Submission, expected_tokens, merge_outputs
 from runtime.frontend.processor import Frontend
 from runtime.frontend.text_work import TextWork
+from runtime.models.publishing import scratch
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import (
@@ -74,7 +75,6 @@ class AsyncEngine:
         self._frontend: Frontend | None = None
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._num_calls = 0
-        self._generation = 0
         self._dead = asyncio.Event()
         self._stopping = False
         self._work = TextWork(config.engine.grammar_timeout)
@@ -84,38 +84,47 @@ class AsyncEngine:
 
     async def start(self) -> None:
         """Start the engine process and wait until it is ready. Raises ModelError if it cannot load."""
-        path = await asyncio.to_thread(resolve_model, self.config.model)
-        self.tokenizer = await asyncio.to_thread(Tokenizer.load, path, self.config.model.chat_template)
-        # Only the owner may enter a directory of mkdtemp, so its sockets are private.
-        self._directory = tempfile.TemporaryDirectory(prefix="ramet-")
+        path = await self._load()
         self._context = zmq.asyncio.Context()
         try:
-            await self._spawn()
+            await self._spawn(path)
         except BaseException:
             self._close()
             raise
         self._supervisor = asyncio.create_task(self._supervise())
 
-    async def _spawn(self) -> None:
-        self._generation += 1
+    async def _load(self) -> Path:
+        """The model's directory, verified, and its tokenizer. Raises ModelError."""
+        path = await asyncio.to_thread(resolve_model, self.config.model)
+        self.tokenizer = await asyncio.to_thread(Tokenizer.load, path, self.config.model.chat_template)
+        return path
+
+    async def _spawn(self, path: Path) -> None:
         self.paused = False
         self._inbox = zmq.Socket(self._context, zmq.PUSH)
         self._outbox = self._context.socket(zmq.PULL)
-        boot: dict[str, Any] = {"config": self.config.model_dump_json(), "quotas": self._quotas}
+        try:
+            # Only the owner may enter the directory, so its sockets are private. Once connected, they need no names.
+            with scratch(Path(tempfile.gettempdir()), "ramet-sockets-") as directory:
+                await self._start_process(path, directory)
+        except (OSError, zmq.ZMQError) as error:
+            raise ModelError(f"the engine process cannot be started: {error}") from None
+        self._frontend = Frontend(self.info, self.tokenizer, self._send, self.config.scheduler)
+        self._reader = asyncio.create_task(self._read())
+
+    async def _start_process(self, path: Path, directory: Path) -> None:
+        boot: dict[str, Any] = {"config": self.config.model_dump_json(), "path": str(path), "quotas": self._quotas}
         for name, socket in (("inbox", self._inbox), ("outbox", self._outbox)):
-            address = f"ipc://{Path(self._directory.name) / name}-{self._generation}"
+            boot[name] = f"ipc://{directory / name}"
             socket.set_hwm(0)
             socket.setsockopt(zmq.LINGER, 0)
-            socket.bind(address)
-            boot[name] = address
+            socket.bind(boot[name])
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "runtime.engine.process", stdin=asyncio.subprocess.PIPE
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(boot) + b"\n")
         self.info = await self._await_ready()
-        self._frontend = Frontend(self.info, self.tokenizer, self._send, self.config.scheduler)
-        self._reader = asyncio.create_task(self._read())
 
     async def _await_ready(self) -> ModelInfo:
         first = asyncio.ensure_future(self._outbox.recv())
@@ -151,7 +160,7 @@ class AsyncEngine:
             self._inbox.close()
             self._outbox.close()
             try:
-                await self._spawn()
+                await self._spawn(await self._load())
             except RametError as error:
                 log.error("the engine could not be restarted: %s", error.message)
                 self._dead.set()
@@ -185,7 +194,6 @@ class AsyncEngine:
         self._work.close()
         self._inbox.close()
         self._context.destroy(linger=0)
-        self._directory.cleanup()
 
     def _fail(self, error: EngineDead) -> None:
         frontend, self._frontend = self._frontend, None

@@ -290,7 +290,7 @@ def test_an_unexpected_failure_is_logged_once(caplog):
 
 
 def test_sigterm_lets_what_runs_end_and_takes_nothing_new(tiny_dir, tmp_path):
-    options = ["--model", str(tiny_dir), "--pool-tokens", "8192", "--drain-time", "300"]
+    options = ["--model", str(tiny_dir), "--pool-tokens", "8192", "--drain-time", "300", "--incremental-output"]
     server = start(tmp_path / "log", *options)
     threads, found = streams(server, 4)
     server.process.send_signal(signal.SIGTERM)
@@ -306,29 +306,30 @@ def test_sigterm_lets_what_runs_end_and_takes_nothing_new(tiny_dir, tmp_path):
         thread.join(20)
     assert len(found) == 4
     for lines in found:
-        assert json.loads(lines[-2][6:])["meta_info"]["finish_reason"] == {"type": "length", "length": 400}
+        *parts, last = [json.loads(line[6:]) for line in lines[:-1]]
+        assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 400}
+        assert sum(len(part["output_ids"]) for part in [*parts, last]) == 400
+        assert all(part["text"] == part["delta"] for part in parts)
+    assert "Traceback" not in server.log.read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_process_group_lets_what_runs_end(tiny_dir, tmp_path, number):
+def test_a_signal_to_the_process_group_lets_what_runs_end(tiny_dir, tmp_path):
     """As `timeout`, systemd and a terminal send it: to the engine as well."""
     options = ["--model", str(tiny_dir), "--pool-tokens", "8192", "--drain-time", "300"]
     server = start(tmp_path / "log", *options, own_group=True)
     threads, found = streams(server, 2)
-    os.killpg(server.process.pid, number)
+    os.killpg(server.process.pid, signal.SIGINT)
     assert server.process.wait(300) == 0
     for thread in threads:
         thread.join(20)
     assert [json.loads(lines[-2][6:])["meta_info"]["finish_reason"]["type"] for lines in found] == ["length"] * 2
 
 
-def test_the_engine_is_ended_by_its_server_alone(tiny_dir, tmp_path):
-    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "1024")
+def test_the_engine_is_ended_by_its_server_alone(ask, operated):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        os.kill(server.engine_pid(), number)
-    body = {"text": "x", "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
-    assert httpx.post(f"{server.url}/generate", json=body, timeout=60).json()["meta_info"]["completion_tokens"] == 3
-    assert stop(server) == 0
+        os.kill(operated.engine_pid(), number)
+    answer = ask("alice", text="x", sampling_params={"max_new_tokens": 3, "ignore_eos": True})
+    assert answer.json()["meta_info"]["completion_tokens"] == 3
 
 
 def test_a_signal_after_a_shutdown_is_the_first_one(tiny_dir, tmp_path):
