@@ -20,13 +20,15 @@ async def frozen(server: Server, scale: float, draw: random.Random) -> Finding:
     prompts = [ids(draw, 20) for _ in range(max(int(16 * scale), 4))]
     bound_s = (await server.get("/server_info"))["config"]["engine"]["step_timeout"]
     expected = [(await server.generate(prompt, _TOKENS))[1]["output_ids"] for prompt in prompts]
-    engine, problems = server.engine_pid(), []
+    engine, problems, wrong_ones = server.engine_pid(), [], 0
 
     async def compare(streams: list[Stream], tasks: list[asyncio.Task[None]], after: str) -> None:
+        nonlocal wrong_ones
         await asyncio.wait(tasks, timeout=120)
         wrong = sum(
             (stream.end or {}).get("output_ids") != ids_ for stream, ids_ in zip(streams, expected, strict=True)
         )
+        wrong_ones += wrong
         if wrong:
             problems.append(f"{wrong} wrong answers after {after}: {dict(Counter(stream.fate for stream in streams))}")
         if server.engine_pid() != engine:
@@ -62,8 +64,8 @@ async def frozen(server: Server, scale: float, draw: random.Random) -> Finding:
     problems += [] if max(said_no_s, said_yes_s) < 4 * bound_s else ["/ready did not follow the engine"]
     problems += await server.problems()
     seen = (
-        f"/ready said no after {said_no_s:.1f} s and yes {said_yes_s:.1f} s after the engine went on; no wrong answer; "
-        f"frozen for good: all told after {told_s:.1f} s, ready again {again_s:.1f} s later"
+        f"/ready said no after {said_no_s:.1f} s and yes {said_yes_s:.1f} s after the engine went on; "
+        f"{wrong_ones} wrong answers; frozen for good: all told after {told_s:.1f} s, ready again {again_s:.1f} s later"
     )
     facts = {"bound_s": bound_s, "said_no_s": said_no_s, "told_s": told_s, "again_s": again_s}
     done = f"SIGSTOP of the engine under {len(prompts)} streams, for a while, with its server, for good"
