@@ -64,10 +64,12 @@ class _Bystander:
 
     Attributes:
         worst_s: longest time without an event, or of a `/health`, since it was last set to zero.
+        events, answers: that it has had.
     """
 
     def __init__(self, server: Server, draw: random.Random):
         self.worst_s = 0.0
+        self.events = self.answers = 0
         self._server = server
         self._draw = draw
 
@@ -79,6 +81,7 @@ class _Bystander:
                     now_s = time.perf_counter()
                     self.worst_s = max(self.worst_s, now_s - last_s)
                     last_s = now_s
+                    self.events += 1
 
     async def ask(self) -> None:
         while True:
@@ -86,7 +89,14 @@ class _Bystander:
             async with self._server.http.get(f"{self._server.url}/health") as answer:
                 await answer.read()
             self.worst_s = max(self.worst_s, time.perf_counter() - asked_s)
+            self.answers += 1
             await asyncio.sleep(0.02)
+
+    async def served(self) -> None:
+        """Wait until it is served again, so that what it waited for is known."""
+        events, answers = self.events, self.answers
+        while self.events <= events + 1 or self.answers <= answers + 1:
+            await asyncio.sleep(0.01)
 
 
 async def amplify(server: Server, scale: float, draw: random.Random) -> Finding:
@@ -106,7 +116,7 @@ async def amplify(server: Server, scale: float, draw: random.Random) -> Finding:
     for (route, name), body in bodies.items():
         somebody.worst_s, cpu_s = 0.0, _cpu_s(server.process.pid)
         status = await _post(server, route, body)
-        await asyncio.sleep(0.3)
+        await asyncio.wait_for(somebody.served(), 300)
         cpu_s, worst_s = _cpu_s(server.process.pid) - cpu_s, somebody.worst_s
         facts[f"{route} {name}"] = {"status": status, "cpu_s": cpu_s, "worst_s": worst_s}
         rows.append([route, name, f"{len(body) >> 10}", str(status), f"{cpu_s:.2f} s", f"{1000 * worst_s:.0f} ms"])

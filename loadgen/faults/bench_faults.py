@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from aiohttp import ClientError
 from rich.console import Console
 
 from loadgen.faults.amplify import amplify
@@ -73,7 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
     findings = {}
     for name in CASES if "all" in arguments.case else arguments.case:
         console.print(f"{name} ...")
-        findings[name] = asyncio.run(_run(CASES[name], arguments))
+        try:
+            findings[name] = asyncio.run(_run(CASES[name], arguments))
+        except (OSError, RuntimeError, ClientError) as error:
+            findings[name] = Finding("given up", problems=[repr(error)])
         for problem in findings[name].problems:
             console.print(f"  {problem}", style="red", markup=False)
     _report(console, findings)
