@@ -171,8 +171,9 @@ class AsyncEngine:
             log.warning("the engine was restarted")
 
     def kill(self) -> None:
-        """End the engine process at once, for good."""
+        """End the engine process and all open requests at once, for good."""
         self._stopping = True
+        self.give_up()
         self._kill()
 
     def _kill(self) -> None:
