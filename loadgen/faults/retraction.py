@@ -44,7 +44,7 @@ def _requests(draw: random.Random, count: int) -> list[dict[str, Any]]:
 async def retraction(options: Sequence[str], scale: float, draw: random.Random) -> Finding:
     """Equal answers in float32, however often the requests were retracted."""
     bodies = _requests(draw, max(int(_REQUESTS * scale), 20))
-    common = ["--dtype", "float32", *options]
+    common = ["--dtype", "float32", "--grammar-timeout", "60", *options]
     small = ("--pool-tokens", str(_POOL_TOKENS), "--page-size", "4", "--max-running", "32", "--debug-invariants")
     async with running_server([*common, *small]) as server:
         limit = asyncio.Semaphore(_AT_ONCE)
