@@ -165,6 +165,12 @@ class EngineConfig(Section):
     grammar_timeout: float = Field(
         5.0, gt=0, description="seconds that compiling a JSON schema or a regular expression may take; waiting is free"
     )
+    step_timeout: float = Field(
+        120.0,
+        ge=0,
+        description="seconds for a step, after which /ready answers 503; after five times that the engine is killed; "
+        "0: never",
+    )
     on_engine_death: Literal["exit", "restart"] = Field(
         "exit", description="exit: the server exits with code 70; restart: it starts a new engine"
     )

@@ -129,11 +129,17 @@ class Pause(msgspec.Struct, tag="pause"):
     paused: bool
 
 
+class Ping(msgspec.Struct, tag="ping"):
+    """Ask for a sign of life, which comes between two steps. Answered by `Reply`."""
+
+    call: int
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort all requests and end the engine process."""
 
 
-Call = FlushCache | GetState | AddPin | RemovePin | GetPins | GetTree | GetOutline | GetRequests | OnNode | Pause
+Call = FlushCache | GetState | AddPin | RemovePin | GetPins | GetTree | GetOutline | GetRequests | OnNode | Pause | Ping
 Inbound = AddRequest | Abort | Call | Shutdown
 
 

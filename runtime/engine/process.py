@@ -51,7 +51,7 @@ class Boot(msgspec.Struct):
 def main() -> int:
     """Run the engine until `Shutdown`, or until the parent is gone."""
     # Signals to the process group are for the server, which drains; the engine ends by `Shutdown` or with its parent.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     boot = msgspec.json.decode(sys.stdin.buffer.readline(), type=Boot)
     threading.Thread(target=_end_with_parent, daemon=True).start()

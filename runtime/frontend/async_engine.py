@@ -23,6 +23,7 @@ from runtime.frontend.output import Output, Submission, expected_tokens, merge_o
 from runtime.frontend.processor import Frontend
 from runtime.frontend.text_work import TextWork
 from runtime.models.publishing import scratch
+from runtime.frontend.watchdog import Watchdog
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import (
@@ -39,6 +40,7 @@ from runtime.protocol import (
     ModelInfo,
     OnNode,
     Pause,
+    Ping,
     Ready,
     RemovePin,
     Reply,
@@ -79,6 +81,7 @@ class AsyncEngine:
         self._stopping = False
         self._work = TextWork(config.engine.grammar_timeout)
         self._supervisor: asyncio.Task[None] | None = None
+        self._watchdog = Watchdog(config.engine.step_timeout)
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -111,6 +114,7 @@ class AsyncEngine:
             raise ModelError(f"the engine process cannot be started: {error}") from None
         self._frontend = Frontend(self.info, self.tokenizer, self._send, self.config.scheduler)
         self._reader = asyncio.create_task(self._read())
+        self._watch = asyncio.create_task(self._watchdog.watch(lambda: self._call(Ping), self._kill))
 
     async def _start_process(self, path: Path, directory: Path) -> None:
         boot: dict[str, Any] = {"config": self.config.model_dump_json(), "path": str(path), "quotas": self._quotas}
@@ -124,7 +128,12 @@ class AsyncEngine:
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(boot) + b"\n")
-        self.info = await self._await_ready()
+        try:
+            self.info = await self._await_ready()
+        except BaseException:
+            self._kill()
+            await self._process.wait()
+            raise
 
     async def _await_ready(self) -> ModelInfo:
         first = asyncio.ensure_future(self._outbox.recv())
@@ -153,6 +162,7 @@ class AsyncEngine:
                 return
             log.error("the engine process ended with code %s", code)
             self._reader.cancel()
+            self._watch.cancel()
             self._fail(EngineDead("the engine process died; this request is lost"))
             if self.config.engine.on_engine_death == "exit":
                 self._dead.set()
@@ -168,14 +178,23 @@ class AsyncEngine:
             log.warning("the engine was restarted")
 
     def kill(self) -> None:
+        """End the engine process and all open requests at once, for good."""
         self._stopping = True
+        self.give_up()
+        self._kill()
+
+    def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
+
+    def give_up(self) -> None:
+        """End open requests with EngineDead, as the engine does not end them."""
+        self._fail(EngineDead("the server is shutting down"))
 
     async def stop(self) -> None:
         """End the engine process; open requests end with EngineDead."""
         self._stopping = True
-        self._fail(EngineDead("the server is shutting down"))
+        self.give_up()
         if self._process.returncode is None:
             self._send(Shutdown())
             try:
@@ -183,7 +202,7 @@ class AsyncEngine:
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()
-        for task in (self._supervisor, self._reader):
+        for task in (self._supervisor, self._reader, self._watch):
             if task is not None:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -208,6 +227,11 @@ class AsyncEngine:
     def alive(self) -> bool:
         """Whether the engine process takes requests."""
         return self._frontend is not None
+
+    @property
+    def late(self) -> bool:
+        """Whether a step has taken longer than --step-timeout and has not ended."""
+        return self._watchdog.late
 
     async def wait_dead(self) -> None:
         """Return when the engine process has died by itself and is not restarted."""

@@ -54,12 +54,14 @@ async def health(context: Ctx) -> Response:
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", response_class=PlainTextResponse, responses=examples.OK)
 async def ready(context: Ctx) -> Response:
-    """200 while new requests are served; 503 without an engine, while it is paused, and while the server stops."""
+    """200 while new requests are served; 503 without an engine, while it is paused or hangs, and during a stop."""
     if not context.engine.alive:
         raise EngineDead("the engine is not running")
     context.gate.check()
     if context.engine.paused:
         raise Overloaded("the engine is paused")
+    if context.engine.late:
+        raise Overloaded("the engine has not finished a step in time")
     return PlainTextResponse("ok")
 
 

@@ -66,6 +66,29 @@ def test_a_dead_engine_is_restarted_where_that_is_wanted(tiny_dir, tmp_path):
         assert stop(server) == 0
 
 
+def test_a_frozen_engine_is_ended(tiny_dir, tmp_path):
+    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192", "--step-timeout", "1")
+    engine = server.engine_pid()
+
+    def wait_ready(status: int) -> None:
+        deadline = time.monotonic() + 20
+        while httpx.get(f"{server.url}/ready").status_code != status:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    os.kill(engine, signal.SIGSTOP)
+    wait_ready(503)
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    os.kill(engine, signal.SIGCONT)
+    wait_ready(200)
+    threads, found = streams(server, 4)
+    os.kill(engine, signal.SIGSTOP)
+    for thread in threads:
+        thread.join(30)
+    assert [json.loads(lines[-2][6:])["error"]["type"] for lines in found] == ["engine_dead"] * 4
+    assert server.process.wait(20) == 70
+
+
 def test_neither_an_engine_nor_a_socket_outlives_its_server(tiny_dir, tmp_path, monkeypatch):
     (tmp_path / "t").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
