@@ -19,8 +19,10 @@ from runtime.logs import set_up_logs
 from server.admin.dashboard import Feed
 from server.auth.keys import Tenant, read_keys
 from server.http.app import create_app
-from server.http.connections import SEND_BUFFER_BYTES, patient
+from server.http.connections import SEND_BUFFER_BYTES, Connection
 from server.http.gate import Gate
+from server.http.listener import Listener
+from server.http.seats import Seat, most_connections
 
 log = logging.getLogger("ramet.server")
 
@@ -55,8 +57,9 @@ def serve(config: Config) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
     tenants = read_keys(config.server.api_keys)
+    most = most_connections(config)
     with _bind(config) as listener:
-        return asyncio.run(_serve(config, listener, tenants))
+        return asyncio.run(_serve(config, listener, most, tenants))
 
 
 def _bind(config: Config) -> socket.socket:
@@ -68,6 +71,7 @@ def _bind(config: Config) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind((config.server.host, config.server.port))
+        listener.setblocking(False)
     except OSError as error:
         listener.close()
         raise CannotListen(config, error) from None
@@ -80,12 +84,16 @@ class _Server(uvicorn.Server):
     It keeps listening while it drains, so that new requests get a 503 and not a refused connection.
     """
 
-    def __init__(self, settings: uvicorn.Config, engine: AsyncEngine, gate: Gate, feed: Feed, drain_s: float):
+    def __init__(
+        self, settings: uvicorn.Config, listener: Listener, engine: AsyncEngine, gate: Gate, feed: Feed, config: Config
+    ):
         super().__init__(settings)
+        self.listener = listener
         self.engine = engine
         self.gate = gate
         self.feed = feed
-        self.drain_s = drain_s
+        self.drain_s = config.server.drain_time
+        self.patience_s = config.server.client_timeout
         self._signalled = False
         self._loop = asyncio.get_running_loop()
 
@@ -97,6 +105,22 @@ class _Server(uvicorn.Server):
             self.engine.kill()
         self._signalled = True
         self._loop.call_soon_threadsafe(self.gate.close)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        self._accepting = asyncio.create_task(self.listener.accept(self._connect))
+
+    def _connect(self, seat: Seat) -> Connection:
+        state = self.lifespan.state
+        return Connection(
+            seat, self.patience_s, state, config=self.config, server_state=self.server_state, _loop=self._loop
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._accepting.cancel()
+        await asyncio.wait((self._accepting,))
+        self.listener.close()
+        await super().shutdown(sockets=[])
 
     async def drain(self) -> None:
         """Wait for the gate to close, then for open requests to end or `drain_s` to pass; then stop the server."""
@@ -113,7 +137,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant]) -> int:
+async def _serve(config: Config, listener: socket.socket, most: int, tenants: list[Tenant]) -> int:
     options = config.server
     log.info("loading %s", config.model.model)
     engine = AsyncEngine(config, {tenant.account: tenant.quota for tenant in tenants if tenant.quota is not None})
@@ -134,7 +158,6 @@ async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant])
         app = create_app(engine, config, tenants, gate)
         settings = uvicorn.Config(
             app,
-            http=patient(options.client_timeout),
             ws="none",
             log_level=options.log_level,
             log_config=None,
@@ -146,15 +169,15 @@ async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant])
             ssl_certfile=options.ssl_certfile,
             ssl_keyfile=options.ssl_keyfile,
             server_header=False,
-            backlog=_BACKLOG,
         )
         _load(settings)
-        server = _Server(settings, engine, gate, app.state.feed, options.drain_time)
+        limits = (options.trusted_proxies, settings.ssl, options.client_timeout)
+        server = _Server(settings, Listener(listener, most, *limits), engine, gate, app.state.feed, config)
         scheme = "https" if options.ssl_certfile else "http"
         log.info("serving on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
         died = asyncio.create_task(_stop_when_dead(engine, server))
         draining = asyncio.create_task(server.drain())
-        await server.serve(sockets=[listener])
+        await server.serve()
         draining.cancel()
         return EXIT_ENGINE_DIED if died.done() else EXIT_FORCED if server.force_exit else 0
     finally:
