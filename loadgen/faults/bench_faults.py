@@ -12,6 +12,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from loadgen.faults.clients import fuzz, large, slow, storm
+from loadgen.faults.descriptors import MOST, descriptors
 from loadgen.faults.endings import drain, kill
 from loadgen.faults.held import held
 from loadgen.faults.server import Finding, Server, running_server
@@ -36,6 +37,7 @@ CASES = {
     "fuzz": Case(fuzz, (*_POOL, "--max-output-tokens", "64")),
     "kill": Case(kill, (*_POOL, "--on-engine-death", "restart")),
     "drain": Case(drain, _POOL),
+    "descriptors": Case(descriptors, (*_POOL, "--max-connections", str(MOST))),
     "held": Case(held, ("--pool-tokens", "16384")),
     # Equal answers are promised in float32. The pool is too small for the load, so that requests are retracted.
     "soak": Case(soak, ("--pool-tokens", "1024", "--max-running", "20", "--dtype", "float32", "--debug-invariants")),
