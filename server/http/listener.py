@@ -73,8 +73,8 @@ class Listener:
         own = () if address in self._proxies else (self._room_of(address),)
         for room in (*own, self._everybody):
             if room.full:
-                whose = "all" if room is self._everybody else address
-                self._tell(f"connections of {whose}: {room.most}, the most; silent ones are closed for new ones")
+                whose = "all clients have" if room is self._everybody else f"{address} has"
+                self._tell(f"{whose} {room.most} connections, the most: silent ones are closed for new ones")
                 room.shed()
         seat = Seat(*own, self._everybody)
         task = asyncio.get_running_loop().create_task(self._open(connection, seat, connect))
