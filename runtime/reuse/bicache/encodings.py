@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from radix import Match, Namespace, RadixTree
 from radix.node import TOKEN_BYTES
 from runtime.reuse.bicache.encoding_index import EncodingIndex
-from runtime.reuse.bicache.shallow_meta import meet_all
+from runtime.reuse.bicache.shallow_meta import ShallowMeta, meet_all
 
 # Encodings that are remembered beyond the tree's nodes, before those that the tree has lost are forgotten.
 _SLACK = 1024
@@ -23,11 +23,13 @@ class Beginning:
         encoding: namespace in the tree; None: nothing is shared.
         length: tokens of the beginning.
         encoded: tokens of the whole encoding.
+        meta: the record of its nodes; None: it has to be encoded.
     """
 
     encoding: Namespace | None
     length: int
     encoded: int
+    meta: ShallowMeta | None = None
 
 
 def encoding_of(key: bytes, namespace: Namespace) -> Namespace:
@@ -84,7 +86,7 @@ class Encodings:
                 if not self._tree.match(whole, encoding).pages:
                     self._index.discard(namespace, whole, encoding)
             elif best is None or length > best.length:
-                best = Beginning(encoding, length, meta.encoded_tokens)
+                best = Beginning(encoding, length, meta.encoded_tokens, meta)
         return best
 
     def add(self, tokens: array[int], namespace: Namespace, encoding: Namespace) -> None:

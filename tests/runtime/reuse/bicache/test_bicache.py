@@ -298,7 +298,8 @@ def test_pins_and_quotas_see_encodings(deep_dir):
     assert tenant.core.cache.tree.quotas.pages(Namespace(salt="s")) == 4, "nobody is named: the salt is the tenant"
     assert tenant.core.cache.tree.num_pages == 12
     shown = tenant.core.handle(GetTree(1, tenant="t")).result["nodes"]
-    meta = {"encoded_tokens": 32, "depth_table": tenant.core.strategy.table.version, "similarity_known": False}
+    version = tenant.core.strategy.table.version
+    meta = {"encoded_tokens": 32, "depth_table": version, "depths": {"0": 1}, "similarity": {}}
     assert [node["meta"] for node in shown] == [meta, meta]
 
 
