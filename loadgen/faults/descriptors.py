@@ -22,25 +22,26 @@ _TOKENS = 400
 _OTHERS = 128
 # The first probe waits until the connections before it are accepted, of which the kernel keeps 2,048.
 _HEALTHY_WITHIN_S = 3.0
-_EXHAUSTED_S = 5.0
 # While there is no descriptor: CPU seconds a second, and bytes of the log.
 _BUSY, _WRITTEN = 0.5, 4096
 
 
 async def descriptors(server: Server, scale: float, draw: random.Random) -> Finding:
     """Silent connections, four times as many as may be open; then a limit that leaves no descriptor to accept with."""
-    count = max(int(1100 * scale), MOST + 64)
+    count, seconds = max(int(1100 * scale), MOST + 64), max(5 * scale, 1)
     _allow(count + 2 * _OTHERS)
     await server.warm_up(draw)
     before = server.memory()
     stream = asyncio.ensure_future(_stream(server, draw))
+    while not (stream.done() or (await server.state())["running"]):
+        await asyncio.sleep(0.02)
     async with AsyncExitStack() as silent:
         for _ in range(count):
             await silent.enter_async_context(Wire(server.address))
         held = len(_descriptors(server))
         healthy = [await _health(server) for _ in range(20)]
         status, _ = await server.generate(ids(draw, 20), 4)
-        busy, written = await _exhaust(server)
+        busy, written = await _exhaust(server, seconds)
         after_s = await _health(server)
     problems = await server.problems(before)
     events = await stream
@@ -51,12 +52,12 @@ async def descriptors(server: Server, scale: float, draw: random.Random) -> Find
     if held > MOST + _OTHERS:
         problems.append(f"{held} descriptors are open")
     if busy > _BUSY or written > _WRITTEN:
-        problems.append(f"without descriptors it takes {busy:.2f} CPUs and writes {written} bytes in {_EXHAUSTED_S} s")
+        problems.append(f"without descriptors it takes {busy:.2f} CPUs and writes {written} bytes in {seconds:.0f} s")
     if after_s > _HEALTHY_WITHIN_S:
         problems.append(f"/health took {after_s:.2f} s when there were descriptors again")
     seen = (
         f"/health within {1000 * max(healthy):.0f} ms, {held} descriptors; without any: {busy:.2f} CPUs, "
-        f"{written} bytes of log in {_EXHAUSTED_S:.0f} s; then /health within {1000 * after_s:.0f} ms"
+        f"{written} bytes of log in {seconds:.0f} s; then /health within {1000 * after_s:.0f} ms"
     )
     facts = {"healthy_s": healthy, "held": held, "busy": busy, "written": written, "after_s": after_s}
     return Finding(f"{count} silent connections; a limit without a free descriptor", seen, problems, facts)
@@ -82,8 +83,8 @@ async def _health(server: Server) -> float:
         return float("inf")
 
 
-async def _exhaust(server: Server) -> tuple[float, int]:
-    """CPUs that the server takes without a free descriptor while 50 clients connect, and bytes that it writes."""
+async def _exhaust(server: Server, seconds: float) -> tuple[float, int]:
+    """CPUs that the server takes while 50 clients connect and no descriptor is free, and bytes that it writes."""
     pid = server.process.pid
     used = _descriptors(server)
     lowest = next(number for number in range(len(used) + 1) if number not in used)
@@ -94,8 +95,8 @@ async def _exhaust(server: Server) -> tuple[float, int]:
             for _ in range(50):
                 await clients.enter_async_context(Wire(server.address))
             cpu_s, written = _cpu_s(pid), _written(pid)
-            await asyncio.sleep(_EXHAUSTED_S)
-            return (_cpu_s(pid) - cpu_s) / _EXHAUSTED_S, _written(pid) - written
+            await asyncio.sleep(seconds)
+            return (_cpu_s(pid) - cpu_s) / seconds, _written(pid) - written
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
 
