@@ -57,9 +57,9 @@ def serve(config: Config) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
     tenants = read_keys(config.server.api_keys)
-    most = most_connections(config)
+    config.server.max_connections = most_connections(config)
     with _bind(config) as listener:
-        return asyncio.run(_serve(config, listener, most, tenants))
+        return asyncio.run(_serve(config, listener, tenants))
 
 
 def _bind(config: Config) -> socket.socket:
@@ -84,16 +84,12 @@ class _Server(uvicorn.Server):
     It keeps listening while it drains, so that new requests get a 503 and not a refused connection.
     """
 
-    def __init__(
-        self, settings: uvicorn.Config, listener: Listener, engine: AsyncEngine, gate: Gate, feed: Feed, config: Config
-    ):
+    def __init__(self, settings: uvicorn.Config, engine: AsyncEngine, gate: Gate, feed: Feed, config: Config):
         super().__init__(settings)
-        self.listener = listener
+        self.options = config.server
         self.engine = engine
         self.gate = gate
         self.feed = feed
-        self.drain_s = config.server.drain_time
-        self.patience_s = config.server.client_timeout
         self._signalled = False
         self._loop = asyncio.get_running_loop()
 
@@ -107,27 +103,30 @@ class _Server(uvicorn.Server):
         self._loop.call_soon_threadsafe(self.gate.close)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections by `Listener`, in place of asyncio's server, which knows no bound on them."""
+        options = self.options
+        assert sockets
+        assert options.max_connections  # `serve` has filled it in
         await super().startup(sockets=[])
-        self._accepting = asyncio.create_task(self.listener.accept(self._connect))
+        limits = (options.trusted_proxies, self.config.ssl, options.client_timeout)
+        listener = Listener(sockets[0], self._connect, options.max_connections, *limits)
+        self._accepting = asyncio.create_task(listener.accept())
 
     def _connect(self, seat: Seat) -> Connection:
         state = self.lifespan.state
-        return Connection(
-            seat, self.patience_s, state, config=self.config, server_state=self.server_state, _loop=self._loop
-        )
+        return Connection(seat, self.options.client_timeout, state, config=self.config, server_state=self.server_state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._accepting.cancel()
         await asyncio.wait((self._accepting,))
-        self.listener.close()
-        await super().shutdown(sockets=[])
+        await super().shutdown(sockets)
 
     async def drain(self) -> None:
         """Wait for the gate to close, then for open requests to end or `drain_s` to pass; then stop the server."""
         await self.gate.wait_closed()
         self.feed.close()
         log.info("stopping: %d requests are running", self.engine.num_open)
-        deadline_s = self._loop.time() + self.drain_s
+        deadline_s = self._loop.time() + self.options.drain_time
         # An accepted request may not have reached the engine yet; its task counts as well.
         while (self.engine.num_open or self.server_state.tasks) and self._loop.time() < deadline_s:
             await asyncio.sleep(_DRAIN_POLL_S)
@@ -137,7 +136,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-async def _serve(config: Config, listener: socket.socket, most: int, tenants: list[Tenant]) -> int:
+async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant]) -> int:
     options = config.server
     log.info("loading %s", config.model.model)
     engine = AsyncEngine(config, {tenant.account: tenant.quota for tenant in tenants if tenant.quota is not None})
@@ -171,13 +170,12 @@ async def _serve(config: Config, listener: socket.socket, most: int, tenants: li
             server_header=False,
         )
         _load(settings)
-        limits = (options.trusted_proxies, settings.ssl, options.client_timeout)
-        server = _Server(settings, Listener(listener, most, *limits), engine, gate, app.state.feed, config)
+        server = _Server(settings, engine, gate, app.state.feed, config)
         scheme = "https" if options.ssl_certfile else "http"
         log.info("serving on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
         died = asyncio.create_task(_stop_when_dead(engine, server))
         draining = asyncio.create_task(server.drain())
-        await server.serve()
+        await server.serve(sockets=[listener])
         draining.cancel()
         return EXIT_ENGINE_DIED if died.done() else EXIT_FORCED if server.force_exit else 0
     finally:

@@ -20,14 +20,13 @@ log = logging.getLogger("ramet.server")
 PAUSE_S = 1.0
 _QUIET_S = 60.0
 
-Connect = Callable[[Seat], asyncio.Protocol]
-
 
 class Listener:
     """Accepts connections, and has the oldest silent one closed where they are too many.
 
     Args:
         listening: the socket, non-blocking.
+        connect: makes the protocol of a connection.
         most: connections; one address has half of them, unless it is a trusted proxy's.
         proxies: `--trusted-proxies`.
         tls: for HTTPS.
@@ -37,12 +36,14 @@ class Listener:
     def __init__(
         self,
         listening: socket.socket,
+        connect: Callable[[Seat], asyncio.Protocol],
         most: int,
         proxies: str | None = None,
         tls: ssl.SSLContext | None = None,
         patience_s: float = 30.0,
     ):
         self._socket = listening
+        self._connect = connect
         self._everybody = Room(most)
         self._addresses: WeakValueDictionary[str, Room] = WeakValueDictionary()
         self._proxies = _TrustedHosts(proxies or "")
@@ -51,14 +52,14 @@ class Listener:
         self._opening: set[asyncio.Task[None]] = set()
         self._told_s = float("-inf")
 
-    async def accept(self, connect: Connect) -> None:
-        """Accept until cancelled; `connect` makes the protocol of a connection."""
+    async def accept(self) -> None:
+        """Accept until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             pause_s = 0.0  # in which a closed connection gives its descriptor back
             try:
                 connection, address = await loop.sock_accept(self._socket)
-                self._seat(connection, address[0], connect)
+                self._seat(connection, address[0])
             except ConnectionAbortedError:
                 pass
             except Exception as error:  # such as EMFILE; the server must not grow deaf
@@ -66,10 +67,7 @@ class Listener:
                 pause_s = 0.0 if self._everybody.shed() else PAUSE_S
             await asyncio.sleep(pause_s)
 
-    def close(self) -> None:
-        self._socket.close()
-
-    def _seat(self, connection: socket.socket, address: str, connect: Connect) -> None:
+    def _seat(self, connection: socket.socket, address: str) -> None:
         own = () if address in self._proxies else (self._room_of(address),)
         for room in (*own, self._everybody):
             if room.full:
@@ -77,7 +75,7 @@ class Listener:
                 self._tell(f"{whose} {room.most} connections, the most: silent ones are closed for new ones")
                 room.shed()
         seat = Seat(*own, self._everybody)
-        task = asyncio.get_running_loop().create_task(self._open(connection, seat, connect))
+        task = asyncio.get_running_loop().create_task(self._open(connection, seat))
         seat.close = task.cancel
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
@@ -88,11 +86,11 @@ class Listener:
             room = self._addresses[name] = Room(max(self._everybody.most // 2, 2))
         return room
 
-    async def _open(self, connection: socket.socket, seat: Seat, connect: Connect) -> None:
+    async def _open(self, connection: socket.socket, seat: Seat) -> None:
         loop = asyncio.get_running_loop()
         try:
             transport, _ = await loop.connect_accepted_socket(
-                lambda: connect(seat), connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
+                lambda: self._connect(seat), connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
             )
             seat.close = transport.abort
         except BaseException as error:

@@ -60,7 +60,7 @@ class Served:
         def connect(seat):
             return Connection(seat, 30.0, {}, config=config, server_state=state, _loop=loop)
 
-        await Listener(self.socket, MOST).accept(connect)
+        await Listener(self.socket, connect, MOST).accept()
 
     def open(self, path="", source="127.0.0.1"):
         """A connection, silent or with a request whose answer is unread."""
