@@ -207,7 +207,7 @@ class Wire:
 def request(body: bytes | dict[str, Any]) -> bytes:
     """The bytes of a POST to `/generate`."""
     data = json.dumps(body).encode() if isinstance(body, dict) else body
-    head = "POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
