@@ -17,7 +17,7 @@ from server.context import Context, Ctx
 from server.http import examples
 from server.http.errors import NotFound
 from server.http.wire import Body, CacheSalt, Text, TokenIds
-from server.openai.types import Message
+from server.openai.types import Messages
 
 router = APIRouter(prefix="/cache", tags=["cache"])
 
@@ -31,7 +31,7 @@ class PinRequest(Body):
 
     text: Text | None = None
     input_ids: TokenIds | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     name: Text | None = Field(None, max_length=256)
     ttl_s: float | None = Field(None, gt=0, le=1e9, description="seconds until the pin expires; null: never")
     tenant: str | None = Field(
