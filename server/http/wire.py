@@ -74,9 +74,10 @@ class Body(BaseModel):
     @classmethod
     def _drop_unused(cls, data: Any) -> Any:
         """The known fields, and the first unknown one, which is refused."""
-        if not isinstance(data, dict):
+        fields = cls.__pydantic_fields__
+        if not isinstance(data, dict) or (data.keys() <= fields.keys() and None not in data.values()):
             return data
-        known = {name: data[name] for name in cls.model_fields if name in data}
+        known = {name: data[name] for name in fields if name in data}
         used = {name: value for name, value in known.items() if value is not None or name in cls.NULL_COUNTS}
         unknown = (item for item in data.items() if item[0] not in known and cls._counts(*item))
         return used | dict(islice(unknown, 1))

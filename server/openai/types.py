@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 
 from runtime.errors import InvalidRequest
 from runtime.params import SamplingParams
+from runtime.sampling.json_text import check_texts
 from server.auth.keys import CacheScope
 from server.http.wire import (
     Body,
@@ -156,7 +157,16 @@ class Message(Body):
         return turn | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+def _check_calls(messages: list[Message]) -> list[Message]:
+    calls = [call for message in messages for call in message.tool_calls or ()]
+    try:
+        check_texts(call.function.arguments for call in calls)
+    except ValueError as error:
+        raise ValueError(f"the arguments of tool calls have {error}") from None
+    return messages
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_check_calls)]
 
 
 class ResponseFormat(Body):
