@@ -43,6 +43,7 @@ class Tokenizer:
         self._fast = fast
         self._config = config
         self.chat_template = chat_template
+        self._texts: dict[int, str] = {}
 
     @classmethod
     def load(cls, directory: Path, chat_template: Path | None = None) -> Tokenizer:
@@ -73,6 +74,12 @@ class Tokenizer:
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         with _no_panic():
             return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token: int) -> str:
+        """The text of one token, special ones included."""
+        if (text := self._texts.get(token)) is None:
+            text = self._texts[token] = self.decode([token], skip_special_tokens=False)
+        return text
 
     def id_to_token(self, token: int) -> str | None:
         return self._fast.id_to_token(token)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from runtime.errors import RametError
+from server.http.answers import encode
 from server.http.errors import error_body
 
 log = logging.getLogger("ramet.server")
@@ -84,7 +84,7 @@ async def _chunks(events: Events, gone: asyncio.Future[None]) -> AsyncGenerator[
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n".encode()
+    return b"data: %b\n\n" % encode(data)
 
 
 async def _wait_gone(receive: Receive) -> None:
@@ -100,7 +100,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             return Response(status_code=499)
-        return JSONResponse(task.result())
+        return Response(encode(task.result()), media_type="application/json")
     finally:
         for future in (task, gone):
             future.cancel()
