@@ -13,7 +13,7 @@ from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from runtime.errors import RametError
-from server.http.answers import encode
+from server.http.answers import JsonAnswer, encode
 from server.http.errors import error_body
 
 log = logging.getLogger("ramet.server")
@@ -100,7 +100,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             return Response(status_code=499)
-        return Response(encode(task.result()), media_type="application/json")
+        return JsonAnswer(task.result())
     finally:
         for future in (task, gone):
             future.cancel()
