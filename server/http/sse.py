@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -11,10 +10,11 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from runtime.errors import RametError
+from server.http.answers import JsonAnswer, encode
 from server.http.errors import error_body
 
 log = logging.getLogger("ramet.server")
@@ -94,7 +94,7 @@ async def _chunks(events: Events) -> AsyncGenerator[bytes, None]:
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n".encode()
+    return b"data: %b\n\n" % encode(data)
 
 
 async def _wait_gone(receive: Receive) -> None:
@@ -110,7 +110,7 @@ class ClientGone(RametError):
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any] | list[Any]]) -> Response:
     """The JSON response of `work`, which is cancelled when the client disconnects."""
-    return JSONResponse(await while_there(request, work))
+    return JsonAnswer(await while_there(request, work))
 
 
 async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
