@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+from server.http.door import Door
 from server.http.limits import BodyLimit
-from server.http.refusal import Refusal
 
 LIMIT = 1000
 CHUNKED = [(b"transfer-encoding", b"chunked")]
 
 
 def wrap(app, patience_s: float = 5.0):
-    return BodyLimit(app, LIMIT, patience_s, Refusal(LIMIT, patience_s))
+    return Door(app, (), BodyLimit(LIMIT, patience_s))
 
 
 def exchange(chunks, headers=()):
