@@ -38,8 +38,9 @@ def reader(cache: PagedCache, *tokens: int, own: int = 0, namespace: Namespace =
     match = cache.tree.match(key(*tokens), namespace)
     node = cache.tree.lock_match(match)
     request = Request(
-        "r", Sequence(array("i", tokens)), len(tokens), SamplingParams(), frozenset(), 99, None, None, namespace
-    )
+        "r", Sequence(array("i", tokens)), len(tokens), SamplingParams(), frozenset(), 99, None, None, namespace,
+        namespace.owner,
+    )  # fmt: skip
     whole = len(match.pages) * cache.page_size
     request.segments = [Segment(match.pages, whole, node=node)] if node else []
     request.sequence.start = whole
@@ -165,6 +166,17 @@ def test_a_quota_bounds_the_pages_that_the_tree_will_hold():
         keep(cache, 5, 6, 7, 8)
         cache.allocate(3, array("i"), T, cached=coming)
         assert (cache.tree.quotas.pages(T), cache.tree.num_pages) == (left, left + 2)
+
+
+def test_shared_pages_count_for_whoever_computed_them():
+    cache, shared = make_cache(quotas={"t": 2, "u": 2}), Namespace("public")
+    for i, name in enumerate(("t", "u")):
+        owner = Namespace(name)
+        pages = cache.allocate(2, array("i"), owner)
+        cache.insert(key(i, i, 5, 5), pages, shared, owner=owner)
+    assert [cache.tree.quotas.pages(Namespace(name)) for name in ("t", "u", "public")] == [2, 2, 0]
+    cache.allocate(1, array("i"), T)
+    assert [cached(cache, i, i, 5, 5, namespace=shared) for i in range(2)] == [1, 2]
 
 
 def test_tenants_without_a_quota_of_their_own_have_the_configured_one():
