@@ -236,7 +236,11 @@ def locked_by_nobody(cache, request):
     cache.tree.lock(next(cache.tree.nodes()))
 
 
-@pytest.mark.parametrize("damage", [lost, owned_twice, shared_segment, not_locked, locked_by_nobody])
+def the_tree_itself(cache, request):
+    cache.tree.num_nodes += 1
+
+
+@pytest.mark.parametrize("damage", [the_tree_itself, lost, owned_twice, shared_segment, not_locked, locked_by_nobody])
 def test_the_books_are_checked(damage):
     cache = make_cache()
     keep(cache, 1, 2, 3, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 
 import msgspec
@@ -108,6 +109,22 @@ def test_a_malformed_request_is_passed_over(wire):
     wire.replay(b"short")
     wire.replay(b"too long by far")
     assert wire.replayed(0) == [0, END]
+
+
+def test_the_end_waits_for_no_consumer_that_does_not_read(tmp_path):
+    wire = Wire(tmp_path)
+    wire.heard.setsockopt(zmq.RCVHWM, 1)
+    wire.heard.disconnect(f"ipc://{tmp_path}/e")
+    wire.heard.connect(f"ipc://{tmp_path}/e")
+    listen(wire)
+    large = Stored(tuple(range(1000)), None, b"", Namespace())
+    for _ in range(800):
+        wire.publisher.publish([large])
+    ends = threading.Thread(target=wire.publisher.close, daemon=True)
+    ends.start()
+    ends.join(10)
+    assert not ends.is_alive()
+    wire.context.destroy(linger=0)
 
 
 def test_old_messages_are_forgotten(wire):
