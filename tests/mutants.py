@@ -122,8 +122,8 @@ def open_workshop(name: str, room: Room) -> None:
         "only_mutate": list(room.modules),
         "pytest_add_cli_args": ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile=mutants"],
         "pytest_add_cli_args_test_selection": list(room.tests),
-        "timeout_constant": 2.0,
-        "timeout_multiplier": 5.0,
+        "timeout_constant": 1.0,
+        "timeout_multiplier": 4.0,
         "track_dependencies": False,
         "use_git_change_detection": False,
     }

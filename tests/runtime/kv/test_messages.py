@@ -34,7 +34,7 @@ class Wire:
     def receive(self, socket: zmq.Socket) -> tuple[int, list]:
         assert socket.poll(5000)
         empty, number, payload = socket.recv_multipart()
-        assert empty == b""
+        assert (empty, len(number)) == (b"", 8)
         events = msgspec.msgpack.decode(payload)[1] if payload else []
         return int.from_bytes(number, "big", signed=True), events
 
@@ -101,6 +101,8 @@ def test_replays_begin_where_they_are_asked_to(wire):
     assert wire.replayed(0) == [0, 1, 2, 3, END]
     assert wire.replayed(2) == [2, 3, END]
     assert wire.replayed(9) == [END]
+    wire.replay((-1).to_bytes(8, "big", signed=True))
+    assert [wire.receive(wire.asks)[0] for _ in range(5)] == [0, 1, 2, 3, END]
     wire.replay((0).to_bytes(8, "big"))
     assert wire.receive(wire.asks) == (0, [["AllBlocksCleared"]]), "consumers forget an earlier engine's first"
 
@@ -109,17 +111,24 @@ def test_a_malformed_request_is_passed_over(wire):
     wire.replay(b"short")
     wire.replay(b"too long by far")
     assert wire.replayed(0) == [0, END]
+    wire.asks.send_multipart([b"", b"short"])
+    wire.asks.send_multipart([b"", (0).to_bytes(8, "big")])
+    while not wire.asks.poll(20):
+        wire.publisher.publish([])
+    assert [wire.receive(wire.asks)[0] for _ in range(2)] == [0, END], "those behind it are answered, too"
 
 
 def test_the_end_waits_for_no_consumer_that_does_not_read(tmp_path):
     wire = Wire(tmp_path)
-    wire.heard.setsockopt(zmq.RCVHWM, 1)
-    wire.heard.disconnect(f"ipc://{tmp_path}/e")
-    wire.heard.connect(f"ipc://{tmp_path}/e")
+    for socket, name in ((wire.heard, "e"), (wire.asks, "r")):
+        socket.setsockopt(zmq.RCVHWM, 1)
+        socket.disconnect(f"ipc://{tmp_path}/{name}")
+        socket.connect(f"ipc://{tmp_path}/{name}")
     listen(wire)
     large = Stored(tuple(range(1000)), None, b"", Namespace())
     for _ in range(800):
         wire.publisher.publish([large])
+    wire.replay((0).to_bytes(8, "big"))
     ends = threading.Thread(target=wire.publisher.close, daemon=True)
     ends.start()
     ends.join(10)
