@@ -122,8 +122,8 @@ def open_workshop(name: str, room: Room) -> None:
         "only_mutate": list(room.modules),
         "pytest_add_cli_args": ["-p", "_hypothesis_pytestplugin", "--hypothesis-profile=mutants"],
         "pytest_add_cli_args_test_selection": list(room.tests),
-        "timeout_constant": 1.0,
-        "timeout_multiplier": 4.0,
+        "timeout_constant": 2.0,
+        "timeout_multiplier": 10.0,
         "track_dependencies": False,
         "use_git_change_detection": False,
     }
@@ -144,7 +144,7 @@ def results(names: Iterable[str]) -> Iterator[tuple[str, str, str, str]]:
     from mutmut.mutation.diff_apply import get_diff_for_mutant
 
     known = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8"))["equivalent"]
-    equivalent = {(one["file"], one["was"], one["now"]) for one in known}
+    equivalent = {(one["file"], one["function"], one["was"], one["now"]) for one in known}
     for name in names:
         found = json.loads(Path("mutants", name + ".meta").read_text(encoding="utf-8"))["exit_code_by_key"]
         for mutant, code in found.items():
@@ -152,7 +152,9 @@ def results(names: Iterable[str]) -> Iterator[tuple[str, str, str, str]]:
                 yield name, mutant, "killed", ""
                 continue
             diff = get_diff_for_mutant(mutant, path=name)
-            yield name, mutant, "equivalent" if (name, *changes(diff)) in equivalent else "survived", diff
+            function = mutant.rpartition("__mutmut_")[0].rpartition(".")[2].rpartition("ǁ")[2].removeprefix("x_")
+            is_known = (name, function, *changes(diff)) in equivalent
+            yield name, mutant, "equivalent" if is_known else "survived", diff
 
 
 def report() -> None:
