@@ -198,6 +198,13 @@ def test_one_key_has_one_name_and_one_name_one_key(read):
     assert [one.name for one in read("b second-key", "a first-key; ;c third-key")] == ["a", "c", "b"]
 
 
+def test_without_a_file_there_is_the_environment_alone(monkeypatch):
+    monkeypatch.setenv("RAMET_API_KEYS", "a 12345678")
+    assert [one.name for one in read_keys(None)] == ["a"]
+    monkeypatch.delenv("RAMET_API_KEYS")
+    assert read_keys(None) == []
+
+
 def test_comments_and_blank_lines(read):
     read_names = [one.name for one in read("# a 12345678\n\n  b 12345678   # c\n\td 1234#5678 admin #x\n")]
     assert read_names == ["b", "d"]
@@ -228,7 +235,7 @@ def test_the_namespaces_of_a_tenant():
     assert marked.namespace("s", "public") == Namespace("public", "s")
     assert marked.namespace(None, "public") == Namespace("public")
     assert marked.namespace("s", "private") == Namespace(marked.account, "s")
-    with pytest.raises(Forbidden) as error:
+    with pytest.raises(Forbidden, match="may not use public prefixes") as error:
         tenant.namespace("s", "public")
     assert (error.value.param, error.value.status) == ("cache_scope", 403)
 
