@@ -50,7 +50,8 @@ async def pin(context: Ctx, body: PinRequest, tenant: Asker) -> dict[str, Any]:
         raise InvalidRequest("exactly one of text, input_ids and messages must be given", param="text")
     prompt: str | list[int]
     if body.messages is not None:
-        prompt = await asyncio.to_thread(_encode, body.messages, context.engine.tokenizer)
+        text = await asyncio.to_thread(_render, body.messages, context.engine.tokenizer)
+        (prompt,) = await context.engine.tokenize([text], add_special_tokens=False)
     else:
         prompt = body.text if body.text is not None else body.input_ids or []
     if body.tenant is not None:
@@ -59,9 +60,8 @@ async def pin(context: Ctx, body: PinRequest, tenant: Asker) -> dict[str, Any]:
     return await context.engine.pin(prompt, namespace, body.name, body.ttl_s)
 
 
-def _encode(messages: list[Message], tokenizer: Tokenizer) -> list[int]:
-    turns = [message.plain() for message in messages]
-    return tokenizer.encode(tokenizer.apply_chat_template(turns, add_generation_prompt=False), add_special_tokens=False)
+def _render(messages: list[Message], tokenizer: Tokenizer) -> str:
+    return tokenizer.apply_chat_template([message.plain() for message in messages], add_generation_prompt=False)
 
 
 def _named(name: str, context: Context) -> Tenant:
