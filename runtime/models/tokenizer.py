@@ -23,6 +23,8 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 # Most tokens of an incomplete UTF-8 character: it has at most three bytes, and a token at least one.
 _INCOMPLETE = 3
+# Tokens whose text takes milliseconds.
+_LONG = 4096
 
 
 @contextmanager
@@ -74,6 +76,8 @@ class Tokenizer:
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         with _no_panic():
+            if len(ids) > _LONG:  # as `encode_batch_fast`
+                return self._fast.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
             return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def id_to_token(self, token: int) -> str | None:

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 
+from fastapi import Request
+
 from runtime.errors import InvalidRequest
 from runtime.frontend.async_engine import OutputStream
 from runtime.frontend.output import Output, Submission
 from server.admin.metrics import Metrics
 from server.context import Context
 from server.http.answers import write_logprobs
+from server.http.sse import while_there
 
 
 async def open_outputs(
-    context: Context, submissions: list[Submission], names: Mapping[str, str], timeout_s: float | None
+    request: Request,
+    context: Context,
+    submissions: list[Submission],
+    names: Mapping[str, str],
+    timeout_s: float | None,
 ) -> OutputStream:
-    """Submit; errors name the request's fields.
+    """Submit while the client is there; errors name the request's fields.
 
     Args:
         names: the request's fields by the engine's parameters, where their names differ.
         timeout_s: the request's own timeout; `--max-timeout` may be shorter.
 
     Raises:
-        RametError: as `AsyncEngine.open`, and Overloaded while the server stops.
+        RametError: as `AsyncEngine.open`, Overloaded while the server stops, ClientGone.
     """
     context.gate.check()
     limits = [limit for limit in (timeout_s, context.config.scheduler.max_timeout) if limit is not None]
     try:
-        return await context.engine.open(submissions, min(limits, default=None))
+        return await while_there(request, context.engine.open(submissions, min(limits, default=None)))
     except InvalidRequest as error:
         param = names.get(error.param, error.param) if error.param else None
         raise InvalidRequest(error.message, param=param, code=error.code) from None

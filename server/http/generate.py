@@ -111,7 +111,7 @@ async def generate(body: GenerateRequest, request: Request, context: Ctx, tenant
     if body.stream and not context.config.server.incremental_output:
         for submission in submissions:
             _check_repeated(body, submission.sampling.max_new_tokens or 0)
-    outputs = await open_outputs(context, submissions, body.names(), body.timeout_s)
+    outputs = await open_outputs(request, context, submissions, body.names(), body.timeout_s)
     if body.stream:
         return EventStream(_events(body, submissions, is_list, outputs, context), outputs.close)
     return await unless_gone(request, _answer(body, is_list, outputs, context))

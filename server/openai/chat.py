@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -57,8 +57,8 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx, te
     """The assistant's next message in a conversation."""
     check_model(body.model, context)
     body.refuse_unsupported()
-    submission = await asyncio.to_thread(submission_of, body, tenant, context)
-    outputs = await open_outputs(context, [submission], body.NAMES, body.timeout_s)
+    submission = submission_of(body, tenant, context)
+    outputs = await open_outputs(request, context, [submission], body.NAMES, body.timeout_s)
     rid = f"chatcmpl-{new_rid()}"
     if body.stream:
         return EventStream(_events(body, rid, outputs, context), outputs.close)
@@ -66,30 +66,35 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx, te
 
 
 def submission_of(body: ChatRequest, tenant: Tenant, context: Context) -> Submission:
-    """The submission of a conversation. Long ones take their time: not for the event loop. Raises InvalidRequest."""
-    messages = [message.plain() for message in body.messages]
+    """The submission of a conversation, which is rendered later: long ones take their time. Raises InvalidRequest."""
     return Submission(
+        prompt=partial(_render, body, context.engine.tokenizer),
+        num_characters=body.num_characters,
         sampling=body.sampling(body.max_completion_tokens or body.max_tokens, body.schema_text()),
-        prompt=render_chat(context.engine.tokenizer, messages, body.offered, body.add_generation_prompt),
         account=tenant.account,
         namespace=tenant.namespace(body.cache_salt, body.cache_scope),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         priority=tenant.priority(body.priority),
         add_special_tokens=False,
         diffusion=body.diffusion,
-        shared_text=_system_text(messages, context),
+        shared_text=partial(_system_text, body, context),
     )
 
 
-def _system_text(messages: list[dict[str, Any]], context: Context) -> str | None:
+def _render(body: ChatRequest, tokenizer: Tokenizer) -> str:
+    turns = [message.plain() for message in body.messages]
+    return render_chat(tokenizer, turns, body.offered, body.add_generation_prompt)
+
+
+def _system_text(body: ChatRequest, context: Context) -> str | None:
     """The prompt's part that ends with the system message, which other conversations have, too; None without one.
 
     Only diffusion models need to be told: what a causal model computes does not depend on where a prefix ends.
     """
-    if context.engine.info.diffusion is None or messages[0]["role"] != "system":
+    if context.engine.info.diffusion is None or body.messages[0].role != "system":
         return None
     try:
-        return context.engine.tokenizer.apply_chat_template(messages[:1], add_generation_prompt=False)
+        return context.engine.tokenizer.apply_chat_template([body.messages[0].plain()], add_generation_prompt=False)
     except InvalidRequest:  # a template may want a question
         return None
 

@@ -54,7 +54,7 @@ async def completions(body: CompletionRequest, request: Request, context: Ctx, t
     """Complete one prompt or several."""
     check_model(body.model, context)
     submissions = submissions_of(body, tenant)
-    outputs = await open_outputs(context, submissions, body.NAMES, body.timeout_s)
+    outputs = await open_outputs(request, context, submissions, body.NAMES, body.timeout_s)
     rid = f"cmpl-{new_rid()}"
     if body.stream:
         return EventStream(_events(body, rid, submissions, outputs, context), outputs.close)
@@ -133,4 +133,4 @@ class _Choice:
 
     def _prompt(self) -> str:
         prompt = self._submission.prompt
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, False)
+        return self._tokenizer.decode(prompt, False) if isinstance(prompt, list) else str(prompt)
