@@ -189,6 +189,18 @@ def test_a_later_turn_finds_the_modules_and_its_own_rows(tiny_dir, reference):
     assert driver.events["moved"][-1].cached_tokens == 28, "at other positions they are other rows"
 
 
+def test_own_rows_behind_other_modules_are_other_rows(tiny_dir, reference):
+    draw = random.Random(21)
+    first, second = (behind(draw, [module(draw, 16)], 40) for _ in range(2))
+    second.tokens = first.tokens
+    driver = ModuleDriver(tiny_dir)
+    for i, prompt in enumerate([first, second, first]):
+        driver.ask(f"{i}", prompt, NEW)
+        driver.run()
+    check(driver, reference)
+    assert [driver.events[f"{i}"][-1].cached_tokens for i in range(3)] == [0, 0, 16 + 32]
+
+
 def test_a_module_whose_end_was_evicted_is_encoded_from_there(tiny_dir, reference):
     draw = random.Random(10)
     plain, with_hole = module(draw, 64), module(draw, 64, 64, (20,))
@@ -246,16 +258,15 @@ def test_tenants_and_salts_share_no_module(tiny_dir):
 def test_entries_are_found_by_content_not_by_name(tiny_dir, reference):
     """Other positions or placeholders make another entry of the same tokens; another name does not."""
     draw = random.Random(18)
-    tokens = draw_tokens(draw, 20)
     places = [list(range(20)), [*range(10), *range(15, 25)], list(range(20)), list(range(20))]
-    holes: list[list[int]] = [[], [], [4], []]
+    holes = [[4], [4], [12], [4]]
     driver = ModuleDriver(tiny_dir)
     for i in range(4):
-        one = Module(f"/{i}", tokens, places[i], holes[i])
+        one = Module(f"/{i}", [77] * 20, places[i], holes[i])
         driver.ask(f"{i}", Prompt([one], draw_tokens(draw, 3), [25, 26, 27]), NEW)
         driver.run()
     check(driver, reference)
-    assert [driver.events[f"{i}"][-1].cached_tokens for i in range(4)] == [0, 0, 0, 20]
+    assert [driver.events[f"{i}"][-1].cached_tokens for i in range(4)] == [0, 0, 0, 19]
     assert driver.core.counters["encoded_modules"] == 3
 
 
