@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import random
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from loadgen.http.bench_compare import ratio_interval
 from loadgen.http.files import write_json
-from loadgen.http.tables import make_table
+from loadgen.http.tables import make_table, wide_console
 from loadgen.micro.drive import Drive
 from runtime.config import make_config
 from runtime.models.resolve import resolve_model
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths", type=int, nargs="*", default=[1024, 2048, 4096, 7168], help="tokens of modules, without arguments"
     )
-    parser.add_argument("--module", type=int, default=512, help="tokens of a module (default: 512)")
+    parser.add_argument("--modules", type=int, default=8, help="modules of a prompt (default: 8)")
     parser.add_argument("--new", type=int, default=64, help="tokens of new text (default: 64)")
     parser.add_argument("--arguments", type=int, nargs="*", default=[0, 5, 10], help="percents of the modules' tokens")
     parser.add_argument("--together", type=int, default=32, help="requests that decode together (default: 32)")
@@ -55,9 +54,15 @@ def run(arguments: argparse.Namespace) -> int:
     figures: dict[str, Any] = {"backend": bench.core.info.attention_backend, "dtype": bench.core.info.dtype}
     figures["first"] = {n: bench.first(n) for n in track(arguments.lengths, description="time to first token")}
     figures["together"] = bench.together(arguments.shared)
-    console = Console()
+    figures["page_mib"] = bench.page_mib
+    console = wide_console()
     console.print(_first_table(figures["first"], arguments))
     console.print(_together_table(figures["together"], arguments))
+    once = -(-arguments.shared // bench.core.info.page_size) * bench.page_mib
+    console.print(
+        f"KV of {arguments.shared} tokens takes {once:.1f} MiB, which all of them read; {arguments.together} copies "
+        f"would take {arguments.together * once:.0f}"
+    )
     console.print(_PUBLISHED)
     if arguments.plot:
         _plot(figures["first"], arguments.plot)
@@ -73,9 +78,14 @@ class Modules(Drive):
     def __init__(self, arguments: argparse.Namespace):
         given = {} if arguments.model is None else {"model": arguments.model}
         self._given = arguments
-        self._shuffle = random.Random(1)
         options = {"dtype": arguments.dtype, "max_running": max(arguments.together, 1), "pool_memory": 2.0}
         super().__init__(resolve_model(make_config(**given).model), **options)
+
+    @property
+    def page_mib(self) -> float:
+        """KV of a page, MiB."""
+        pool = self.core.executor.pool
+        return 2 * pool.k[:, : pool.page_size].numel() * pool.k.dtype.itemsize / 2**20
 
     def first(self, length: int) -> dict[str, Samples]:
         """Milliseconds until the first token, and of a decode step behind it, of each way to have the same prompt.
@@ -104,9 +114,15 @@ class Modules(Drive):
         def as_text(parts: Sequence[array[int]]) -> None:
             self.add(sum(parts, array("i")) + self.text(self._given.new), output)
 
+        turns = count()
+
+        def in_turn() -> None:
+            first = next(turns) % len(modules)
+            as_text(modules[first:] + modules[:first])
+
         ways = {
             "full prefill": lambda: as_text([self.text(len(one)) for one in modules]),
-            "prefix caching, another order": lambda: as_text(self._shuffled(modules)),
+            "prefix caching, another order": in_turn,
             "prefix caching, the same order": lambda: as_text(modules),
         }
         for percent in self._given.arguments:
@@ -114,11 +130,10 @@ class Modules(Drive):
         return ways
 
     def _modules(self, length: int) -> list[array[int]]:
-        size = self._given.module
-        return [self.text(min(size, length - at)) for at in range(0, length, size)]
-
-    def _shuffled(self, modules: Sequence[Any]) -> list[Any]:
-        return self._shuffle.sample(modules, len(modules))
+        """Texts of about the same length, which is no multiple of a page."""
+        count = self._given.modules
+        cuts = [0, *(length * i // count + 5 * i % 16 for i in range(1, count)), length]
+        return [self.text(stop - start) for start, stop in pairwise(cuts)]
 
     def add_modules(self, modules: Sequence[array[int]], output: int, percent: int = 0) -> None:
         """Add a request that imports modules in any order; `percent` of the tokens of each are an argument."""
@@ -133,11 +148,13 @@ class Modules(Drive):
             at += len(one)
         anchors.append([len(own), at])
         own += self.text(self._given.new)
-        self.add(own, output, {"method": "modules", "entries": self._shuffled(entries), "anchors": anchors})
+        self.add(
+            own, output, {"method": "modules", "entries": self._draw.sample(entries, len(entries)), "anchors": anchors}
+        )
 
     def together(self, length: int) -> dict[str, Any]:
         """Decode steps, in milliseconds, of many requests that share modules or a prefix; and the pages they take."""
-        modules, count, output = self._modules(length), self._given.together, 1 + self._given.steps
+        modules, output = self._modules(length), 1 + self._given.steps
         prefix = sum(modules, array("i"))
         ways: dict[str, Callable[[], None]] = {
             "modules": lambda: self.add_modules(modules, output),
@@ -146,7 +163,7 @@ class Modules(Drive):
         found: dict[str, Any] = {name: {"step": [], "pages": 0} for name in ways}
         for again in range(self._given.repeats + 1):
             for name, ask in ways.items():
-                for _ in range(count):
+                for _ in range(self._given.together):
                     ask()
                 self.first_tokens()
                 state = self.core.admin.state()
