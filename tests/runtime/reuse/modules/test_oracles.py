@@ -79,7 +79,8 @@ def test_random_lives_give_the_tokens_of_transformers(tiny_dir, reference, monke
         evicted += state["evicted_tokens_by_cause"]["room"]
         retracted += state["retracted_requests"]
     assert compared > 8 * requests
-    assert aborted and evicted
+    assert aborted
+    assert evicted
     assert retracted or backend == "flashinfer"
 
 
