@@ -114,6 +114,7 @@ class Request:
     Attributes:
         strategy: decides what the request reads and computes; `reuse` is the state that it keeps here.
         decoding: chooses the request's tokens; `canvas` is the state that it keeps here for a diffusion model.
+        owner: whose quota the pages count against that the request leaves in the tree.
         entry_tokens: int32, tokens of the prompt whose KV the request reads from entries, beside `tokens`.
         owed: rows of entries that it has yet to encode before its own.
         max_tokens: length of prompt and output at which the request ends, without `entry_tokens`.
@@ -138,6 +139,7 @@ class Request:
     strategy: Strategy
     decoding: Decoding
     namespace: Namespace = EVERYBODY
+    owner: Namespace = EVERYBODY
     priority: int = 0
     serial: int = 0
     segments: list[Segment] = field(default_factory=list)
