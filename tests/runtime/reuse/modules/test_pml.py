@@ -141,11 +141,11 @@ BOMB = "".join(f'<!ENTITY {chr(98 + i)} "{f"&{chr(97 + i)};" * 10}">' for i in r
 HOSTILE = {
     "open": "<a>" * (1 << 20),
     "deep": "<schema name='a'>" + "<module name='b'>" * (MAX_DEPTH + 1),
-    "wide": "<schema name='a'>" + "<module name='b'/>" * 200_000,
+    "wide": "<schema name='a'>" + "<module name='b'/>" * 51_000,
     "comments": "<schema name='a'>" + "<!---->a" * 500_000 + "</schema>",
     "escapes": "<schema name='a'>" + "&amp;" * 800_000 + "</schema>",
     "long": "<schema name='a'>" + "x" * (5 << 20) + "</schema>",
-    "attributes": "<schema name='a' " + " ".join(f"a{i}=''" for i in range(300_000)) + "/>",
+    "attributes": "<schema name='a' " + " ".join(f"a{i}=''" for i in range(100_000)) + "/>",
     "bomb": f'<!DOCTYPE s [<!ENTITY a "{"a" * 1000}">{BOMB}]><schema name="a">&u;</schema>',
 }
 
