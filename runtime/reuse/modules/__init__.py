@@ -1,1 +1,1 @@
-"""Prompt Cache: prompt modules at fixed positions, in PML, a markup language (arXiv 2311.04934)."""
+"""Prompt modules (Prompt Cache, Gim et al. 2023): entries that are encoded alone, and read by every request."""
