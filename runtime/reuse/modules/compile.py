@@ -63,11 +63,11 @@ def compile_prompt(
     if not own[-1].tokens:
         raise PmlError("a prompt needs text behind its last module, from which the answer goes on")
     ids, anchors = in_order(sorted((run for run in own if run.tokens), key=lambda run: run.position))
-    entries = [entry for entry in map(make_entry, _together([root, *imported], scaffolds)) if entry.num_kept]
-    reuse = {"method": "modules", "anchors": anchors, "entries": [entry.message for entry in entries]}
-    return ModulePrompt(
-        ids.tolist(), reuse, [entry.num_kept for entry in entries], root.stop + len(own[-1].tokens)
-    )
+    sets = [(scopes, sum(s.num_kept for s in scopes)) for scopes in _together([root, *imported], scaffolds)]
+    entries = [make_entry(scopes) for scopes, kept in sets if kept]
+    reuse = {"method": "modules", "anchors": anchors, "entries": entries}
+    rows = [kept for _, kept in sets if kept]
+    return ModulePrompt(ids.tolist(), reuse, rows, root.stop + len(own[-1].tokens))
 
 
 def _resolve(imports: Sequence[Import], root: Scope) -> dict[Scope, Import]:
@@ -129,7 +129,7 @@ def _insert(insert: Insert, tokens: array[int], root: Scope, occupied: list[tupl
     if place and sum(occupied[place - 1]) > start:
         stop = start
     if len(tokens) > stop - start:
-        message = f"the text has {len(tokens)} tokens; {stop - start} fit at position {start}, before what follows there"
+        message = f"the text has {len(tokens)} tokens; {stop - start} fit at position {start}"
         raise PmlError(message, scope.path, insert.line)
     insort(occupied, (start, len(tokens)))
     return Run(start, tokens)

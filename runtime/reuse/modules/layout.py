@@ -70,23 +70,8 @@ class Scope:
             yield from child.walk()
 
 
-@dataclass(slots=True)
-class Entry:
-    """Tokens that are encoded together.
-
-    Attributes:
-        name: paths of their scopes, for people.
-        num_kept: tokens whose KV is kept.
-        message: the fields of `AddRequest.reuse["entries"]`.
-    """
-
-    name: str
-    num_kept: int
-    message: dict[str, Any]
-
-
-def make_entry(scopes: Sequence[Scope]) -> Entry:
-    """The entry of some scopes: their tokens by position; what only placeholders follow ends with the last kept one."""
+def make_entry(scopes: Sequence[Scope]) -> dict[str, Any]:
+    """The message of scopes that are encoded together; what only placeholders follow ends with the last kept token."""
     runs = sorted(chain.from_iterable(scope.runs for scope in scopes), key=lambda run: run.position)
     while runs and not runs[-1].kept:
         runs.pop()
@@ -98,8 +83,7 @@ def make_entry(scopes: Sequence[Scope]) -> Entry:
             holes.append([index, index + len(run.tokens)])
         index += len(run.tokens)
     name = " + ".join(scope.path for scope in scopes)
-    num_kept = sum(len(run.tokens) for run in runs if run.kept)
-    return Entry(name, num_kept, {"name": name, "tokens": tokens.tobytes(), "anchors": anchors, "holes": holes})
+    return {"name": name, "tokens": tokens.tobytes(), "anchors": anchors, "holes": holes}
 
 
 def in_order(runs: Iterable[Run]) -> tuple[array[int], list[list[int]]]:
@@ -187,7 +171,7 @@ class _Placer:
     def _add(self, scope: Scope, run: Run, line: int | None) -> int:
         stop = run.position + len(run.tokens)
         if stop > self.limit:
-            raise PmlError(f"the schema reaches position {stop}; the model has {self.limit} before it", scope.path, line)
+            raise PmlError(f"the schema reaches position {stop}; {self.limit} are to be had", scope.path, line)
         if run.tokens:
             scope.runs.append(run)
         return stop

@@ -106,7 +106,9 @@ def read_schema(pml: str) -> SchemaText:
         return SchemaText(name, _content(root, (), names), [])
     for node in root.without_blanks():
         if not isinstance(node, Element) or node.tag not in ROLES:
-            raise PmlError("everything in a schema with roles stands in <system>, <user> or <assistant>", "/", node.line)
+            raise PmlError(
+                "everything in a schema with roles stands in <system>, <user> or <assistant>", "/", node.line
+            )
         _attributes(node, "/")
     return SchemaText(name, [], [Role(r.tag, _trimmed(_content(r, (), names))) for r in roles])
 
@@ -160,7 +162,7 @@ def _parameter(element: Element, path: str, names: set[str]) -> Parameter:
     name, lengths = given["name"], [given[key] for key in ("length", "len") if key in given]
     _check_name(name, path, element.line)
     if len(lengths) != 1 or not re.fullmatch(r"[1-9][0-9]{0,6}", lengths[0]):
-        raise PmlError(f"parameter {name!r} needs a length in tokens, such as length=\"5\"", path, element.line)
+        raise PmlError(f'parameter {name!r} needs a length in tokens, such as length="5"', path, element.line)
     if name in names:
         raise PmlError(f"there are two parameters {name!r}", path, element.line)
     if element.without_blanks():
@@ -180,7 +182,9 @@ def _attributes(element: Element, path: str, *needed: str, optional: tuple[str, 
 
 def _check_name(name: str, path: str, line: int) -> None:
     if not _NAME.fullmatch(name):
-        raise PmlError(f"{name[:80]!r} is no name: a letter or _, then up to 63 letters, digits, _, - and .", path, line)
+        raise PmlError(
+            f"{name[:80]!r} is no name: a letter or _, then up to 63 letters, digits, _, - and .", path, line
+        )
 
 
 def _show(path: tuple[str, ...]) -> str:
@@ -205,11 +209,11 @@ def read_prompt(pml: str) -> Prompt:
     content = root.without_blanks()
     places = [i for i, node in enumerate(content) if isinstance(node, Element) and node.tag not in ROLES]
     behind = places[-1] + 1 if places else 0
-    for node in _references(content[:behind], ()):
-        if isinstance(node, Import):
-            prompt.imports.append(node)
+    for one in _references(content[:behind], ()):
+        if isinstance(one, Import):
+            prompt.imports.append(one)
         else:
-            prompt.inserts.append(node)
+            prompt.inserts.append(one)
     tail = content[behind:]
     roles = [node for node in tail if isinstance(node, Element)]
     if not roles:

@@ -57,9 +57,7 @@ def continue_chat(
     return last[len(end) :]
 
 
-def _render(
-    tokenizer: Tokenizer, roles: Sequence[str], messages: list[dict[str, Any]], generate: bool
-) -> list[str]:
+def _render(tokenizer: Tokenizer, roles: Sequence[str], messages: list[dict[str, Any]], generate: bool) -> list[str]:
     """The text around the contents of `roles`, len(roles) + 1 pieces; the last one includes `messages`."""
     marks = [secrets.token_hex(16) for _ in roles]
     known = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
@@ -72,5 +70,7 @@ def _render(
         before, found, rest = rest.partition(mark)
         pieces.append(before)
         if not found or mark in rest:
-            raise PmlError("this model's chat template leaves out messages, or writes them twice or in another order", "/")
+            raise PmlError(
+                "this model's chat template leaves out messages, or writes them twice or in another order", "/"
+            )
     return [*pieces, rest]

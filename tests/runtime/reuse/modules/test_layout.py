@@ -52,7 +52,9 @@ def contents(draw, names, depth=0, within=False):
             nodes.append(("module", f"m{next(names)}", draw(contents(names, depth + 1, True))))
         elif kind == "union" and depth < 3:
             members = range(draw(st.integers(1, 3)))
-            nodes.append(("union", [("module", f"m{next(names)}", draw(contents(names, depth + 1, True))) for _ in members]))
+            nodes.append(
+                ("union", [("module", f"m{next(names)}", draw(contents(names, depth + 1, True))) for _ in members])
+            )
     return nodes  # fmt: skip
 
 
@@ -211,7 +213,9 @@ def test_a_placeholder_is_the_unknown_token_or_a_space(tokenizer):
     assert TOKENIZER.leading_ids == [BOS]
     assert tokenizer.leading_ids == []
     assert tokenizer.decode([tokenizer.placeholder]) == " "
-    schema = Schema.read("<schema name='s'><module name='a'>x<param name='p' len='2'/>y</module></schema>", tokenizer, 99)
+    schema = Schema.read(
+        "<schema name='s'><module name='a'>x<param name='p' len='2'/>y</module></schema>", tokenizer, 99
+    )
     (entry,) = schema.compile("<prompt schema='s'><a/>z</prompt>").reuse["entries"]
     x, y = tokenizer.encode("x"), tokenizer.encode("y")
     assert [token for _, token, _ in entry_rows(entry)] == x + [tokenizer.placeholder] * 2 + y
@@ -219,8 +223,8 @@ def test_a_placeholder_is_the_unknown_token_or_a_space(tokenizer):
 
 def test_the_default_scaffold_leaves_unions_out_except_for_the_member_that_they_name():
     members = "<module name='b'>blue</module><module name='c'>sea</module>"
-    pml = f"<schema name='s'>of<module name='a'>and<union scaffold='c'>{members}</union></module><union>{members}</union></schema>"
-    schema = Schema.read(pml, TOKENIZER, 99, "scaffold")
+    a = f"<module name='a'>and<union scaffold='c'>{members}</union></module>"
+    schema = Schema.read(f"<schema name='s'>of{a}<union>{members}</union></schema>", TOKENIZER, 99, "scaffold")
 
     def entries(imports: str) -> list[str]:
         prompt = schema.compile(f"<prompt schema='s'>{imports}tree</prompt>")

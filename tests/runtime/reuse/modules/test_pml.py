@@ -21,56 +21,90 @@ You plan trips.
 </module>
 <module name="style">Be brief.</module>
 </schema>"""
-CHAT = '<schema name="chat"><system>Be kind.</system><user>Read <module name="a">this.</module></user></schema>'
 
 
-@pytest.mark.parametrize(
-    ("pml", "words"),
-    [
-        ("", "line 1: this is no XML: no element found"),
-        ("<schema name='a'>\n<module name='b'>", "line 2: this is no XML"),
-        ("<schema name='a'>\n</module></schema>", "line 2: this is no XML: mismatched tag"),
-        ("<schema name='a' name='b'/>", "line 1: this is no XML: duplicate attribute"),
-        ("<schema name='a'/>\n<schema name='b'/>", "line 2: this is no XML"),
-        ("<schema name='a'>\n&what;</schema>", "line 2: this is no XML: undefined entity"),
-        ("<schema name='a'>\x00</schema>", "this is no XML"),
-        ("<schema name='a'>\ud800</schema>", "a lone surrogate"),
-        ('<!DOCTYPE s [<!ENTITY a "b">]>\n<schema name="a">&a;</schema>', "line 1: a document type and entities"),
-        ('<!DOCTYPE s SYSTEM "file:///etc/passwd"><schema name="a"/>', "a document type and entities"),
-        ("<prompt schema='a'/>", "line 1: a schema begins with <schema>"),
-        ("<schema/>", "/, line 1: <schema> needs the attribute 'name'"),
-        ("<schema name='a' src='b'/>", "/, line 1: <schema> has no attribute 'src'"),
-        ("<schema name='a b'/>", "/, line 1: 'a b' is no name"),
-        ("<schema name='-a'/>", "/, line 1: '-a' is no name"),
-        ("<schema name='a'><module name='b'>\n<p/></module></schema>", "/b, line 2: <p> cannot stand in <module>"),
-        ("<schema name='a'>\n<parameter name='p' length='2'/></schema>", "/, line 2: <parameter> cannot stand in <schema>"),
-        ("<schema name='a'><module name='b'><system/></module></schema>", "/b, line 1: <system> cannot stand in <module>"),
-        ("<schema name='a'><module name='b' src='c'/></schema>", "/, line 1: <module> has no attribute 'src'"),
-        ("<schema name='a'><module/></schema>", "/, line 1: <module> needs the attribute 'name'"),
-        ("<schema name='a'><module name='2b'/></schema>", "/2b, line 1: '2b' is no name"),
-        ("<schema name='a'><module name='user'/></schema>", "/user, line 1: 'user' is a tag"),
-        ("<schema name='a'><module name='b'/>\n<module name='b'/></schema>", "/b, line 2: there are two modules 'b'"),
-        ("<schema name='a'><module name='b'/>\n<union><module name='b'/></union></schema>", "/b, line 2: there are two"),
-        ("<schema name='a'><union/></schema>", "/, line 1: a union needs a module"),
-        ("<schema name='a'><union>text</union></schema>", "/, line 1: a union holds modules alone"),
-        ("<schema name='a'><union><union/></union></schema>", "/, line 1: a union holds modules alone"),
-        ("<schema name='a'><union scaffold='c'><module name='b'/></union></schema>", "the union has no module 'c'"),
-        ("<schema name='a'><module name='b'><parameter length='2'/></module></schema>", "/b, line 1: <parameter> needs"),
-        ("<schema name='a'><module name='b'><param name='c'/></module></schema>", "/b, line 1: parameter 'c' needs a length"),
-        ("<schema name='a'><module name='b'><param name='c' len='0'/></module></schema>", "needs a length"),
-        ("<schema name='a'><module name='b'><param name='c' len='1e3'/></module></schema>", "needs a length"),
-        ("<schema name='a'><module name='b'><param name='c' len='1' length='1'/></module></schema>", "needs a length"),
-        ("<schema name='a'><module name='b'><param name='c' len='9'/><param name='c' len='9'/></module></schema>", "two par"),
-        ("<schema name='a'><module name='b'><param name='c' len='9'>d</param></module></schema>", "/b, line 1: parameter 'c'"),
-        ("<schema name='a'><module name='b'><param name='c' len='1' scaffold='one two'/></module></schema>", "/b, line 1: the sc"),
-        ("<schema name='a'><module name='b'>\n<param name='c' len='9999999'/></module></schema>", "/b, line 2: the schema reaches"),
-        ("<schema name='a'><module name='b'>" + "x " * 9000 + "</module></schema>", "/b, line 1: the schema reaches position"),
-        ("<schema name='a'>text<user>b</user></schema>", "/, line 1: everything in a schema with roles stands in"),
-        ("<schema name='a'><user>b</user><module name='c'/></schema>", "/, line 1: everything in a schema with roles"),
-        ("<schema name='a'><user name='x'>b</user></schema>", "/, line 1: <user> has no attribute 'name'"),
-        ("<schema name='a'><user><system>b</system></user></schema>", "/, line 1: <system> cannot stand in <user>"),
-    ],
-)  # fmt: skip
+SCHEMAS = [
+    ("", "line 1: this is no XML: no element found"),
+    ("<schema name='a'>\n<module name='b'>", "line 2: this is no XML"),
+    ("<schema name='a'>\n</module></schema>", "line 2: this is no XML: mismatched tag"),
+    ("<schema name='a' name='b'/>", "line 1: this is no XML: duplicate attribute"),
+    ("<schema name='a'/>\n<schema name='b'/>", "line 2: this is no XML"),
+    ("<schema name='a'>\n&what;</schema>", "line 2: this is no XML: undefined entity"),
+    ("<schema name='a'>\x00</schema>", "this is no XML"),
+    ("<schema name='a'>\ud800</schema>", "a lone surrogate"),
+    ('<!DOCTYPE s [<!ENTITY a "b">]>\n<schema name="a">&a;</schema>', "line 1: a document type and entities"),
+    ('<!DOCTYPE s SYSTEM "file:///etc/passwd"><schema name="a"/>', "a document type and entities"),
+    ("<prompt schema='a'/>", "line 1: a schema begins with <schema>"),
+    ("<schema/>", "/, line 1: <schema> needs the attribute 'name'"),
+    ("<schema name='a' src='b'/>", "/, line 1: <schema> has no attribute 'src'"),
+    ("<schema name='a b'/>", "/, line 1: 'a b' is no name"),
+    ("<schema name='-a'/>", "/, line 1: '-a' is no name"),
+]
+IN_A_SCHEMA = [
+    ("\n<parameter name='p' length='2'/>", "/, line 2: <parameter> cannot stand in <schema>"),
+    ("<module name='b' src='c'/>", "/, line 1: <module> has no attribute 'src'"),
+    ("<module/>", "/, line 1: <module> needs the attribute 'name'"),
+    ("<module name='2b'/>", "/2b, line 1: '2b' is no name"),
+    ("<module name='user'/>", "/user, line 1: 'user' is a tag"),
+    ("<module name='b'/>\n<module name='b'/>", "/b, line 2: there are two modules 'b'"),
+    ("<module name='b'/>\n<union><module name='b'/></union>", "/b, line 2: there are two modules 'b'"),
+    ("<union/>", "/, line 1: a union needs a module"),
+    ("<union>text</union>", "/, line 1: a union holds modules alone"),
+    ("<union><union/></union>", "/, line 1: a union holds modules alone"),
+    ("<union scaffold='c'><module name='b'/></union>", "/, line 1: the union has no module 'c'"),
+    ("text<user>b</user>", "/, line 1: everything in a schema with roles stands in"),
+    ("<user>b</user>\n<module name='c'/>", "/, line 2: everything in a schema with roles stands in"),
+    ("<user name='x'>b</user>", "/, line 1: <user> has no attribute 'name'"),
+    ("<user><system>b</system></user>", "/, line 1: <system> cannot stand in <user>"),
+]
+IN_A_MODULE = [
+    ("\n<p/>", "/b, line 2: <p> cannot stand in <module>"),
+    ("<system/>", "/b, line 1: <system> cannot stand in <module>"),
+    ("<parameter length='2'/>", "/b, line 1: <parameter> needs the attribute 'name'"),
+    ("<param name='c'/>", "/b, line 1: parameter 'c' needs a length"),
+    ("<param name='c' len='0'/>", "/b, line 1: parameter 'c' needs a length"),
+    ("<param name='c' len='1e3'/>", "/b, line 1: parameter 'c' needs a length"),
+    ("<param name='c' len='1' length='1'/>", "/b, line 1: parameter 'c' needs a length"),
+    ("<param name='c' len='9'/>\n<param name='c' len='9'/>", "/b, line 2: there are two parameters 'c'"),
+    ("<param name='c' len='9'>d</param>", "/b, line 1: parameter 'c' cannot hold anything"),
+    ("<param name='c' len='1' scaffold='one two'/>", "/b, line 1: the scaffold of 'c' has 2 tokens"),
+    ("\n<param name='c' len='9999999'/>", "/b, line 2: the schema reaches position 8192"),
+    ("x " * 9000, "/b, line 1: the schema reaches position"),
+]
+ALL_SCHEMAS = [
+    *SCHEMAS,
+    *((f"<schema name='a'>{inner}</schema>", words) for inner, words in IN_A_SCHEMA),
+    *((f"<schema name='a'><module name='b'>{inner}</module></schema>", words) for inner, words in IN_A_MODULE),
+]
+PROMPTS = [
+    ("<prompt", "line 1: this is no XML"),
+    ("<schema name='cities'/>", "line 1: a prompt begins with <prompt>"),
+    ("<prompt>x</prompt>", "line 1: <prompt> needs the attribute 'schema'"),
+    ("<prompt schema='cities' mode='x'>x</prompt>", "line 1: <prompt> has no attribute 'mode'"),
+    ("<prompt schema='other'>x</prompt>", "names the schema 'other', and not 'cities'"),
+]
+IN_A_PROMPT = [
+    ("\n<paris/>x", "/paris, line 2: there is no module 'paris'"),
+    ("<plan>\n<style/></plan>x", "/plan/style, line 2: there is no module 'style' in /plan; it lies in /,"),
+    ("\n<rome/>x", "/rome, line 2: there is no module 'rome' in /; it lies in /plan"),
+    ("<plan/>\n<plan/>x", "/plan, line 2: the module is imported twice"),
+    ("<plan><rome/>\n<miami/></plan>x", "/plan/miami, line 2: /plan/rome is imported from the same union"),
+    ("<plan\nhours='2'/>x", "/plan, line 1: the module has no parameter 'hours'"),
+    ("<plan days='one two three'/>x", "/plan, line 1: the argument of 'days' has 3 tokens; the parameter takes 2"),
+    ("<plan/>\n in <style/>x", "tokens; 0 fit at position"),
+    ("before <plan/>x", "/, line 1: the text has 2 tokens; 0 fit at position 0"),
+    ("<plan/>", "needs text behind its last module"),
+    ("<plan/>  \n ", "needs text behind its last module"),
+    ("<plan/><user>x</user>", "a schema without <system>, <user> and <assistant>"),
+    ("<user>x</user><plan/>x", "/, line 1: <user> must follow the last module"),
+    ("<plan><user>x</user></plan>x", "/plan, line 1: <user> must follow the last"),
+    ("<plan/>x<user>y</user>", "line 1: text stands outside of <system>"),
+    ("\n<user>a <plan/></user>", "line 2: <user> of a prompt holds text alone"),
+]
+ALL_PROMPTS = [*PROMPTS, *((f"<prompt schema='cities'>{inner}</prompt>", words) for inner, words in IN_A_PROMPT)]
+
+
+@pytest.mark.parametrize(("pml", "words"), ALL_SCHEMAS)
 def test_a_schema_that_cannot_be_served(pml, words, tokenizer):
     with pytest.raises(PmlError) as error:
         Schema.read(pml, tokenizer, 8192)
@@ -78,32 +112,7 @@ def test_a_schema_that_cannot_be_served(pml, words, tokenizer):
     assert (error.value.status, error.value.param, error.value.code) == (400, "pml", "invalid_pml")
 
 
-@pytest.mark.parametrize(
-    ("pml", "words"),
-    [
-        ("<prompt", "line 1: this is no XML"),
-        ("<schema name='cities'/>", "line 1: a prompt begins with <prompt>"),
-        ("<prompt>x</prompt>", "line 1: <prompt> needs the attribute 'schema'"),
-        ("<prompt schema='cities' mode='x'>x</prompt>", "line 1: <prompt> has no attribute 'mode'"),
-        ("<prompt schema='other'>x</prompt>", "names the schema 'other', and not 'cities'"),
-        ("<prompt schema='cities'>\n<paris/>x</prompt>", "/paris, line 2: there is no module 'paris'"),
-        ("<prompt schema='cities'><plan>\n<style/></plan>x</prompt>", "/plan/style, line 2: there is no module 'style' in /plan; it lies in /,"),
-        ("<prompt schema='cities'>\n<rome/>x</prompt>", "/rome, line 2: there is no module 'rome' in /; it lies in /plan"),
-        ("<prompt schema='cities'><plan/>\n<plan/>x</prompt>", "/plan, line 2: the module is imported twice"),
-        ("<prompt schema='cities'><plan><rome/>\n<miami/></plan>x</prompt>", "/plan/miami, line 2: /plan/rome is imported from the same union"),
-        ("<prompt schema='cities'><plan\nhours='2'/>x</prompt>", "/plan, line 1: the module has no parameter 'hours'"),
-        ("<prompt schema='cities'><plan days='one two three'/>x</prompt>", "/plan, line 1: the argument of 'days' has 3 tokens; the parameter takes 2"),
-        ("<prompt schema='cities'><plan/>\n in <style/>x</prompt>", "tokens; 0 fit at position"),
-        ("<prompt schema='cities'>before <plan/>x</prompt>", "/, line 1: the text has 2 tokens; 0 fit at position 0"),
-        ("<prompt schema='cities'><plan/></prompt>", "needs text behind its last module"),
-        ("<prompt schema='cities'><plan/>  \n </prompt>", "needs text behind its last module"),
-        ("<prompt schema='cities'><plan/><user>x</user></prompt>", "a schema without <system>, <user> and <assistant>"),
-        ("<prompt schema='cities'><user>x</user><plan/>x</prompt>", "/, line 1: <user> must follow the last module"),
-        ("<prompt schema='cities'><plan><user>x</user></plan>x</prompt>", "/plan, line 1: <user> must follow the last"),
-        ("<prompt schema='cities'><plan/>x<user>y</user></prompt>", "line 1: text stands outside of <system>"),
-        ("<prompt schema='cities'>\n<user>a <plan/></user></prompt>", "line 2: <user> of a prompt holds text alone"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("pml", "words"), ALL_PROMPTS)
 def test_a_prompt_that_does_not_fit(pml, words, tokenizer):
     schema = Schema.read(CITIES, tokenizer, 8192)
     with pytest.raises(PmlError) as error:
@@ -116,7 +125,11 @@ def test_mode_and_scaffolds_fit_each_other(tokenizer):
     for mode, scaffolds, words in [
         ("independent", [["/plan"]], "scaffolds need the mode scaffold"),
         ("scaffold", [["/plan", "/paris"]], "/paris: a scaffold names a module that is not there"),
-        ("scaffold", [["/plan/rome/food", "/plan/miami"]], "/plan/miami: a scaffold holds /plan/rome of the same union"),
+        (
+            "scaffold",
+            [["/plan/rome/food", "/plan/miami"]],
+            "/plan/miami: a scaffold holds /plan/rome of the same union",
+        ),
     ]:
         with pytest.raises(PmlError, match=words):
             Schema.read(CITIES, tokenizer, 8192, mode, scaffolds)

@@ -13,10 +13,11 @@ from runtime.reuse.modules.schema import Schema
 # Templates in the manner of Llama 2 and Mistral: turns alternate, and Llama's system text stands in the first turn.
 TURNS = """{% if messages[0]['role'] == 'system' %}{% set system = '<<SYS>>' + messages[0]['content'] + '<</SYS>>' %}
 {%- set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}{% for message in messages %}
-{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns must alternate') }}{% endif %}
-{%- if message['role'] == 'user' %}{{ '[INST] ' + (system if loop.first else '') + message['content'] | trim + ' [/INST]' }}
+{%- set user = message['role'] == 'user' %}
+{%- if user != (loop.index0 % 2 == 0) %}{{ raise_exception('turns must alternate') }}{% endif %}
+{%- if user %}{{ '[INST] ' + (system if loop.first else '') + message['content'] | trim + ' [/INST]' }}
 {%- else %}{{ ' ' + message['content'] | trim + ' </s>' }}{% endif %}{% endfor %}"""
-LAST_TURN = "{% for m in messages %}{{ m['role'] + ':' + (m['content'] if not loop.last else '*' + m['content']) }}{% endfor %}"
+LAST_TURN = "{% for m in messages %}{{ m['role'] + ('*' if loop.last else ':') + m['content'] }}{% endfor %}"
 TWICE = "{% for m in messages %}{{ m['content'] + m['content'] }}{% endfor %}"
 DROPS = "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}{% endfor %}"
 SYSTEM_LAST = "{% for m in messages[1:] %}{{ m['content'] }}{% endfor %}{{ messages[0]['content'] }}"
@@ -79,7 +80,9 @@ def test_later_turns_follow_the_schema(tokenizer):
     schema = Schema.read(SCHEMA, tokenizer, 8192)
     turns = "<user>One</user><assistant>Two</assistant><user>Three</user>"
     prompt = schema.compile(f"<prompt schema='s'><a/><c/>{turns}</prompt>")
-    later = [{"role": role, "content": text} for role, text in (("user", "One"), ("assistant", "Two"), ("user", "Three"))]
+    later = [
+        {"role": role, "content": text} for role, text in (("user", "One"), ("assistant", "Two"), ("user", "Three"))
+    ]
     assert text_of(schema, prompt) == tokenizer.apply_chat_template([*SPOKEN, *later])
 
 
@@ -116,7 +119,9 @@ def test_marks_cannot_be_guessed(tokenizer):
     seen: list[str] = []
     own = with_template(tokenizer, tokenizer.chat_template)
     render = own.apply_chat_template
-    own.apply_chat_template = lambda messages, *rest: seen.extend(m["content"] for m in messages) or render(messages, *rest)
+    own.apply_chat_template = lambda messages, *rest: (
+        seen.extend(m["content"] for m in messages) or render(messages, *rest)
+    )
     schema = Schema.read(SCHEMA, own, 8192)
     marks = [text for text in seen if len(text) == 32]
     assert len(set(marks)) == len(marks) == 9
