@@ -12,12 +12,13 @@ from pydantic import ConfigDict, Field
 
 from radix import Namespace
 from runtime.errors import InvalidRequest, PinRefused
+from runtime.models.tokenizer import Tokenizer
 from server.auth.keys import Asker, CacheScope, Forbidden, Tenant
 from server.context import Context, Ctx
 from server.http import examples
 from server.http.errors import NotFound
 from server.http.wire import Body, CacheSalt, Text, TokenIds
-from server.openai.types import Message
+from server.openai.types import Message, Messages
 
 router = APIRouter(prefix="/cache", tags=["cache"])
 
@@ -31,7 +32,7 @@ class PinRequest(Body):
 
     text: Text | None = None
     input_ids: TokenIds | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     name: Text | None = Field(None, max_length=256)
     ttl_s: float | None = Field(None, gt=0, le=1e9, description="seconds until the pin expires; null: never")
     tenant: str | None = Field(
@@ -49,16 +50,18 @@ async def pin(context: Ctx, body: PinRequest, tenant: Asker) -> dict[str, Any]:
         raise InvalidRequest("exactly one of text, input_ids and messages must be given", param="text")
     prompt: str | list[int]
     if body.messages is not None:
-        tokenizer = context.engine.tokenizer
-        messages = [message.plain() for message in body.messages]
-        text = await asyncio.to_thread(tokenizer.apply_chat_template, messages, add_generation_prompt=False)
-        prompt = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=False)
+        prompt = await asyncio.to_thread(_encode, body.messages, context.engine.tokenizer)
     else:
         prompt = body.text if body.text is not None else body.input_ids or []
     if body.tenant is not None:
         tenant = _named(body.tenant, context)
     namespace = tenant.namespace(body.cache_salt, body.cache_scope)
     return await context.engine.pin(prompt, namespace, body.name, body.ttl_s)
+
+
+def _encode(messages: list[Message], tokenizer: Tokenizer) -> list[int]:
+    turns = [message.plain() for message in messages]
+    return tokenizer.encode(tokenizer.apply_chat_template(turns, add_generation_prompt=False), add_special_tokens=False)
 
 
 def _named(name: str, context: Context) -> Tenant:

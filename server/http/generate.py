@@ -18,7 +18,7 @@ from server.context import Context, Ctx
 from server.http import examples
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone
-from server.http.wire import MAX_BATCH, Body, CacheSalt, Diffusion, Priority, Rid, Sampling, Text, Timeout, TokenIds
+from server.http.wire import Body, CacheSalt, Diffusion, IdPrompts, OneOrMany, Priority, Rid, Sampling, Text, Timeout
 
 router = APIRouter(tags=["generate"])
 
@@ -39,15 +39,15 @@ class GenerateRequest(Body):
         }
     )
 
-    text: Text | list[Text] | None = None
-    input_ids: TokenIds | list[TokenIds] | None = None
-    sampling_params: Sampling | list[Sampling] = Field(default_factory=Sampling)
+    text: OneOrMany[Text] | None = None
+    input_ids: IdPrompts | None = None
+    sampling_params: OneOrMany[Sampling] = Field(default_factory=Sampling)
     stream: bool = False
     return_logprob: bool = False
     logprob_start_len: int = Field(-1, ge=-1, description="position from which prompt tokens are reported; -1: none")
     top_logprobs_num: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     return_text_in_logprobs: bool = False
-    rid: Rid | list[Rid] | None = None
+    rid: OneOrMany[Rid] | None = None
     priority: Priority = 0
     cache_salt: CacheSalt | None = None
     cache_scope: CacheScope = "private"
@@ -71,8 +71,8 @@ def submissions_of(body: GenerateRequest, tenant: Tenant) -> tuple[list[Submissi
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequest("exactly one of text and input_ids must be given", param="text")
     prompts, is_list = prompts_of(body.text if body.text is not None else body.input_ids or [])
-    if not 0 < len(prompts) <= MAX_BATCH:
-        raise InvalidRequest(f"a batch has 1 to {MAX_BATCH} prompts, not {len(prompts)}", param="text")
+    if not prompts:
+        raise InvalidRequest("a batch has at least one prompt", param="text")
     sampling = _for_each(body.sampling_params, len(prompts), "sampling_params")
     if isinstance(body.rid, str) and is_list:
         raise InvalidRequest("a batch needs a list of request ids", param="rid")

@@ -13,7 +13,7 @@ from runtime.frontend.async_engine import OutputStream
 from runtime.frontend.output import Output, Submission, new_rid
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import TokenLogprob
-from server.auth.keys import Asker
+from server.auth.keys import Asker, Tenant
 from server.context import Context, Ctx
 from server.http import examples
 from server.http.follow import collect, follow, open_outputs
@@ -56,26 +56,28 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx, te
     """The assistant's next message in a conversation."""
     check_model(body.model, context)
     body.refuse_unsupported()
+    submission = await asyncio.to_thread(submission_of, body, tenant, context)
+    outputs = await open_outputs(context, [submission], body.NAMES, body.timeout_s)
+    rid = f"chatcmpl-{new_rid()}"
+    if body.stream:
+        return EventStream(_events(body, rid, outputs, context), outputs.close)
+    return await unless_gone(request, _answer(body, rid, outputs, context))
+
+
+def submission_of(body: ChatRequest, tenant: Tenant, context: Context) -> Submission:
+    """The submission of a conversation. Long ones take their time: not for the event loop. Raises InvalidRequest."""
     messages = [message.plain() for message in body.messages]
-    schema = body.schema_text()
-    tokenizer = context.engine.tokenizer
-    prompt = await asyncio.to_thread(render_chat, tokenizer, messages, body.offered, body.add_generation_prompt)
-    submission = Submission(
-        prompt=prompt,
-        sampling=body.sampling(body.max_completion_tokens or body.max_tokens, schema),
+    return Submission(
+        sampling=body.sampling(body.max_completion_tokens or body.max_tokens, body.schema_text()),
+        prompt=render_chat(context.engine.tokenizer, messages, body.offered, body.add_generation_prompt),
         account=tenant.account,
         namespace=tenant.namespace(body.cache_salt, body.cache_scope),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         priority=tenant.priority(body.priority),
         add_special_tokens=False,
         diffusion=body.diffusion,
-        shared_text=await asyncio.to_thread(_system_text, messages, context),
+        shared_text=_system_text(messages, context),
     )
-    outputs = await open_outputs(context, [submission], body.NAMES, body.timeout_s)
-    rid = f"chatcmpl-{new_rid()}"
-    if body.stream:
-        return EventStream(_events(body, rid, outputs, context), outputs.close)
-    return await unless_gone(request, _answer(body, rid, outputs, context))
 
 
 def _system_text(messages: list[dict[str, Any]], context: Context) -> str | None:

@@ -16,7 +16,6 @@ from server.context import Context, Ctx
 from server.http import examples
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone
-from server.http.wire import MAX_BATCH
 from server.openai.common import check_model, envelope, finish_reason, usage
 from server.openai.types import CompletionRequest
 
@@ -32,8 +31,8 @@ def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:
     if body.echo and body.logprobs is not None and body.n > 1:
         raise InvalidRequest("echo with logprobs needs n = 1", param="echo")
     prompts, _ = prompts_of(body.prompt)
-    if not 0 < len(prompts) <= MAX_BATCH:
-        raise InvalidRequest(f"prompt must hold 1 to {MAX_BATCH} prompts, not {len(prompts)}", param="prompt")
+    if not prompts:
+        raise InvalidRequest("prompt holds no prompts", param="prompt")
     sampling = body.sampling(body.max_tokens)
     return [
         Submission(
