@@ -7,10 +7,12 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 
 from pydantic import ValidationError
 
 from runtime.errors import RametError
+from runtime.frontend.output import Prompt
 from server.options import add_options, config_from, options_table
 
 
@@ -95,12 +97,12 @@ def _schema(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
     from runtime.models.spec import ModelSpec
     from runtime.models.tokenizer import Tokenizer
     from runtime.reuse.modules.schema import Schema
-    from runtime.reuse.modules.table import print_layout
+    from server.schemas.table import print_layout
 
     config = config_from(parser, arguments)
     path = resolve_model(config.model)
     tokenizer = Tokenizer.load(path, config.model.chat_template)
-    length = config.model.context_length or ModelSpec.read(path).max_position_embeddings
+    length = config.model.context_length or ModelSpec.load(path).context_length
     print_layout(Schema.read(_read(parser, arguments.file), tokenizer, length))
     return 0
 
@@ -150,13 +152,14 @@ Command = tuple[
 _COMMANDS: dict[str, Command] = {
     "serve": ("serve a model over HTTP", add_options, _serve),
     "generate": ("generate from a prompt on the terminal, without a server", _add_generate, _generate),
+    "schema": ("check a schema of prompt modules, and print its layout", _add_schema, _schema),
     "fetch-model": ("fetch and convert a model, and print its directory", lambda p: add_options(p, "model"), _fetch),
     "profile": ("measure in how many layers a diffusion model's prefixes can be reused", _add_profile, _profile),
     "bench": ("measure a server or this machine", _add_bench, _bench),
     "options": ("print the options of `serve` as tables in Markdown", lambda parser: None, _options),
 }
 # The extra `load`; plots need matplotlib as well.
-_BENCH_PACKAGES = ("aiohttp", "httpx", "rich")
+_BENCH_PACKAGES = ("aiohttp", "httpx")
 
 if __name__ == "__main__":
     sys.exit(main())

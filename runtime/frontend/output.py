@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from radix import Namespace
 from runtime.params import DiffusionParams, SamplingParams
 from runtime.protocol import Finish, TokenLogprob
+from runtime.reuse.modules.compile import ModulePrompt
 
-Prompt = str | list[int]
+Prompt = str | list[int] | ModulePrompt
 Logprobs = list[TokenLogprob] | None
 
 
@@ -21,7 +22,7 @@ def new_rid() -> str:
 
 def prompts_of(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """The prompts as a list, and whether a list was given. A list of integers is one prompt, of token ids."""
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
+    if isinstance(given, str | ModulePrompt) or (given and isinstance(given[0], int)):
         return [given], False  # type: ignore[list-item]
     return list(given), True  # type: ignore[arg-type]
 
@@ -31,7 +32,7 @@ class Submission:
     """One prompt and its parameters; it has `sampling.n` completions.
 
     Attributes:
-        prompt: text, or token ids.
+        prompt: text, token ids, or one that imports modules; or a function that makes one of these, called in a thread.
         sampling: its `max_new_tokens` may be None, for as many as fit in the context.
         rid: request id; unique among an account's live requests.
         account: the tenant; open requests are counted by it.
@@ -44,7 +45,7 @@ class Submission:
         shared_text: the prompt's beginning that other requests share, for `diffusion` without `prefix_tokens`.
     """
 
-    prompt: Prompt
+    prompt: Prompt | Callable[[], Prompt]
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams())
     rid: str = field(default_factory=new_rid)
     account: str = ""
@@ -78,7 +79,7 @@ class Output:
         prompt_tokens, cached_tokens, completion_tokens: counts; cached tokens are prompt tokens read from the cache.
         finish: set on the last Output of a completion only.
         queue_s, prefill_s, e2e_s: seconds waiting, from admission to the first token, and since submission.
-        reuse: figures on the shared prefix of a diffusion model.
+        reuse: on the shared prefix of a diffusion model, or on modules: what was reused.
         canvas: all output positions of a diffusion model, decided or masked, if requested.
     """
 
