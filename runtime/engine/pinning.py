@@ -85,7 +85,7 @@ class Pinning:
             runs = self._core.strategy_of(asked).runs(array("i", message.tokens), message.namespace, asked)
         except InvalidRequest as error:
             return {"refused": error.message}
-        pins = []
+        pins: list[dict[str, Any]] = []
         for run in runs:
             answer = board.pin(run.tokens, run.namespace, message.name or run.name, message.ttl_s)
             if "pin" not in answer:

@@ -7,11 +7,10 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
-from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.execution.attention.stand_in import stand_in
 from tests.runtime.reuse.modules.plain import (
-    Module,
     ModuleDriver,
     Prompt,
     Reference,
@@ -22,6 +21,15 @@ from tests.runtime.reuse.modules.plain import (
 )
 
 NEW = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Matrices of 48 columns gain nothing from a second thread, and threads wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
