@@ -60,7 +60,7 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     config = config_from(parser, arguments)
     if arguments.schema and arguments.chat:
         parser.error("argument --chat: a schema says itself where the turns of a conversation are")
-    prompt: Prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    given = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     try:
         sampling = SamplingParams(
             max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, seed=arguments.seed
@@ -68,11 +68,12 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     except ValidationError as error:
         problem = error.errors()[0]
         parser.error(f"argument --{str(problem['loc'][0]).replace('_', '-')}: {problem['msg']}")
+    prompt: Prompt = given
     with Engine(config=config) as engine:
         if arguments.schema:
-            prompt = engine.schema(_read(parser, arguments.schema)).compile(prompt)
+            prompt = engine.schema(_read(parser, arguments.schema)).compile(given)
         elif arguments.chat:
-            prompt = engine.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+            prompt = engine.tokenizer.apply_chat_template([{"role": "user", "content": given}])
         for output in engine.stream_all([Submission(prompt, sampling, add_special_tokens=not arguments.chat)]):
             print(output.delta, end="", flush=True)
     print()

@@ -59,10 +59,8 @@ class Engine:
         self.core.executor.on_death(self._die)
         self._thread.start()
 
-    def schema(
-        self, pml: str, mode: Mode = "independent", scaffolds: Sequence[Sequence[str]] | None = None
-    ) -> Schema:
-        """A schema of prompt modules; its `compile` makes prompts for `generate` and `stream`. Raises InvalidRequest."""
+    def schema(self, pml: str, mode: Mode = "independent", scaffolds: Sequence[Sequence[str]] | None = None) -> Schema:
+        """A schema of prompt modules; its `compile` makes prompts for `generate`. Raises InvalidRequest."""
         return Schema.read(pml, self.tokenizer, self.info.context_length, mode, scaffolds)
 
     def generate(

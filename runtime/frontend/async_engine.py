@@ -291,6 +291,15 @@ class AsyncEngine:
             raise PinRefused(answer["refused"])
         return answer["pin"]
 
+    async def pin_modules(
+        self, reuse: dict[str, Any], namespace: Namespace, name: str, ttl_s: float | None
+    ) -> list[str]:
+        """Keep the KV of all entries of a request in the cache; ids of their pins. Raises PinRefused."""
+        answer = await self._call(lambda call: AddPin(call, b"", namespace, name=name, ttl_s=ttl_s, reuse=reuse))
+        if "refused" in answer:
+            raise PinRefused(answer["refused"])
+        return [pin["id"] for pin in answer["pins"]]
+
     async def unpin(self, pin: str) -> bool:
         """Remove a pin; False if there is none of that id."""
         return (await self._call(lambda call: RemovePin(call, pin)))["found"]

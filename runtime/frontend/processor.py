@@ -170,7 +170,7 @@ class Frontend:
                 f"{new} new tokens are asked for; this server gives {config.max_output_tokens}", param="max_new_tokens"
             )
         for used, limit, what in (
-            (positions or prompt, self.info.context_length, "the model's context is"),
+            (prompt if positions is None else positions, self.info.context_length, "the model's context is"),
             (prompt, self.info.pool_tokens, "the KV pool holds"),
         ):
             if used + (wanted := 1 if new is None else new) > limit:

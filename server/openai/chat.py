@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.async_engine import OutputStream
-from runtime.frontend.output import Output, Submission, new_rid
+from runtime.frontend.output import Output, Prompt, Submission, new_rid
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import TokenLogprob
+from runtime.reuse.modules.pml import Prompt as ModuleText
 from server.auth.keys import Asker, Tenant
 from server.context import Context, Ctx
 from server.http import examples
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone
-from server.openai.common import check_model, envelope, finish_reason, usage
-from server.openai.tools import CallReader, render_chat, writes_tags
+from server.openai.common import check_model, envelope, finish_reason, module_reuse, usage
+from server.openai.tools import CallReader, render_chat, with_tools, writes_tags
 from server.openai.types import ChatRequest
 
 router = APIRouter(prefix="/v1", tags=["openai"])
@@ -69,7 +71,7 @@ def submission_of(body: ChatRequest, tenant: Tenant, context: Context) -> Submis
     messages = [message.plain() for message in body.messages]
     return Submission(
         sampling=body.sampling(body.max_completion_tokens or body.max_tokens, body.schema_text()),
-        prompt=render_chat(context.engine.tokenizer, messages, body.offered, body.add_generation_prompt),
+        prompt=partial(_prompt, body, messages, tenant, context),
         account=tenant.account,
         namespace=tenant.namespace(body.cache_salt, body.cache_scope),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -78,6 +80,21 @@ def submission_of(body: ChatRequest, tenant: Tenant, context: Context) -> Submis
         diffusion=body.diffusion,
         shared_text=_system_text(messages, context),
     )
+
+
+def _prompt(body: ChatRequest, messages: list[dict[str, Any]], tenant: Tenant, context: Context) -> Prompt:
+    """The prompt of a conversation; behind a schema, it imports modules. Raises InvalidRequest and NotFound."""
+    tokenizer = context.engine.tokenizer
+    if body.schema_name is None:
+        return render_chat(tokenizer, messages, body.offered, body.add_generation_prompt)
+    schema = context.schemas.get(tenant.account, body.schema_name).schema
+    if not schema.roles:
+        raise InvalidRequest("a schema without <system>, <user> and <assistant> is for /generate", param="schema")
+    # A message that only imports is no turn.
+    turns = [m for m, given in zip(messages, body.messages, strict=True) if m["content"] or not given.imports]
+    imports = [one for message in body.messages for one in message.imports]
+    modules = ModuleText(schema.name, imports, messages=with_tools(tokenizer, turns, body.offered))
+    return schema.compile(modules, body.add_generation_prompt)
 
 
 def _system_text(messages: list[dict[str, Any]], context: Context) -> str | None:
@@ -109,7 +126,11 @@ async def _answer(body: ChatRequest, rid: str, outputs: OutputStream, context: C
                 "finish_reason": _finish_reason(output, bool(calls)),
             }
         )
-    return {**envelope("chat.completion", rid, context), "choices": choices, "usage": usage(done)}
+    return {
+        **envelope("chat.completion", rid, context),
+        **{"choices": choices, "usage": usage(done)},
+        **module_reuse(done[0]),
+    }
 
 
 async def _events(body: ChatRequest, rid: str, outputs: OutputStream, context: Context) -> Events:
@@ -129,7 +150,8 @@ async def _events(body: ChatRequest, rid: str, outputs: OutputStream, context: C
         text, calls = reader.push(output.delta, last=output.finish is not None)
         delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
         finish = _finish_reason(output, bool(reader.num_calls))
-        yield chunk(output.choice, delta, _logprobs(body, output, context.engine.tokenizer), finish)
+        last_one = module_reuse(output) if finish else {}
+        yield chunk(output.choice, delta, _logprobs(body, output, context.engine.tokenizer), finish) | last_one
     if body.with_usage:
         yield {**envelope("chat.completion.chunk", rid, context), "choices": [], "usage": usage(last.values())}
 

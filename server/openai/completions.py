@@ -114,7 +114,7 @@ class _Choice:
 
     def _prompt(self) -> str:
         prompt = self._submission.prompt
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, False)
+        return self._tokenizer.decode(prompt, False) if isinstance(prompt, list) else str(prompt)
 
     def _logprobs(self, items: list[TokenLogprob]) -> dict[str, Any]:
         tokens = [self._tokenizer.decode([item.token], False) for item in items]

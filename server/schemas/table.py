@@ -13,7 +13,9 @@ def print_layout(schema: Schema) -> None:
     modules = schema.modules()
     table = Table("path", "positions", "tokens", "parameters", "union", title=f"schema {schema.name}")
     for module in modules:
-        parameters = ", ".join(f"{p['name']} {_span(p['start'], p['start'] + p['length'])}" for p in module["parameters"])
+        parameters = ", ".join(
+            f"{p['name']} {_span(p['start'], p['start'] + p['length'])}" for p in module["parameters"]
+        )
         union = module["union"]
         shown = _span(union["start"], union["stop"]) if union else ""
         table.add_row(module["path"], _span(module["start"], module["stop"]), str(module["tokens"]), parameters, shown)

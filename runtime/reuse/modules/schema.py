@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.modules.compile import ModulePrompt, compile_prompt
-from runtime.reuse.modules.layout import Scope, lay_out
+from runtime.reuse.modules.layout import Scope, lay_out, make_entry
 from runtime.reuse.modules.markup import PmlError, Text
 from runtime.reuse.modules.pml import Content, Prompt, SchemaText, read_prompt, read_schema
 from runtime.reuse.modules.roles import continue_chat, template_pieces
@@ -92,6 +92,17 @@ class Schema:
         if prompt.schema != self.name:
             raise PmlError(f"the prompt names the schema {prompt.schema!r}, and not {self.name!r}")
         return compile_prompt(prompt, self._tail(prompt, generate), self.root, self.scaffolds, self.tokenizer)
+
+    def everything(self) -> ModulePrompt:
+        """A request that only encodes: every module alone, and all scaffolds."""
+        unique: dict[str, tuple[dict[str, Any], int]] = {}
+        for scopes in (*self.scaffolds, *([scope] for scope in self.root.walk())):
+            if kept := sum(scope.num_kept for scope in scopes):
+                # Members of a union may have the same text, and are one entry then.
+                entry = make_entry(scopes)
+                unique.setdefault(repr({**entry, "name": ""}), (entry, kept))
+        reuse = {"method": "modules", "entries": [entry for entry, _ in unique.values()]}
+        return ModulePrompt([], reuse, [kept for _, kept in unique.values()], 0)
 
     def _tail(self, prompt: Prompt, generate: bool) -> str:
         if not self.roles:
