@@ -13,7 +13,7 @@ ROLES = ("system", "user", "assistant")
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_\-.]{0,63}")
 _PARAMETERS = frozenset(("parameter", "param"))
 # Names of modules are tags in prompts, where those of roles mean roles.
-_RESERVED = frozenset((*ROLES, *_PARAMETERS, "schema", "prompt", "module", "union"))
+RESERVED = frozenset((*ROLES, *_PARAMETERS, "schema", "prompt", "module", "union"))
 
 
 @dataclass(slots=True)
@@ -135,7 +135,7 @@ def _module(element: Element, path: tuple[str, ...], names: set[str]) -> Module:
     name = _attributes(element, _show(path), "name")["name"]
     path = (*path, name)
     _check_name(name, _show(path), element.line)
-    if name in _RESERVED:
+    if name in RESERVED:
         raise PmlError(f"{name!r} is a tag and cannot be a module's name", _show(path), element.line)
     if name in names:
         raise PmlError(f"there are two modules {name!r} side by side", _show(path), element.line)
