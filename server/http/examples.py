@@ -72,7 +72,8 @@ _PLAN = {
     **{"path": "/plan", "start": 6, "stop": 27, "tokens": 17, "union": None},
     "parameters": [{"name": "days", "start": 11, "length": 4}],
 }
-SCHEMA = answers({**_SCHEMA, "modules": [_PLAN]})
+_TEXT_OF_ALL = {"path": "/", "start": 0, "stop": 128, "tokens": 18, "union": None, "parameters": []}
+SCHEMA = answers({**_SCHEMA, "modules": [_TEXT_OF_ALL, _PLAN]})
 SCHEMAS = answers({"object": "list", "data": [_SCHEMA]})
 SUCCESS = answers({"success": True})
 STOPPING = answers({"success": True}, 202)

@@ -210,7 +210,7 @@ def test_tools_follow_the_schema(api, client, add):
         ({"schema": "talk"}, [{"type": "module", "module": {"path": ""}}], 400, "messages"),
         ({"schema": "talk"}, [{"type": "module", "module": {"path": "a", "args": {"x": "y"}}}], 400, "messages"),
         ({"schema": "talk"}, [{"type": "module", "module": {}}], 400, "messages.0.content.0.module.path"),
-        ({"schema": "talk"}, [{"type": "module", "module": {"path": "a", "of": 1}}], 400, "messages.0.content.0.module.of"),
+        ({"schema": "talk"}, [{"type": "module", "module": {"path": "a", "x": 1}}], 400, "messages.0.content.0.module.x"),
         ({"schema": "talk"}, [{"type": "modul", "module": {"path": "a"}}], 400, "messages.0.content.0.type"),
     ],
 )  # fmt: skip
