@@ -189,6 +189,18 @@ def test_a_later_turn_finds_the_modules_and_its_own_rows(tiny_dir, reference):
     assert driver.events["moved"][-1].cached_tokens == 28, "at other positions they are other rows"
 
 
+def test_own_rows_behind_other_modules_are_other_rows(tiny_dir, reference):
+    draw = random.Random(21)
+    first, second = (behind(draw, [module(draw, 16)], 40) for _ in range(2))
+    second.tokens = first.tokens
+    driver = ModuleDriver(tiny_dir)
+    for i, prompt in enumerate([first, second, first]):
+        driver.ask(f"{i}", prompt, NEW)
+        driver.run()
+    check(driver, reference)
+    assert [driver.events[f"{i}"][-1].cached_tokens for i in range(3)] == [0, 0, 16 + 32]
+
+
 def test_a_module_whose_end_was_evicted_is_encoded_from_there(tiny_dir, reference):
     draw = random.Random(10)
     plain, with_hole = module(draw, 64), module(draw, 64, 64, (20,))
@@ -241,6 +253,45 @@ def test_tenants_and_salts_share_no_module(tiny_dir):
     assert [driver.events[str(i)][-1].cached_tokens for i in range(4)] == [0, 0, 0, 40]
     assert driver.core.counters["encoded_modules"] == 3
     assert {namespace.tenant for namespace, _ in driver.core.cache.tree.roots()} == {"a", "b"}
+
+
+def test_entries_are_found_by_content_not_by_name(tiny_dir, reference):
+    """Other positions or placeholders make another entry of the same tokens; another name does not."""
+    draw = random.Random(18)
+    places = [list(range(20)), [*range(10), *range(15, 25)], list(range(20)), list(range(20))]
+    holes = [[4], [4], [12], [4]]
+    driver = ModuleDriver(tiny_dir)
+    for i in range(4):
+        one = Module(f"/{i}", [77] * 20, places[i], holes[i])
+        driver.ask(f"{i}", Prompt([one], draw_tokens(draw, 3), [25, 26, 27]), NEW)
+        driver.run()
+    check(driver, reference)
+    assert [driver.events[f"{i}"][-1].cached_tokens for i in range(4)] == [0, 0, 0, 19]
+    assert driver.core.counters["encoded_modules"] == 3
+
+
+def test_log_probabilities_are_those_of_what_the_model_saw(tiny_dir, reference):
+    draw = random.Random(19)
+    prompt = behind(draw, [module(draw, 20, 0, (3, 4)), module(draw, 9, 30)])
+    driver = ModuleDriver(tiny_dir)
+    driver.ask("a", prompt, NEW, logprobs=2)
+    driver.run()
+    expected = reference.logits(prompt, driver.tokens["a"]).log_softmax(-1)
+    found = [one for event in driver.events["a"] for one in event.logprobs or []]
+    assert len(found) == NEW
+    for row, one in zip(expected, found, strict=False):
+        assert one.logprob == pytest.approx(float(row[one.token]), abs=1e-3)
+        assert [token for token, _ in one.top] == row.topk(2).indices.tolist()
+
+
+def test_a_tenant_over_its_quota_is_served(tiny_dir, reference):
+    draw = random.Random(20)
+    driver = ModuleDriver(tiny_dir, tenant_quota=2, page_size=16)
+    for i in range(3):
+        driver.ask(f"{i}", behind(draw, [module(draw, 50, 0, (7,))], 20), NEW, namespace=Namespace("a"))
+        driver.run()
+    check(driver, reference)
+    assert driver.core.cache.tree.num_pages <= 2
 
 
 def test_bad_numbers_take_the_modules_with_them(tiny_dir, reference):
