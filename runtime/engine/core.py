@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from radix import Namespace
 from runtime.batch import ForwardBatch
 from runtime.config import Config
 from runtime.diffusion.decoding import CanvasDecoding
@@ -192,7 +193,7 @@ class EngineCore:
             return StepEvents([TokenEvent(message.rid, [], finish)])
         self.requests[request.rid] = request
         if request.sampling.constrained:
-            self.grammars.start(request.rid, request.sampling, request.namespace.owner)
+            self.grammars.start(request.rid, request.sampling, request.owner)
             self.scheduler.add(request, blocked_on=request.rid)
         else:
             self.scheduler.add(request)
@@ -220,6 +221,8 @@ class EngineCore:
             strategy=strategy,
             decoding=self.decoding,
             namespace=message.namespace,
+            # Of what tenants share, each one that computes some pays for it; where nobody is named, the salt does.
+            owner=Namespace(message.account) if message.account else message.namespace.owner,
             logprobs=message.logprobs,
             prompt_logprobs_from=message.prompt_logprobs_from,
             priority=message.priority,

@@ -18,6 +18,7 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import FlushCache, GetState, Inbound, Reply, Shutdown, StepEvents
 from runtime.reuse.modules.schema import Mode, Schema
+from runtime.sampling.grammar import check_grammar
 
 Sampling = SamplingParams | dict[str, Any] | None
 
@@ -152,6 +153,8 @@ class Engine:
 
     def _submit(self, submissions: list[Submission], on_output: Callable[[Output | RametError], None]) -> int:
         encoded = [self._frontend.encode(submission) for submission in submissions]
+        for submission in submissions:
+            check_grammar(submission.sampling)
         done: list[Submission] = []
         with self._lock:
             if self._dead is not None:

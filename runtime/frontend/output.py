@@ -16,6 +16,11 @@ Prompt = str | list[int] | ModulePrompt
 Logprobs = list[TokenLogprob] | None
 
 
+def expected_tokens(characters: int) -> int:
+    """Tokens to expect of a text."""
+    return characters // 4
+
+
 def new_rid() -> str:
     return uuid.uuid4().hex
 
@@ -42,7 +47,9 @@ class Submission:
         priority: larger goes first among waiting requests.
         add_special_tokens: whether to add the model's BOS to a text prompt (a chat template has it already).
         diffusion: denoising parameters; None: the model's defaults, and for causal models.
-        shared_text: the prompt's beginning that other requests share, for `diffusion` without `prefix_tokens`.
+        shared_text: renders the prompt's beginning that other requests share, if it has one, for `diffusion` without
+            `prefix_tokens`.
+        num_characters: of a prompt that is still to be rendered, about.
     """
 
     prompt: Prompt | Callable[[], Prompt]
@@ -55,7 +62,15 @@ class Submission:
     priority: int = 0
     add_special_tokens: bool = True
     diffusion: DiffusionParams | None = None
-    shared_text: str | None = None
+    shared_text: Callable[[], str | None] | None = None
+    num_characters: int = 0
+
+    @property
+    def expected_tokens(self) -> int:
+        """Tokens to expect of the prompt, before it is tokenized."""
+        if isinstance(self.prompt, list):
+            return len(self.prompt)
+        return expected_tokens(len(self.prompt) if isinstance(self.prompt, str) else self.num_characters)
 
     @property
     def key(self) -> tuple[str, str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
@@ -12,7 +13,9 @@ from pydantic import ConfigDict, Field
 
 from radix import Namespace
 from runtime.errors import InvalidRequest, PinRefused
+from runtime.frontend.output import Submission
 from runtime.models.tokenizer import Tokenizer
+from runtime.params import SamplingParams
 from server.auth.keys import Asker, CacheScope, Forbidden, Tenant
 from server.context import Context, Ctx
 from server.http import examples
@@ -48,20 +51,26 @@ async def pin(context: Ctx, body: PinRequest, tenant: Asker) -> dict[str, Any]:
     given = [value for value in (body.text, body.input_ids, body.messages) if value is not None]
     if len(given) != 1:
         raise InvalidRequest("exactly one of text, input_ids and messages must be given", param="text")
-    prompt: str | list[int]
+    prompt: str | list[int] | Callable[[], str]
     if body.messages is not None:
-        prompt = await asyncio.to_thread(_encode, body.messages, context.engine.tokenizer)
+        prompt = partial(_render, body.messages, context.engine.tokenizer)
     else:
         prompt = body.text if body.text is not None else body.input_ids or []
     if body.tenant is not None:
         tenant = _named(body.tenant, context)
-    namespace = tenant.namespace(body.cache_salt, body.cache_scope)
-    return await context.engine.pin(prompt, namespace, body.name, body.ttl_s)
+    prefix = Submission(
+        prompt,
+        SamplingParams(max_new_tokens=1),
+        account=tenant.account,
+        namespace=tenant.namespace(body.cache_salt, body.cache_scope),
+        add_special_tokens=body.messages is None,
+    )
+    return await context.engine.pin(prefix, body.name, body.ttl_s)
 
 
-def _encode(messages: list[Message], tokenizer: Tokenizer) -> list[int]:
+def _render(messages: list[Message], tokenizer: Tokenizer) -> str:
     turns = [message.plain() for message in messages]
-    return tokenizer.encode(tokenizer.apply_chat_template(turns, add_generation_prompt=False), add_special_tokens=False)
+    return tokenizer.apply_chat_template(turns, add_generation_prompt=False)
 
 
 def _named(name: str, context: Context) -> Tenant:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from runtime.protocol import TokenLogprob
 from server.auth.keys import Asker, CacheScope, Tenant
 from server.context import Context, Ctx
 from server.http import examples
+from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone
 from server.http.wire import Body, CacheSalt, Diffusion, IdPrompts, OneOrMany, Priority, Rid, Sampling, Text, Timeout
@@ -81,9 +83,8 @@ def submissions_of(body: GenerateRequest, tenant: Tenant, schemas: SchemaStore) 
     if len(body.given) != 1:
         raise InvalidRequest("exactly one of text, input_ids and pml must be given", param="text")
     prompts: Sequence[Prompt | Callable[[], Prompt]]
-    prompts, is_list = prompts_of(getattr(body, body.given[0]))
-    if body.pml is not None:
-        prompts = [partial(schemas.compile, tenant.account, str(prompt)) for prompt in prompts]
+    texts, is_list = prompts_of(getattr(body, body.given[0]))
+    prompts = texts if body.pml is None else [partial(schemas.compile, tenant.account, str(text)) for text in texts]
     if not prompts:
         raise InvalidRequest("a batch has at least one prompt", param="text")
     sampling = _for_each(body.sampling_params, len(prompts), "sampling_params")
@@ -93,6 +94,7 @@ def submissions_of(body: GenerateRequest, tenant: Tenant, schemas: SchemaStore) 
     submissions = [
         Submission(
             prompt=prompt,
+            num_characters=len(text) if isinstance(text, str) else 0,
             sampling=params.plain(),
             rid=rid or new_rid(),
             account=tenant.account,
@@ -102,7 +104,7 @@ def submissions_of(body: GenerateRequest, tenant: Tenant, schemas: SchemaStore) 
             priority=tenant.priority(body.priority),
             diffusion=body.diffusion,
         )
-        for prompt, params, rid in zip(prompts, sampling, rids, strict=True)
+        for prompt, text, params, rid in zip(prompts, texts, sampling, rids, strict=True)
     ]
     return submissions, is_list or any(s.sampling.n > 1 for s in submissions)
 
@@ -122,7 +124,7 @@ async def generate(body: GenerateRequest, request: Request, context: Ctx, tenant
     if body.stream and not context.config.server.incremental_output:
         for submission in submissions:
             _check_repeated(body, submission.sampling.max_new_tokens or 0)
-    outputs = await open_outputs(context, submissions, body.names(), body.timeout_s)
+    outputs = await open_outputs(request, context, submissions, body.names(), body.timeout_s)
     if body.stream:
         return EventStream(_events(body, submissions, is_list, outputs, context), outputs.close)
     return await unless_gone(request, _answer(body, is_list, outputs, context))
@@ -131,13 +133,9 @@ async def generate(body: GenerateRequest, request: Request, context: Ctx, tenant
 async def _answer(
     body: GenerateRequest, is_list: bool, outputs: OutputStream, context: Context
 ) -> dict[str, Any] | list[dict[str, Any]]:
-    done = await collect(outputs, context.metrics)
-    tokenizer = context.engine.tokenizer
-    answers = []
-    for output in done:
-        logprobs = _Logprobs(body, tokenizer)
-        logprobs.add(output)
-        answers.append(_result(output, output.text, output.token_ids, logprobs))
+    logprobs: dict[tuple[int, int], _Logprobs] = defaultdict(lambda: _Logprobs(body, context.engine.tokenizer))
+    done = await collect(outputs, context.metrics, lambda output: logprobs[output.index, output.choice].add(output))
+    answers = [_result(o, o.text, o.token_ids, logprobs[o.index, o.choice]) for o in done]
     return answers if is_list else answers[0]
 
 
@@ -162,7 +160,7 @@ async def _events(
         own = logprobs.setdefault(index, _Logprobs(body, context.engine.tokenizer))
         if incremental:
             own = _Logprobs(body, context.engine.tokenizer)
-        own.add(output)
+        await write_logprobs(own.add, output)
         _check_repeated(body, own.num_tokens)
         if incremental:
             event = _result(output, output.delta, output.new_token_ids, own)
@@ -208,36 +206,34 @@ class _Logprobs:
 
     def __init__(self, body: GenerateRequest, tokenizer: Tokenizer):
         self._body = body
-        self._tokenizer = tokenizer
-        self._output: list[TokenLogprob] = []
-        self._input: list[TokenLogprob] = []
+        self._text = tokenizer.token_text if body.return_text_in_logprobs else lambda token: None
+        self._output = JsonList(), JsonList()
+        self._input = JsonList(), JsonList()
 
     def add(self, output: Output) -> None:
-        self._output.extend(output.logprobs or [])
-        self._input.extend(output.prompt_logprobs or [])
+        self._add(self._output, output.logprobs or [])
+        self._add(self._input, output.prompt_logprobs or [])
+
+    def _add(self, lists: tuple[JsonList, JsonList], items: list[TokenLogprob]) -> None:
+        tokens, top = lists
+        for item in items:
+            tokens.append([item.logprob, item.token, self._text(item.token)])
+            if self._body.top_logprobs_num:
+                top.append([[value, token, self._text(token)] for token, value in item.top] or None)
 
     @property
     def num_tokens(self) -> int:
         """Tokens whose log-probabilities are held."""
-        return len(self._output) + len(self._input)
+        return len(self._output[0]) + len(self._input[0])
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, JsonList]:
         if not self._body.return_logprob:
             return {}
-        fields: dict[str, Any] = {"output_token_logprobs": self._tokens(self._output)}
+        fields = {"output_token_logprobs": self._output[0]}
         if self._body.top_logprobs_num:
-            fields["output_top_logprobs"] = self._top(self._output)
+            fields["output_top_logprobs"] = self._output[1]
         if self._body.logprob_start_len >= 0:
-            fields["input_token_logprobs"] = self._tokens(self._input)
+            fields["input_token_logprobs"] = self._input[0]
             if self._body.top_logprobs_num:
-                fields["input_top_logprobs"] = self._top(self._input)
+                fields["input_top_logprobs"] = self._input[1]
         return fields
-
-    def _text(self, token: int) -> str | None:
-        return self._tokenizer.decode([token], False) if self._body.return_text_in_logprobs else None
-
-    def _tokens(self, items: list[TokenLogprob]) -> list[list[Any]]:
-        return [[item.logprob, item.token, self._text(item.token)] for item in items]
-
-    def _top(self, items: list[TokenLogprob]) -> list[list[list[Any]] | None]:
-        return [[[value, token, self._text(token)] for token, value in item.top] or None for item in items]

@@ -253,6 +253,15 @@ class ChatRequest(CommonRequest):
     modalities: Any = None
 
     @property
+    def num_characters(self) -> int:
+        """Characters of the messages' content."""
+        contents = (message.content or "" for message in self.messages)
+        return sum(
+            len(c) if isinstance(c, str) else sum(len(part.text) for part in c if isinstance(part, TextPart))
+            for c in contents
+        )
+
+    @property
     def offered(self) -> list[Tool]:
         """The tools in the prompt."""
         return [] if self.tool_choice == "none" else self.tools or []

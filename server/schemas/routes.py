@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Request
 from pydantic import ConfigDict, Field
 
 from runtime.errors import InvalidRequest
@@ -17,7 +17,7 @@ from server.auth.keys import Asker, CacheScope, Forbidden, Tenant
 from server.context import Context, Ctx
 from server.http import examples
 from server.http.follow import collect, open_outputs
-from server.http.sse import unless_gone
+from server.http.sse import while_there
 from server.http.wire import Body, CacheSalt, Text
 from server.schemas.store import Stored, make
 
@@ -49,37 +49,38 @@ class SchemaRequest(Body):
     cache_scope: CacheScope = "private"
 
 
-@router.post("", response_model=None, responses=examples.SCHEMA)
-async def add_schema(body: SchemaRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
+@router.post("", responses=examples.SCHEMA)
+async def add_schema(body: SchemaRequest, request: Request, context: Ctx, tenant: Asker) -> dict[str, Any]:
     """Register a schema; the same one again renews its time to live. 409 if another schema has the name."""
     if body.pin and not tenant.admin:
         raise Forbidden("this key may not pin", param="pin")
     engine = context.engine
     if engine.info.diffusion is not None:
         raise InvalidRequest("a diffusion model takes no modules", param="pml")
-    length = engine.info.context_length
-    read = await asyncio.to_thread(make, body.pml, body.mode, body.scaffolds, engine.tokenizer, length)
-    return await unless_gone(request, _add(read, body, request, context, tenant))
-
-
-async def _add(read: Stored, body: SchemaRequest, request: Request, context: Context, tenant: Tenant) -> dict[str, Any]:
-    namespace = tenant.namespace(body.cache_salt, body.cache_scope)
-    stored, is_new = context.schemas.put(tenant.account, read, body.ttl_s)
+    read = partial(make, body.pml, body.mode, body.scaffolds, engine.tokenizer, engine.info.context_length)
+    made = await while_there(request, engine.in_turn(tenant.account, len(body.pml), read))
+    stored, is_new = context.schemas.put(tenant.account, made, body.ttl_s)
     try:
         if body.encode or body.pin:
-            everything = Submission(stored.schema.everything, SamplingParams(max_new_tokens=0))
-            everything.account, everything.namespace = tenant.account, namespace
-            await collect(await open_outputs(context, [everything], {"prompt": "encode"}, None), context.metrics)
-        if body.pin:
-            reuse = stored.schema.everything().reuse
-            pins = await context.engine.pin_modules(reuse, namespace, stored.schema.name, body.ttl_s)
-            await _unpin(stored, context)
-            stored.pins = pins
+            await _encode(stored, body, request, context, tenant)
     except BaseException:
         if is_new:
             context.schemas.remove(tenant.account, stored.schema.name)
         raise
     return _show(stored, context)
+
+
+async def _encode(stored: Stored, body: SchemaRequest, request: Request, context: Context, tenant: Tenant) -> None:
+    """Compute the KV of all modules, and pin it if that is asked for."""
+    modules, engine = stored.schema.everything(), context.engine
+    namespace = tenant.namespace(body.cache_salt, body.cache_scope)
+    ahead = Submission(modules, SamplingParams(max_new_tokens=0), account=tenant.account, namespace=namespace)
+    outputs = await open_outputs(request, context, [ahead], {"prompt": "encode"}, None)
+    await while_there(request, collect(outputs, context.metrics))
+    if body.pin:
+        pins = await engine.pin_modules(modules, ahead, stored.schema.name, body.ttl_s)
+        await _unpin(stored, context)
+        stored.pins = pins
 
 
 @router.get("", responses=examples.SCHEMAS)

@@ -60,11 +60,6 @@ class DepthTable:
         key = _at_most(depths, ratio)
         return 0 if key is None else depths[key]
 
-    def similarity_at(self, ratio: float) -> tuple[float, ...] | None:
-        """The measured similarity by layer for a ratio; None if there is none."""
-        key = _at_most(self.depths, ratio)
-        return None if key is None else self.similarity.get(key)
-
 
 def _at_most(table: Mapping[int, object], share: float) -> int | None:
     """The largest key, in percent, that is not above a share of 0 to 1."""

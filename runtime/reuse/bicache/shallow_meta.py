@@ -6,41 +6,49 @@ from dataclasses import dataclass
 from typing import Any
 
 from radix import Node, path
+from runtime.reuse.bicache.depth_table import DepthTable
 
 
 @dataclass(frozen=True, slots=True)
 class ShallowMeta:
-    """The record of a run in the tree.
+    """The record of a run in the tree, from which a reader learns in how many layers it may be reused.
 
     Under bidirectional attention the KV of a token depends on the whole input, so on the end of the prefix. A split
     leaves both parts with the same record, as the numbers count from the root.
 
     Attributes:
         encoded_tokens: length of the encoded prefix, with this run's tokens and those behind them.
-        profile: version of the depth table.
-        similarity: cosine similarity to the KV under full input, by layer; None: not measured.
+        table: depths and similarities by the prefix's share of a request, which only its reader knows.
     """
 
     encoded_tokens: int
-    profile: str
-    similarity: tuple[float, ...] | None = None
+    table: DepthTable
+
+    def depth(self, length: int, ratio: float) -> int:
+        """Layers in which the first `length` tokens may be reused by a request of which they are `ratio` (0 to 1)."""
+        return self.table.partial_depth(ratio, length / self.encoded_tokens)
 
     def describe(self) -> dict[str, Any]:
-        known = self.similarity is not None
-        return {"encoded_tokens": self.encoded_tokens, "depth_table": self.profile, "similarity_known": known}
+        table = self.table
+        return {
+            "encoded_tokens": self.encoded_tokens,
+            "depth_table": table.version,
+            "depths": {str(ratio): depth for ratio, depth in sorted(table.depths.items())},
+            "similarity": {
+                str(ratio): round(layers[min(table.depths[ratio], len(layers)) - 1], 4)
+                for ratio, layers in sorted(table.similarity.items())
+                if table.depths.get(ratio)
+            },
+        }
 
     def meet(self, other: ShallowMeta) -> ShallowMeta | None:
-        """The record of two runs that are used together: the weaker of both.
+        """The record of two runs that are used together; None for different tables, whose depths do not compare.
 
-        The shorter encoding covers the smaller share of a request, and the depth of reuse grows with that share;
-        similarity is the smaller one in each layer. None for different profiles: their depths do not compare.
+        The shorter encoding covers the smaller share of a request, and the depth of reuse grows with that share.
         """
-        if self.profile != other.profile:
+        if self.table.version != other.table.version:
             return None
-        similarity = None
-        if self.similarity is not None and other.similarity is not None:
-            similarity = tuple(map(min, zip(self.similarity, other.similarity, strict=True)))
-        return ShallowMeta(min(self.encoded_tokens, other.encoded_tokens), self.profile, similarity)
+        return self if self.encoded_tokens <= other.encoded_tokens else other
 
 
 def meet_all(node: Node | None) -> ShallowMeta | None:

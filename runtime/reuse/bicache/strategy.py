@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from runtime.reuse.bicache.boundary_states import BoundaryStore
 from runtime.reuse.bicache.depth_table import NO_TABLE, DepthTable, choose_table
 from runtime.reuse.bicache.encodings import Beginning, Encodings, encoding_of
 from runtime.reuse.bicache.plan import Share, next_work, plan_rows
-from runtime.reuse.bicache.shallow_meta import ShallowMeta
+from runtime.reuse.bicache.shallow_meta import ShallowMeta, meet_all
 from runtime.reuse.build import RowSet
 from runtime.reuse.strategy import Found, Run, Strategy
 
@@ -101,12 +102,13 @@ class BiCache(Strategy):
         if self.cache.pages_for(found.length) + private > self.cache.pool.num_pages:
             found = Beginning(None, 0, 0)
         share.length, share.encoded = found.length, found.encoded
+        match = None
+        if found.encoding is not None and request.canvas is not None:
+            match = self.encodings.match(request.key(found.length), found.encoding)
+            found = replace(found, meta=None if match is None else meet_all(match.node))
         share.depth = self._depth(request, found)
         share.encoding = found.encoding if share.depth else None
-        if share.encoding is None or request.canvas is None:
-            return Found()
-        match = self.encodings.match(request.key(share.length), share.encoding)
-        return Found(share.length if match else 0, match)
+        return Found(share.length, match) if match is not None and share.depth else Found()
 
     def _num_private(self, request: Request) -> int:
         """Pages for the canvas, and with guidance for a second one."""
@@ -119,7 +121,8 @@ class BiCache(Strategy):
             return 0
         depth = request.reuse.wanted_depth
         if depth is None:
-            depth = self.table.partial_depth(found.length / request.max_tokens, found.length / found.encoded)
+            meta = found.meta or ShallowMeta(found.encoded, self.table)
+            depth = meta.depth(found.length, found.length / request.max_tokens)
         return min(depth, self.num_layers)
 
     def _limit(self, request: Request) -> int:
@@ -177,7 +180,7 @@ class BiCache(Strategy):
         missing = cache.pages_for(share.length) if is_encoding else 0
         behind = array("i") if match is None else match.pages
         private = self._num_private(request)
-        fresh = cache.allocate(missing + private, behind, request.namespace, cached=missing)
+        fresh = cache.allocate(missing + private, behind, request.owner, cached=missing)
         if fresh is None:
             cache.tree.unlock(node)
             return False
@@ -225,10 +228,11 @@ class BiCache(Strategy):
         Where the tree still had some pages of this encoding, they stay: their KV is the same.
         """
         share, (segment,) = request.reuse, request.segments
-        similarity = self.table.similarity_at(share.length / request.max_tokens)
-        meta = ShallowMeta(share.length, self.table.version, similarity)
+        meta = ShallowMeta(share.length, self.table)
         key = request.tokens[: share.length]
-        node, segment.pages = self.cache.insert(key.tobytes(), segment.pages, share.encoding, seconds, meta)
+        node, segment.pages = self.cache.insert(
+            key.tobytes(), segment.pages, share.encoding, seconds, meta, request.owner
+        )
         self.cache.tree.lock(node)
         segment.node = node
         share.is_encoding = False

@@ -183,7 +183,7 @@ class Modules(PrefixStrategy):
             for node in nodes:
                 cache.tree.unlock(node)
             return False
-        fresh = cache.allocate(kept + scratch, array("i"), request.namespace, cached=kept)
+        fresh = cache.allocate(kept + scratch, array("i"), request.owner, cached=kept)
         assert fresh is not None, "the room was counted above"
         if is_first:
             request.cached_tokens += found.tokens - own.tokens
@@ -265,7 +265,7 @@ class Modules(PrefixStrategy):
         node, pages = None, one.pages
         if cache.enabled:
             meta = ModuleMeta(entry.name, entry.length)
-            node, pages = cache.insert(entry.key, pages, entry.namespace, one.seconds, meta)
+            node, pages = cache.insert(entry.key, pages, entry.namespace, one.seconds, meta, request.owner)
             cache.tree.lock(node)
             for held in one.held:
                 cache.tree.unlock(held.node)

@@ -42,8 +42,8 @@ def test_modules_of_a_schema_are_read_from_the_cache(engine):
     assert first.text == second.text
     assert first.prompt_tokens == second.prompt_tokens == plain.prompt_tokens
     assert second.cached_tokens == second.reuse["reused_tokens"] == sum(prompt.rows)
-    assert [output.text for output in engine.generate([prompt, "Once"], GREEDY)][0] == first.text
-    with pytest.raises(InvalidRequest, match="more than|context is"):
+    assert engine.generate([prompt, "Once"], GREEDY)[0].text == first.text
+    with pytest.raises(InvalidRequest, match="but the model's context is"):
         engine.generate(prompt, {"max_new_tokens": 9000})
 
 

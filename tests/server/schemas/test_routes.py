@@ -50,7 +50,8 @@ def test_register_list_and_delete(client, add):
     assert again == made
     add(TALK)
     listed = client.get("/v1/schemas").json()["data"]
-    assert [(one["id"], one["length"], "modules" in one) for one in listed][0] == ("cities", made["length"], False)
+    assert [one["id"] for one in listed] == ["cities", "talk"]
+    assert (listed[0]["length"], "modules" in listed[0]) == (made["length"], False)
     assert client.get("/v1/schemas/cities").json()["modules"] == made["modules"]
     other = client.post("/v1/schemas", json={"pml": CITIES.replace("Eat", "Drink")})
     assert (other.status_code, other.json()["error"]["code"]) == (409, "schema_exists")
@@ -210,7 +211,7 @@ def test_tools_follow_the_schema(api, client, add):
         ({"schema": "talk"}, [{"type": "module", "module": {"path": ""}}], 400, "messages"),
         ({"schema": "talk"}, [{"type": "module", "module": {"path": "a", "args": {"x": "y"}}}], 400, "messages"),
         ({"schema": "talk"}, [{"type": "module", "module": {}}], 400, "messages.0.content.0.module.path"),
-        ({"schema": "talk"}, [{"type": "module", "module": {"path": "a", "x": 1}}], 400, "messages.0.content.0.module.x"),
+        ({"schema": "talk"}, [{"type": "module", "module": {"path": 1}}], 400, "messages.0.content.0.module.path"),
         ({"schema": "talk"}, [{"type": "modul", "module": {"path": "a"}}], 400, "messages.0.content.0.type"),
     ],
 )  # fmt: skip

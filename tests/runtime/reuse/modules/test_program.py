@@ -93,7 +93,8 @@ def test_roles_and_quotes():
 
     assert talk.schema == (
         '<schema name="talk"><system>Be kind.</system><user><module name="name">I am '
-        '<parameter name="name" length="8"/>.</module><module name="not_polite">Hurry.</module></user><assistant>Hello.</assistant></schema>'
+        '<parameter name="name" length="8"/>.</module>'
+        '<module name="not_polite">Hurry.</module></user><assistant>Hello.</assistant></schema>'
     )
     assert talk.prompt(name='"A"\n<b>', polite=False) == (
         """<prompt schema="talk"><name name='"A"&#10;&lt;b&gt;'/><not_polite/></prompt>"""
