@@ -328,9 +328,15 @@ class AsyncEngine:
             raise PinRefused(answer["refused"])
         return answer["pin"]
 
-    async def pin_modules(self, modules: ModulePrompt, like: Submission, name: str, ttl_s: float | None) -> list[str]:
-        """Keep the KV of modules in the cache; ids of their pins. Raises PinRefused, Overloaded, RateLimited."""
-        space, account = like.namespace, like.account
+    async def pin_modules(self, encoded: Submission, name: str, ttl_s: float | None) -> list[str]:
+        """Keep the KV of all modules that a submission read in the cache; ids of their pins.
+
+        Raises:
+            PinRefused: over the budget, or if the cache is too busy to keep them.
+            Overloaded, RateLimited: over the limits on open requests.
+        """
+        modules, space, account = encoded.prompt, encoded.namespace, encoded.account
+        assert isinstance(modules, ModulePrompt)
         with self._running().admit(account, 1, modules.length):
             answer = await self._call(lambda call: AddPin(call, b"", space, account, name, ttl_s, modules.reuse))
         if "refused" in answer:

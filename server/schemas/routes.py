@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field
 
 from runtime.errors import InvalidRequest
@@ -16,6 +16,7 @@ from runtime.reuse.modules.schema import Mode
 from server.auth.keys import Asker, CacheScope, Forbidden, Tenant
 from server.context import Context, Ctx
 from server.http import examples
+from server.http.answers import JsonAnswer
 from server.http.follow import collect, open_outputs
 from server.http.sse import while_there
 from server.http.wire import Body, CacheSalt, Text
@@ -49,8 +50,8 @@ class SchemaRequest(Body):
     cache_scope: CacheScope = "private"
 
 
-@router.post("", responses=examples.SCHEMA)
-async def add_schema(body: SchemaRequest, request: Request, context: Ctx, tenant: Asker) -> dict[str, Any]:
+@router.post("", response_model=None, responses=examples.SCHEMA)
+async def add_schema(body: SchemaRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """Register a schema; the same one again renews its time to live. 409 if another schema has the name."""
     if body.pin and not tenant.admin:
         raise Forbidden("this key may not pin", param="pin")
@@ -72,13 +73,17 @@ async def add_schema(body: SchemaRequest, request: Request, context: Ctx, tenant
 
 async def _encode(stored: Stored, body: SchemaRequest, request: Request, context: Context, tenant: Tenant) -> None:
     """Compute the KV of all modules, and pin it if that is asked for."""
-    modules, engine = stored.schema.everything(), context.engine
-    namespace = tenant.namespace(body.cache_salt, body.cache_scope)
-    ahead = Submission(modules, SamplingParams(max_new_tokens=0), account=tenant.account, namespace=namespace)
+    ahead = Submission(
+        prompt=stored.schema.everything,
+        num_characters=stored.num_tokens * 4,
+        sampling=SamplingParams(max_new_tokens=0),
+        account=tenant.account,
+        namespace=tenant.namespace(body.cache_salt, body.cache_scope),
+    )
     outputs = await open_outputs(request, context, [ahead], {"prompt": "encode"}, None)
     await while_there(request, collect(outputs, context.metrics))
     if body.pin:
-        pins = await engine.pin_modules(modules, ahead, stored.schema.name, body.ttl_s)
+        pins = await context.engine.pin_modules(ahead, stored.schema.name, body.ttl_s)
         await _unpin(stored, context)
         stored.pins = pins
 
@@ -90,8 +95,8 @@ async def list_schemas(context: Ctx, tenant: Asker) -> dict[str, Any]:
     return {"object": "list", "data": [stored.describe(now_s) for stored in context.schemas.of(tenant.account)]}
 
 
-@router.get("/{name}", responses=examples.SCHEMA)
-async def get_schema(name: str, context: Ctx, tenant: Asker) -> dict[str, Any]:
+@router.get("/{name}", response_model=None, responses=examples.SCHEMA)
+async def get_schema(name: str, context: Ctx, tenant: Asker) -> Response:
     """A schema and its layout."""
     return _show(context.schemas.get(tenant.account, name), context)
 
@@ -111,5 +116,5 @@ async def _unpin(stored: Stored, context: Context) -> None:
                 await context.engine.unpin(pin["id"])
 
 
-def _show(stored: Stored, context: Context) -> dict[str, Any]:
-    return {**stored.describe(context.schemas.clock()), "modules": stored.schema.modules()}
+def _show(stored: Stored, context: Context) -> Response:
+    return JsonAnswer({**stored.describe(context.schemas.clock()), "modules": stored.modules})

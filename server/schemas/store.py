@@ -14,11 +14,14 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.modules.compile import ModulePrompt
 from runtime.reuse.modules.pml import read_prompt
 from runtime.reuse.modules.schema import Mode, Schema
+from server.http.answers import JsonList
 from server.http.errors import NotFound
 
 # Bounds for one account.
 MAX_SCHEMAS = 256
-MAX_TOKENS = 1 << 22
+MAX_SIZE = 1 << 22
+# Memory of a module beside its tokens.
+_TOKENS_OF_MODULE = 256
 
 
 class SchemaConflict(RametError):
@@ -30,14 +33,28 @@ class SchemaConflict(RametError):
 
 @dataclass(slots=True)
 class Stored:
-    """A schema of an account; `digest`: of all that it was made from, `expires_s`: on the store's clock."""
+    """A schema of an account.
+
+    Attributes:
+        digest: of all that it was made from.
+        modules: its layout.
+        num_tokens: of all modules.
+        expires_s: on the store's clock; None: never.
+        pins: ids of the pins of its KV.
+    """
 
     schema: Schema
     digest: str
     mode: Mode
+    modules: JsonList
     num_tokens: int
     expires_s: float | None = None
     pins: list[str] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """The memory that it takes, in tokens."""
+        return self.num_tokens + len(self.modules) * _TOKENS_OF_MODULE
 
     def describe(self, now_s: float) -> dict[str, Any]:
         return {
@@ -56,9 +73,12 @@ def make(
 ) -> Stored:
     """A schema that is in no store yet. Raises PmlError."""
     schema = Schema.read(pml, tokenizer, context_length, mode, scaffolds)
-    num_tokens = sum(scope.num_kept for scope in schema.root.walk())
+    modules = JsonList()
+    for module in schema.modules():
+        modules.append(module)
+    num_tokens = sum(len(run.tokens) for scope in schema.root.walk() for run in scope.runs)
     digest = hashlib.sha256(json.dumps([pml, mode, scaffolds]).encode()).hexdigest()
-    return Stored(schema, digest, mode, num_tokens)
+    return Stored(schema, digest, mode, modules, num_tokens)
 
 
 class SchemaStore:
@@ -91,10 +111,11 @@ class SchemaStore:
             message = f"there is another schema {new.schema.name!r}; delete it first"
             raise SchemaConflict(message, param="pml", code="schema_exists")
         if known is None:
-            tokens = sum(stored.num_tokens for stored in kept.values()) + new.num_tokens
-            if len(kept) == MAX_SCHEMAS or tokens > MAX_TOKENS:
+            size = sum(stored.size for stored in kept.values()) + new.size
+            if len(kept) == MAX_SCHEMAS or size > MAX_SIZE:
                 message = (
-                    f"one client may keep {MAX_SCHEMAS} schemas with {MAX_TOKENS} tokens in all; delete some first"
+                    f"one client may keep {MAX_SCHEMAS} schemas with {MAX_SIZE} tokens in all, "
+                    f"where a module counts for {_TOKENS_OF_MODULE} more than it has"
                 )
                 raise SchemaConflict(message, param="pml", code="too_many_schemas")
         stored = kept[new.schema.name] = known or new

@@ -12,6 +12,9 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.modules.markup import PmlError, Text
 from runtime.reuse.modules.pml import Content, Module, Parameter, Union
 
+# In a schema, members of unions and placeholders included.
+MAX_TOKENS = 1 << 20
+
 
 @dataclass(slots=True)
 class Run:
@@ -142,6 +145,7 @@ class _Placer:
     texts: Iterator[list[int]]
     placeholder: int
     limit: int
+    num_tokens: int = 0
 
     def place(self, scope: Scope, content: Content) -> None:
         """Lay out the content of a scope from its start on."""
@@ -172,6 +176,9 @@ class _Placer:
         stop = run.position + len(run.tokens)
         if stop > self.limit:
             raise PmlError(f"the schema reaches position {stop}; {self.limit} are to be had", scope.path, line)
+        self.num_tokens += len(run.tokens)
+        if self.num_tokens > MAX_TOKENS:
+            raise PmlError(f"the schema has more than {MAX_TOKENS} tokens, placeholders included", scope.path, line)
         if run.tokens:
             scope.runs.append(run)
         return stop

@@ -90,6 +90,6 @@ def test_an_account_is_bounded(schema, monkeypatch):
     store.put("bob", schema("c"), None)
     store.remove("alice", "a")
     store.put("alice", schema("c"), None)
-    monkeypatch.setattr(room, "MAX_TOKENS", 5)
+    monkeypatch.setattr(room, "MAX_SIZE", 500)
     with pytest.raises(SchemaConflict):
         store.put("bob", schema("d"), None)

@@ -154,10 +154,13 @@ BOMB = "".join(f'<!ENTITY {chr(98 + i)} "{f"&{chr(97 + i)};" * 10}">' for i in r
 HOSTILE = {
     "open": "<a>" * (1 << 20),
     "deep": "<schema name='a'>" + "<module name='b'>" * (MAX_DEPTH + 1),
-    "wide": "<schema name='a'>" + "<module name='b'/>" * 51_000,
+    "wide": "<schema name='a'>" + "<module name='b'/>" * 26_000,
     "comments": "<schema name='a'>" + "<!---->a" * 500_000 + "</schema>",
     "escapes": "<schema name='a'>" + "&amp;" * 800_000 + "</schema>",
     "long": "<schema name='a'>" + "x" * (5 << 20) + "</schema>",
+    "members": "<schema name='a'><union>"
+    + "".join(f"<module name='m{i}'><param name='p' len='8000'/></module>" for i in range(12_000))
+    + "</union></schema>",
     "attributes": "<schema name='a' " + " ".join(f"a{i}=''" for i in range(100_000)) + "/>",
     "bomb": f'<!DOCTYPE s [<!ENTITY a "{"a" * 1000}">{BOMB}]><schema name="a">&u;</schema>',
 }
@@ -171,7 +174,7 @@ def test_hostile_schemas_cost_little(name, tokenizer):
     assert time.process_time() - started < 5
 
 
-@pytest.mark.parametrize("name", ["open", "deep", "wide", "bomb"])
+@pytest.mark.parametrize("name", ["open", "deep", "wide", "members", "bomb"])
 def test_hostile_schemas_take_little_memory(name, tokenizer):
     tracemalloc.start()
     try:
