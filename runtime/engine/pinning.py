@@ -54,11 +54,9 @@ class Pinning:
         sampling = SamplingParams(max_new_tokens=0, temperature=0).model_dump(exclude={"stop"})
         rid = f"(pin {next(self._serials)})"
         self._computing[rid] = message
-        refused = self._core.add(
-            AddRequest(
-                rid, message.tokens, sampling, message.namespace, message.account, diffusion={}, reuse=message.reuse
-            )
-        )
+        space, account = message.namespace, message.account
+        asked = AddRequest(rid, message.tokens, sampling, space, account, diffusion={}, reuse=message.reuse)
+        refused = self._core.add(asked)
         if refused is None:
             return None
         del self._computing[rid]
