@@ -12,7 +12,7 @@ PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --progress-
 # Is there such an index? Seconds, where pip would try again for minutes.
 REACHES = $(VENV)/bin/python -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1] + "/torch/", timeout=5)' 2>/dev/null
 
-.PHONY: serve test lint docs bench bench-prefix compose clean
+.PHONY: serve test lint docs pins bench bench-prefix compose clean
 
 # A stamp for each part of the set-up: torch, what serving needs, and extras of pyproject.toml (bench, dev).
 $(VENV)/.torch:
@@ -56,6 +56,14 @@ docs: $(VENV)/.serve
 	env -u RAMET_CACHE -u XDG_CACHE_HOME $(VENV)/bin/ramet options > $(VENV)/options.md
 	sed -e '/^<!-- options/,/^<!-- end/{//!d;}' -e '/^<!-- options/r $(VENV)/options.md' server/README.md > $(VENV)/README.md
 	cp $(VENV)/README.md server/README.md
+
+# The images' pins anew, with hashes: ARGS=--upgrade takes newer versions.
+pins: $(VENV)/.torch
+	$(PIP) --quiet uv
+	{ for group in "bench otel" build router; do $(PYTHON) docker/requirements.py $$group; done | grep -v '^torch'; \
+	  echo "$(TORCH)"; } | $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-package torch $(if $(filter torch%,$(TORCH)),--torch-backend cpu) --custom-compile-command "make pins" \
+	  --output-file docker/constraints.txt $(ARGS) -
 
 # make bench ARGS="tree"; make bench-prefix
 bench bench-prefix: $(VENV)/.bench

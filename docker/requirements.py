@@ -1,4 +1,7 @@
-"""Prints the dependencies of the distribution, and those of the extras that are named."""
+"""Prints the dependencies of the distribution and of the extras that are named, or of one of the groups below.
+
+With --pinned: the lines of constraints.txt, versions and hashes, of these and of all that they need.
+"""
 
 import re
 import sys
@@ -6,7 +9,10 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-PROJECT = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+PYPROJECT = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
+# Other things that images need: what makes a wheel, and the router.
+GROUPS = {"build": PYPROJECT["build-system"]["requires"], "router": ["sglang-router==0.3.2"]}
 
 
 def extra(name: str) -> Iterator[str]:
@@ -19,4 +25,20 @@ def extra(name: str) -> Iterator[str]:
             yield requirement
 
 
-print(*PROJECT["dependencies"], *(line for name in sys.argv[1:] for line in extra(name)), sep="\n")
+def pinned(requirements: list[str]) -> Iterator[str]:
+    """The pins of requirements and of all that they need: comments below a pin name what needs it."""
+    names = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
+    text = Path(__file__).with_name("constraints.txt").read_text(encoding="utf-8")
+    pins = dict(re.findall(r"^([a-z0-9-]+)(==.*\n(?: .*\n)+)", text, re.MULTILINE))
+    needed_by = {name: set(re.findall(r"^ +#(?: via)? +(\S+)$", pin, re.MULTILINE)) for name, pin in pins.items()}
+    while found := {name for name in pins.keys() - names if needed_by[name] & names}:
+        names |= found
+    return (name + pin.rstrip() for name, pin in pins.items() if name in names)
+
+
+asked = [name for name in sys.argv[1:] if name != "--pinned"]
+if asked and asked[0] in GROUPS:
+    found = GROUPS[asked[0]]
+else:
+    found = [*PROJECT["dependencies"], *(line for name in asked for line in extra(name))]
+print(*(pinned(found) if "--pinned" in sys.argv else found), sep="\n")

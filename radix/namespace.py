@@ -23,6 +23,11 @@ class Namespace(NamedTuple):
         """The tenant whose quota its pages count against; without a tenant, each salt is one."""
         return Namespace(self.tenant, "" if self.tenant else self.salt)
 
+    @property
+    def without_entry(self) -> Namespace:
+        """The namespace of the requests that use an entry."""
+        return Namespace(self.tenant, self.salt)
+
     def for_entry(self, kind: str, digest: str) -> Namespace:
         """The namespace of an entry in this one."""
         return Namespace(self.tenant, self.salt, f"{kind}:{digest}")

@@ -40,19 +40,20 @@ class Node:
         cost: what computing the run took, in any unit that is the same for all nodes (seconds, say).
         heat, frequency: the eviction policy's own.
         queued, tenant_queued: serials of the node's entries in the victim orders of the tree and of its tenant.
+        owner: whose quota the pages count against; kept only by trees with quotas.
         meta: the record of the strategy that inserted the run; None: the KV depends on nothing but the tokens.
     """
 
     __slots__ = (
         *("children", "cost", "created_s", "frequency", "heat", "hits", "key", "last_use", "meta", "namespace"),
-        *("only", "order", "pages", "parent", "pins", "queued", "refs", "tenant_queued", "used_s"),
+        *("only", "order", "owner", "pages", "parent", "pins", "queued", "refs", "tenant_queued", "used_s"),
     )
 
     def __init__(self, key: bytes, pages: array[int], parent: Node | None, namespace: Namespace):
         self.key = key
         self.pages = pages
         self.parent = parent
-        self.namespace = namespace
+        self.namespace = self.owner = namespace
         self.children: dict[bytes, Node] = {}
         self.only: Node | None = None
         self.order: SortedList | None = None

@@ -10,7 +10,10 @@ from radix.node import Node
 
 
 class Quotas:
-    """Pages by owner of a namespace, and an order of each one's own victims: least recently used first.
+    """Pages by owner, and an order of each one's own victims: least recently used first.
+
+    An owner is `Namespace.owner` of what it computes, unless the one who inserts names another: whoever computes pages
+    that tenants share pays for them.
 
     Args:
         limits: pages by tenant.
@@ -23,34 +26,32 @@ class Quotas:
         self._pages: dict[Namespace, int] = {}
         self._victims: dict[Namespace, LRU] = {}
 
-    def _limit(self, namespace: Namespace) -> int | None:
-        return self._limits.get(namespace.tenant, self._default)
+    def _limit(self, owner: Namespace) -> int | None:
+        return self._limits.get(owner.tenant, self._default)
 
-    def pages(self, namespace: Namespace) -> int:
-        """Pages of the namespace's owner."""
-        return self._pages.get(namespace.owner, 0)
+    def pages(self, owner: Namespace) -> int:
+        """Pages of an owner, or of a namespace's owner."""
+        return self._pages.get(owner.owner, 0)
 
-    def over(self, namespace: Namespace, coming: int) -> int:
+    def over(self, owner: Namespace, coming: int) -> int:
         """By how many pages the owner would be over its quota with `coming` more."""
-        limit = self._limit(namespace)
-        return 0 if limit is None else max(self.pages(namespace) + coming - limit, 0)
+        limit = self._limit(owner)
+        return 0 if limit is None else max(self.pages(owner) + coming - limit, 0)
 
-    def add(self, namespace: Namespace, pages: int) -> None:
+    def add(self, owner: Namespace, pages: int) -> None:
         """Book pages that come; a negative number leaves."""
-        owner = namespace.owner
         self._pages[owner] = self._pages.get(owner, 0) + pages
         if not self._pages[owner]:
             del self._pages[owner]
             self._victims.pop(owner, None)
 
     def enter(self, node: Node) -> None:
-        if self._limit(node.namespace) is not None:
-            owner = node.namespace.owner
-            if owner not in self._victims:
-                self._victims[owner] = LRU(Order("tenant_queued"))
-            self._victims[owner].enter(node)
+        if self._limit(node.owner) is not None:
+            if node.owner not in self._victims:
+                self._victims[node.owner] = LRU(Order("tenant_queued"))
+            self._victims[node.owner].enter(node)
 
-    def pop(self, namespace: Namespace) -> Node | None:
+    def pop(self, owner: Namespace) -> Node | None:
         """The owner's next victim; None if nothing of it can go."""
-        victims = self._victims.get(namespace.owner)
+        victims = self._victims.get(owner.owner)
         return None if victims is None else victims.pop()

@@ -14,7 +14,7 @@ from radix.quotas import Quotas
 from radix.stats import Cause, Stats
 
 # Attributes that both parts of a run keep when it is cut; the cost is divided.
-_RECORD = ("last_use", "hits", "created_s", "used_s", "meta")
+_RECORD = ("last_use", "hits", "created_s", "used_s", "meta", "owner")
 _EVERYBODY = Namespace()
 
 
@@ -97,6 +97,10 @@ class RadixTree:
         self.num_pages = 0
         self.num_locked_pages = 0
         self.num_pinned_pages = 0
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell another watcher of every page that comes or leaves from now on."""
+        self._watchers += (watcher,)
 
     @property
     def num_evictable_pages(self) -> int:
@@ -239,6 +243,7 @@ class RadixTree:
         namespace: Namespace = _EVERYBODY,
         cost: float = 0.0,
         meta: Meta | None = None,
+        owner: Namespace | None = None,
     ) -> tuple[Node | None, array[int]]:
         """Add the whole pages of `key`.
 
@@ -248,6 +253,7 @@ class RadixTree:
             namespace: the key's namespace.
             cost: of computing those of the pages that are new to the tree, for policies that weigh it.
             meta: the strategy's record of those pages; every part of their run keeps it.
+            owner: whose quota those pages count against; default: the namespace's owner.
 
         Returns:
             The node in which the last page lies (None without pages) and the page ids that the tree holds for the
@@ -264,7 +270,7 @@ class RadixTree:
         while offset < end:
             child = node.children.get(key[offset : offset + self._page_bytes])
             if child is None:
-                node = self._grow(node, key[offset:], pages[offset // self._page_bytes :], cost, meta)
+                node = self._grow(node, key[offset:], pages[offset // self._page_bytes :], cost, meta, owner)
                 held.extend(node.pages)
                 break
             whole = common_tokens(key, offset, child.key) // self.page_size
@@ -275,13 +281,16 @@ class RadixTree:
             self.touch(node)
         return node, held
 
-    def _grow(self, parent: Node, key: bytes, pages: array[int], cost: float, meta: Meta | None) -> Node:
+    def _grow(
+        self, parent: Node, key: bytes, pages: array[int], cost: float, meta: Meta | None, owner: Namespace | None
+    ) -> Node:
         leaf = Node(key, pages, parent, parent.namespace)
         parent.attach(key[: self._page_bytes], leaf)
         leaf.cost, leaf.meta = cost, meta
         leaf.created_s = now = self._clock()
         if self.quotas is not None:
-            self.quotas.add(leaf.namespace, len(pages))
+            leaf.owner = owner or leaf.namespace.owner
+            self.quotas.add(leaf.owner, len(pages))
         self._stamp(leaf, now)
         self.policy.used(leaf, self._tick)
         self._enqueue(leaf)
@@ -331,12 +340,12 @@ class RadixTree:
                 self._trim(last, len(last.pages), freed, now, "flush")
         return freed
 
-    def make_room(self, namespace: Namespace, num_pages: int) -> array[int]:
-        """Give back pages of the namespace's owner, until `num_pages` more fit into its quota or none can go."""
+    def make_room(self, owner: Namespace, num_pages: int) -> array[int]:
+        """Give back pages of an owner, until `num_pages` more fit into its quota or none can go."""
         quotas = self.quotas
-        if quotas is None or not (over := quotas.over(namespace, num_pages)):
+        if quotas is None or not (over := quotas.over(owner, num_pages)):
             return array("i")
-        return self._evict(over, "quota", lambda: quotas.pop(namespace))
+        return self._evict(over, "quota", lambda: quotas.pop(owner))
 
     def _evict(self, num_pages: int, cause: Cause, pop: Callable[[], Node | None]) -> array[int]:
         freed, now = array("i"), self._clock()
@@ -365,7 +374,7 @@ class RadixTree:
         self.stats.idle_s.add(now - node.used_s, pages)
         self.stats.lifetime_s.add(now - node.created_s, pages)
         if self.quotas is not None:
-            self.quotas.add(node.namespace, -pages)
+            self.quotas.add(node.owner, -pages)
 
     def _enqueue(self, node: Node) -> None:
         """Put a node among the victims, if it is an unreferenced leaf."""

@@ -69,7 +69,9 @@ class CacheConfig(Section):
     prefix_cache: bool = Field(True, description="reuse the KV of earlier requests' prefixes")
     eviction_policy: PolicyName = Field("lru", description="which unreferenced pages go first when room is needed")
     tenant_quota: int | None = Field(
-        None, ge=1, description="pages that a tenant may keep cached, unless its key says another number"
+        None,
+        ge=1,
+        description="pages that a tenant may keep cached, public ones included, unless its key says another number",
     )
     kv_events: str | None = Field(
         None, description="publish KV events on this ZeroMQ endpoint, e.g. tcp://127.0.0.1:5557"
@@ -161,7 +163,13 @@ class EngineConfig(Section):
     )
     debug_invariants: bool = Field(False, description="check page conservation after every step (slow)")
     grammar_timeout: float = Field(
-        5.0, gt=0, description="timeout in seconds to compile a JSON schema or a regular expression"
+        5.0, gt=0, description="seconds that compiling a JSON schema or a regular expression may take; waiting is free"
+    )
+    step_timeout: float = Field(
+        120.0,
+        ge=0,
+        description="seconds for a step, after which /ready answers 503; after five times that the engine is killed; "
+        "0: never",
     )
     on_engine_death: Literal["exit", "restart"] = Field(
         "exit", description="exit: the server exits with code 70; restart: it starts a new engine"

@@ -20,6 +20,7 @@ class AddRequest(msgspec.Struct, tag="add"):
         tokens: the prompt, int32 little-endian, as one bytes object (the radix tree's key as well).
         sampling: `SamplingParams.model_dump()`.
         namespace: requests of different namespaces never share pages.
+        account: whose quota the pages count against; empty: the namespace's owner's.
         logprobs: number of alternatives to report for each output token; None: no log-probabilities.
         prompt_logprobs_from: position from which prompt tokens get log-probabilities; None: none.
         priority: waiting requests with a larger one are served first.
@@ -31,6 +32,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     tokens: bytes
     sampling: dict[str, Any]
     namespace: Namespace = Namespace()
+    account: str = ""
     logprobs: int | None = None
     prompt_logprobs_from: int | None = None
     priority: int = 0
@@ -63,6 +65,7 @@ class AddPin(msgspec.Struct, tag="pin"):
     call: int
     tokens: bytes
     namespace: Namespace = Namespace()
+    account: str = ""
     name: str | None = None
     ttl_s: float | None = None
 
@@ -126,11 +129,17 @@ class Pause(msgspec.Struct, tag="pause"):
     paused: bool
 
 
+class Ping(msgspec.Struct, tag="ping"):
+    """Ask for a sign of life, which comes between two steps. Answered by `Reply`."""
+
+    call: int
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort all requests and end the engine process."""
 
 
-Call = FlushCache | GetState | AddPin | RemovePin | GetPins | GetTree | GetOutline | GetRequests | OnNode | Pause
+Call = FlushCache | GetState | AddPin | RemovePin | GetPins | GetTree | GetOutline | GetRequests | OnNode | Pause | Ping
 Inbound = AddRequest | Abort | Call | Shutdown
 
 

@@ -108,6 +108,7 @@ class Request:
     Attributes:
         strategy: decides what the request reads and computes; `reuse` is the state that it keeps here.
         decoding: chooses the request's tokens; `canvas` is the state that it keeps here for a diffusion model.
+        owner: whose quota the pages count against that the request leaves in the tree.
         max_tokens: length of prompt and output at which the request ends.
         prompt_logprobs_from: the first prompt index whose log-probability is still owed; None: none is.
         counts: int64 [vocab], how often each token was generated, and `prompt_ids`, those of the prompt; on the
@@ -130,6 +131,7 @@ class Request:
     strategy: Strategy
     decoding: Decoding
     namespace: Namespace = EVERYBODY
+    owner: Namespace = EVERYBODY
     priority: int = 0
     serial: int = 0
     segments: list[Segment] = field(default_factory=list)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
-import signal
 import socket
-import sys
-from types import FrameType
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NoReturn
 
 import uvicorn
 
@@ -23,6 +25,7 @@ from server.http.connections import SEND_BUFFER_BYTES, Connection
 from server.http.gate import Gate
 from server.http.listener import Listener
 from server.http.seats import Seat, most_connections
+from server.signals import Signals
 
 log = logging.getLogger("ramet.server")
 
@@ -49,17 +52,19 @@ class CannotListen(RametError):
         super().__init__(f"cannot listen on {config.server.host}:{config.server.port}: {error.strerror}")
 
 
-def serve(config: Config) -> int:
-    """Serve until SIGTERM or SIGINT (returns 0) or the engine's death (70). Raises RametError if it cannot start."""
+def serve(config: Config) -> NoReturn:
+    """Serve; end the process after a signal (code 0; 1 if requests are lost) or the engine's death (70).
+
+    Raises:
+        RametError: if it cannot start.
+    """
     set_up_logs(config.server.log_level, config.server.log_format)
     # Texts are tokenized one by one, and the library warns about each new process once it has threads of its own.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
     tenants = read_keys(config.server.api_keys)
     config.server.max_connections = most_connections(config)
     with _bind(config) as listener:
-        return asyncio.run(_serve(config, listener, tenants))
+        asyncio.run(_serve(config, listener, tenants))
 
 
 def _bind(config: Config) -> socket.socket:
@@ -90,17 +95,10 @@ class _Server(uvicorn.Server):
         self.engine = engine
         self.gate = gate
         self.feed = feed
-        self._signalled = False
-        self._loop = asyncio.get_running_loop()
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain on the first signal, whether or not `/shutdown` came before it; end at once on the second."""
-        if self._signalled:
-            log.warning("a second signal: running requests are lost")
-            self.force_exit = self.should_exit = True
-            self.engine.kill()
-        self._signalled = True
-        self._loop.call_soon_threadsafe(self.gate.close)
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
+        """Leave the signals to `Signals`."""
+        return nullcontext()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections by `Listener`, in place of asyncio's server, which knows no bound on them."""
@@ -126,60 +124,94 @@ class _Server(uvicorn.Server):
         await self.gate.wait_closed()
         self.feed.close()
         log.info("stopping: %d requests are running", self.engine.num_open)
-        deadline_s = self._loop.time() + self.options.drain_time
         # An accepted request may not have reached the engine yet; its task counts as well.
-        while (self.engine.num_open or self.server_state.tasks) and self._loop.time() < deadline_s:
-            await asyncio.sleep(_DRAIN_POLL_S)
-        if self.engine.alive and self.engine.num_open:
+        await _wait_while(lambda: self.engine.num_open or self.server_state.tasks, self.options.drain_time)
+        if self.engine.num_open:
             log.warning("%d requests did not end in time and are aborted", self.engine.num_open)
             self.engine.abort(None)
+            await _wait_while(lambda: self.engine.num_open, _ABORT_S)
+            self.engine.give_up()
         self.should_exit = True
 
 
-async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant]) -> int:
-    options = config.server
+async def _wait_while(open_: Callable[[], object], seconds: float) -> None:
+    deadline_s = time.monotonic() + seconds
+    while open_() and time.monotonic() < deadline_s:
+        await asyncio.sleep(_DRAIN_POLL_S)
+
+
+async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant]) -> NoReturn:
+    gate = Gate()
+    signals = Signals(gate)
     log.info("loading %s", config.model.model)
     engine = AsyncEngine(config, {tenant.account: tenant.quota for tenant in tenants if tenant.quota is not None})
-    await engine.start()
+    await _start(engine, gate, signals)
     try:
-        info = engine.info
-        log.info(
-            "%s (%s, %s on %s, %s attention): context %d tokens, pool %d tokens in pages of %d",
-            *(info.name, info.architecture, info.dtype, info.device, info.attention_backend),
-            *(info.context_length, info.pool_tokens, info.page_size),
-        )
-        try:
-            listener.listen(_BACKLOG)
-        except OSError as error:  # another server took the port meanwhile
-            raise CannotListen(config, error) from None
-        host, port = listener.getsockname()[:2]
-        gate = Gate()
-        app = create_app(engine, config, tenants, gate)
-        settings = uvicorn.Config(
-            app,
-            ws="none",
-            log_level=options.log_level,
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=_ABORT_S,
-            timeout_keep_alive=options.idle_timeout,
-            proxy_headers=options.trusted_proxies is not None,
-            forwarded_allow_ips=options.trusted_proxies,
-            ssl_certfile=options.ssl_certfile,
-            ssl_keyfile=options.ssl_keyfile,
-            server_header=False,
-        )
-        _load(settings)
-        server = _Server(settings, engine, gate, app.state.feed, config)
-        scheme = "https" if options.ssl_certfile else "http"
-        log.info("serving on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
-        died = asyncio.create_task(_stop_when_dead(engine, server))
-        draining = asyncio.create_task(server.drain())
+        server = _make_server(config, listener, tenants, engine, gate)
+        watchers = (server.drain(), _stop_when_dead(engine, server), _stop_when_forced(signals, engine, server))
+        tasks = [asyncio.create_task(watcher) for watcher in watchers]
         await server.serve(sockets=[listener])
-        draining.cancel()
-        return EXIT_ENGINE_DIED if died.done() else EXIT_FORCED if server.force_exit else 0
+        dead = tasks[1].done()
     finally:
         await engine.stop()
+    _leave(EXIT_FORCED if signals.forced.is_set() else EXIT_ENGINE_DIED if dead else 0)
+
+
+async def _start(engine: AsyncEngine, gate: Gate, signals: Signals) -> None:
+    """Start the engine; a signal meanwhile ends the process."""
+    starting = asyncio.create_task(engine.start())
+    stopped = asyncio.create_task(gate.wait_closed())
+    await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+    if not stopped.done():
+        stopped.cancel()
+        return await starting
+    starting.cancel()
+    await asyncio.wait((starting,))
+    if not starting.cancelled() and starting.exception() is None:
+        await engine.stop()
+    _leave(EXIT_FORCED if signals.forced.is_set() else 0)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process without a wait for its threads: one may fetch a model, another compile a grammar."""
+    atexit._run_exitfuncs()  # the last log lines and traces
+    os._exit(code)
+
+
+def _make_server(
+    config: Config, listener: socket.socket, tenants: list[Tenant], engine: AsyncEngine, gate: Gate
+) -> _Server:
+    """The HTTP server on the listener, of a started engine. Raises CannotListen, BadCertificate."""
+    options, info = config.server, engine.info
+    log.info(
+        "%s (%s, %s on %s, %s attention): context %d tokens, pool %d tokens in pages of %d",
+        *(info.name, info.architecture, info.dtype, info.device, info.attention_backend),
+        *(info.context_length, info.pool_tokens, info.page_size),
+    )
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:  # another server took the port meanwhile
+        raise CannotListen(config, error) from None
+    host, port = listener.getsockname()[:2]
+    app = create_app(engine, config, tenants, gate)
+    settings = uvicorn.Config(
+        app,
+        ws="none",
+        log_level=options.log_level,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=_ABORT_S,
+        timeout_keep_alive=options.idle_timeout,
+        proxy_headers=options.trusted_proxies is not None,
+        forwarded_allow_ips=options.trusted_proxies,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+        server_header=False,
+    )
+    _load(settings)
+    scheme = "https" if options.ssl_certfile else "http"
+    log.info("serving on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
+    return _Server(settings, engine, gate, app.state.feed, config)
 
 
 def _load(settings: uvicorn.Config) -> None:
@@ -192,3 +224,9 @@ def _load(settings: uvicorn.Config) -> None:
 async def _stop_when_dead(engine: AsyncEngine, server: uvicorn.Server) -> None:
     await engine.wait_dead()
     server.should_exit = True
+
+
+async def _stop_when_forced(signals: Signals, engine: AsyncEngine, server: uvicorn.Server) -> None:
+    await signals.forced.wait()
+    engine.kill()
+    server.force_exit = server.should_exit = True

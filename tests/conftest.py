@@ -16,13 +16,20 @@ from runtime.models.default_model import fetch_default
 from tests.tiny import TINY_MODELS, save_tiny
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--without-model", action="store_true", help="skip what needs the default model (most tests)")
+
+
 @pytest.fixture(scope="session")
-def default_model_dir() -> Path:
-    """SmolLM2-135M-Instruct, fetched and converted if it is not there yet."""
+def default_model_dir(pytestconfig: pytest.Config) -> Path:
+    """SmolLM2-135M-Instruct, fetched and converted if it is not there yet; without it, nearly all tests fail."""
     try:
         return fetch_default(default_cache_dir())
     except ModelError as error:
-        pytest.skip(f"the default model is not to be had: {error}")
+        reason = f"the default model is not to be had: {error}"
+        if pytestconfig.getoption("--without-model"):
+            pytest.skip(reason)
+        pytest.fail(f"{reason} (--without-model skips the tests that need it)", pytrace=False)
 
 
 @pytest.fixture(scope="session")

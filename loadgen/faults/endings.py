@@ -33,8 +33,20 @@ class Stream:
     end: dict | None = None
     ended_s: float = 0.0
 
+    @property
+    def fate(self) -> str:
+        """Its end in a word: whole, aborted, told (an error event), refused (503), cut, or without connection."""
+        if self.status != 200:
+            return {0: "without connection", 503: "refused"}.get(self.status, f"status {self.status}")
+        if self.end is None:
+            return "cut"
+        if "error" in self.end:
+            return "told"
+        return {"length": "whole", "abort": "aborted"}[self.end["meta_info"]["finish_reason"]["type"]]
 
-async def _follow(server: Server, prompt: list[int], tokens: int, stream: Stream) -> None:
+
+async def follow(server: Server, prompt: list[int], tokens: int, stream: Stream) -> None:
+    """Read one stream to its end, in whatever way it ends."""
     last = None
     try:
         async with server.stream(prompt, tokens) as answer:
@@ -56,14 +68,14 @@ async def kill(server: Server, scale: float, draw: random.Random) -> Finding:
     prompt = ids(draw, 40)
     _, before = await server.generate(prompt, 16)
     streams = [Stream() for _ in range(count)]
-    tasks = [asyncio.ensure_future(_follow(server, ids(draw, 20), 400, stream)) for stream in streams]
+    tasks = [asyncio.ensure_future(follow(server, ids(draw, 20), 400, stream)) for stream in streams]
     while not all(stream.events or task.done() for stream, task in zip(streams, tasks, strict=True)):
         await asyncio.sleep(0.02)
     killed_s = time.monotonic()
     os.kill(server.engine_pid(), signal.SIGKILL)
     await asyncio.wait(tasks, timeout=60)
     worst = max(stream.ended_s for stream in streams) - killed_s
-    told = sum("error" in (stream.end or {}) for stream in streams)
+    told = sum(stream.fate == "told" for stream in streams)
     while not await server.ready():
         if time.monotonic() > killed_s + 120:
             return Finding("kill -9", "", ["the engine was not restarted"])
@@ -95,7 +107,7 @@ async def drain(server: Server, scale: float, draw: random.Random) -> Finding:
         while not stopped:
             stream = Stream()
             streams.append(stream)
-            await _follow(server, ids(draw, 20), 48, stream)
+            await follow(server, ids(draw, 20), 48, stream)
             if stream.status != 200:
                 await asyncio.sleep(0.05)
 
@@ -108,7 +120,7 @@ async def drain(server: Server, scale: float, draw: random.Random) -> Finding:
     took_s, stopped = time.monotonic() - told_s, True
     await asyncio.wait(tasks, timeout=60)
     accepted = [stream for stream in streams if stream.status == 200]
-    whole = sum(_finish(stream) == "length" for stream in accepted)
+    whole = sum(stream.fate == "whole" for stream in accepted)
     refused = sum(stream.status == 503 for stream in streams)
     problems = [] if whole == len(accepted) else [f"{len(accepted) - whole} accepted requests were lost"]
     problems += [] if code == 0 else [f"exit code {code}"]
@@ -118,7 +130,3 @@ async def drain(server: Server, scale: float, draw: random.Random) -> Finding:
         f"ended after {took_s:.1f} s with code {code}"
     )
     return Finding(f"SIGTERM under {count} clients", seen, problems, {"accepted": len(accepted), "whole": whole})
-
-
-def _finish(stream: Stream) -> str | None:
-    return ((stream.end or {}).get("meta_info", {}).get("finish_reason") or {}).get("type")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import socket
@@ -32,12 +33,14 @@ class Finding:
         seen: the measurements, in words.
         problems: violations; empty if the server stood the case.
         facts: figures for JSON.
+        rows: a table of the single parts, its columns first.
     """
 
     done: str
     seen: str = ""
     problems: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    rows: list[Sequence[str]] = field(default_factory=list)
 
 
 class Server:
@@ -94,10 +97,10 @@ class Server:
 
     def engine_pid(self) -> int:
         """Process id of the engine. Raises RuntimeError if there is none."""
-        for pid in _children(self.process.pid):
-            if b"runtime.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                return pid
-        raise RuntimeError("the server has no engine process")
+        pid = find_engine(self.process.pid)
+        if pid is None:
+            raise RuntimeError("the server has no engine process")
+        return pid
 
     def memory(self) -> dict[str, float]:
         """Resident memory of both processes in MiB."""
@@ -145,15 +148,20 @@ def ids(draw: random.Random, count: int) -> list[int]:
     return [draw.randrange(200, 20_000) for _ in range(count)]
 
 
+def http_client() -> aiohttp.ClientSession:
+    """A client without keep-alive, which opens as many connections as it is asked to."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=600)
+    )
+
+
 @asynccontextmanager
 async def running_server(options: Sequence[str]) -> AsyncIterator[Server]:
     """A new server, which is ended afterwards in any state."""
     started_s = time.monotonic()
     process, url = await asyncio.to_thread(start_server, options)
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    timeout = aiohttp.ClientTimeout(total=600)
     try:
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
+        async with http_client() as http:
             yield Server(process, url, time.monotonic() - started_s, http)
     finally:
         process.terminate()
@@ -209,6 +217,15 @@ def request(body: bytes | dict[str, Any]) -> bytes:
     data = json.dumps(body).encode() if isinstance(body, dict) else body
     head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def find_engine(pid: int) -> int | None:
+    """Process id of a server's engine; None if there is none."""
+    for child in _children(pid):
+        with contextlib.suppress(OSError):
+            if b"runtime.engine.process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return child
+    return None
 
 
 def _children(pid: int) -> list[int]:

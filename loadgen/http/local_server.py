@@ -32,8 +32,7 @@ def local_server(options: Sequence[str]) -> Iterator[str]:
 def start_server(options: Sequence[str]) -> tuple[subprocess.Popen[bytes], str]:
     """The process and the URL of a ready server. Raises RuntimeError as `local_server`."""
     port = free_port()
-    command = [sys.executable, "-m", "server.cli", "serve", "--port", str(port), "--log-level", "warning", *options]
-    process = subprocess.Popen(command)
+    process = subprocess.Popen([*serve_command(port), "--log-level", "warning", *options])
     url = f"http://127.0.0.1:{port}"
     try:
         wait_ready(url, process)
@@ -41,6 +40,11 @@ def start_server(options: Sequence[str]) -> tuple[subprocess.Popen[bytes], str]:
         process.kill()
         raise
     return process, url
+
+
+def serve_command(port: int) -> list[str]:
+    """The command of a server on a port, to which options may be added."""
+    return [sys.executable, "-m", "server.cli", "serve", "--port", str(port)]
 
 
 def free_port() -> int:

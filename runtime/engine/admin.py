@@ -22,6 +22,7 @@ from runtime.protocol import (
     GetTree,
     OnNode,
     Pause,
+    Ping,
     RemovePin,
     Reply,
 )
@@ -61,6 +62,7 @@ class Admin:
             GetTree: self.tree,
             OnNode: lambda message: getattr(self, f"_{message.verb}")(self._find(message.page, message.start)),
             Pause: self._pause,
+            Ping: lambda _: {},
             RemovePin: lambda message: {"found": self._core.cache.pins.unpin(message.pin)},
         }
 

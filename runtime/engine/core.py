@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
+from radix import Namespace
 from radix.node import TOKEN_BYTES
 from runtime.batch import ForwardBatch
 from runtime.config import Config
@@ -188,7 +189,7 @@ class EngineCore:
             return StepEvents([TokenEvent(message.rid, [], finish)])
         self.requests[request.rid] = request
         if request.sampling.constrained:
-            self.grammars.start(request.rid, request.sampling, request.namespace.owner)
+            self.grammars.start(request.rid, request.sampling, request.owner)
             self.scheduler.add(request, blocked_on=request.rid)
         else:
             self.scheduler.add(request)
@@ -218,6 +219,8 @@ class EngineCore:
             strategy=strategy,
             decoding=self.decoding,
             namespace=message.namespace,
+            # Of what tenants share, each one that computes some pays for it; where nobody is named, the salt does.
+            owner=Namespace(message.account) if message.account else message.namespace.owner,
             logprobs=message.logprobs,
             prompt_logprobs_from=message.prompt_logprobs_from,
             priority=message.priority,
@@ -261,7 +264,8 @@ class EngineCore:
         sampling = SamplingParams(max_new_tokens=0, temperature=0).model_dump(exclude={"stop"})
         rid = f"(pin {next(self._pin_serials)})"
         self._pinning[rid] = message
-        refused = self.add(AddRequest(rid, message.tokens, sampling, message.namespace, diffusion={}))
+        asked = AddRequest(rid, message.tokens, sampling, message.namespace, message.account, diffusion={})
+        refused = self.add(asked)
         if refused is None:
             return None
         del self._pinning[rid]

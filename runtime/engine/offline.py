@@ -17,6 +17,7 @@ from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import FlushCache, GetState, Inbound, Reply, Shutdown, StepEvents
+from runtime.sampling.grammar import check_grammar
 
 Sampling = SamplingParams | dict[str, Any] | None
 
@@ -147,6 +148,8 @@ class Engine:
 
     def _submit(self, submissions: list[Submission], on_output: Callable[[Output | RametError], None]) -> int:
         encoded = [self._frontend.encode(submission) for submission in submissions]
+        for submission in submissions:
+            check_grammar(submission.sampling)
         done: list[Submission] = []
         with self._lock:
             if self._dead is not None:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 import torch
@@ -20,7 +21,6 @@ from runtime.config import Config
 from runtime.engine.core import EngineCore
 from runtime.errors import EngineDead, RametError
 from runtime.logs import set_up_logs
-from runtime.models.resolve import resolve_model
 from runtime.protocol import Failed, Outbound, Ready, Shutdown, StepEvents, encode, inbound_decoder
 
 log = logging.getLogger("ramet.engine")
@@ -33,9 +33,16 @@ _IDLE_WITH_EVENTS_MS = 200
 
 
 class Boot(msgspec.Struct):
-    """The first line on standard input; `config`: JSON of a `Config`. `inbox` and `outbox` are ZeroMQ addresses."""
+    """The first line on standard input.
+
+    Attributes:
+        config: JSON of a `Config`.
+        path: the model's directory.
+        inbox, outbox: ZeroMQ addresses.
+    """
 
     config: str
+    path: str
     quotas: dict[str, int]
     inbox: str
     outbox: str
@@ -44,7 +51,7 @@ class Boot(msgspec.Struct):
 def main() -> int:
     """Run the engine until `Shutdown`, or until the parent is gone."""
     # Signals to the process group are for the server, which drains; the engine ends by `Shutdown` or with its parent.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     boot = msgspec.json.decode(sys.stdin.buffer.readline(), type=Boot)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -56,7 +63,7 @@ def main() -> int:
         socket.set_hwm(0)
         socket.connect(address)
     try:
-        core = _start(config, boot.quotas)
+        core = _start(config, boot)
     except RametError as error:
         outbox.send(encode(Failed(error.message)))
         context.destroy(linger=2000)
@@ -75,10 +82,10 @@ def main() -> int:
     return 0
 
 
-def _start(config: Config, quotas: dict[str, int]) -> EngineCore:
+def _start(config: Config, boot: Boot) -> EngineCore:
     if config.engine.threads is not None:
         torch.set_num_threads(config.engine.threads)
-    return EngineCore(config, resolve_model(config.model), quotas)
+    return EngineCore(config, Path(boot.path), boot.quotas)
 
 
 def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:

@@ -10,7 +10,6 @@ import tempfile
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,14 +17,15 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from radix import Namespace
 from runtime.config import Config
-from runtime.errors import DeadlineExceeded, EngineDead, InvalidRequest, ModelError, PinRefused, RametError
-from runtime.frontend.output import Output, Submission, merge_outputs
+from runtime.errors import DeadlineExceeded, EngineDead, ModelError, PinRefused, RametError
+from runtime.frontend.output import Output, Submission, expected_tokens, merge_outputs
 from runtime.frontend.processor import Frontend
+from runtime.frontend.text_work import TextWork
+from runtime.frontend.watchdog import Watchdog
+from runtime.models.publishing import scratch
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import SamplingParams
 from runtime.protocol import (
     AddPin,
     Call,
@@ -40,6 +40,7 @@ from runtime.protocol import (
     ModelInfo,
     OnNode,
     Pause,
+    Ping,
     Ready,
     RemovePin,
     Reply,
@@ -76,48 +77,63 @@ class AsyncEngine:
         self._frontend: Frontend | None = None
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._num_calls = 0
-        self._generation = 0
         self._dead = asyncio.Event()
         self._stopping = False
-        self._compilers = ThreadPoolExecutor(2, "ramet-compile")
+        self._work = TextWork(config.engine.grammar_timeout)
         self._supervisor: asyncio.Task[None] | None = None
+        self._watchdog = Watchdog(config.engine.step_timeout)
 
     # -- life ------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start the engine process and wait until it is ready. Raises ModelError if it cannot load."""
-        path = await asyncio.to_thread(resolve_model, self.config.model)
-        self.tokenizer = await asyncio.to_thread(Tokenizer.load, path, self.config.model.chat_template)
-        # Only the owner may enter a directory of mkdtemp, so its sockets are private.
-        self._directory = tempfile.TemporaryDirectory(prefix="ramet-")
+        path = await self._load()
         self._context = zmq.asyncio.Context()
         try:
-            await self._spawn()
+            await self._spawn(path)
         except BaseException:
             self._close()
             raise
         self._supervisor = asyncio.create_task(self._supervise())
 
-    async def _spawn(self) -> None:
-        self._generation += 1
+    async def _load(self) -> Path:
+        """The model's directory, verified, and its tokenizer. Raises ModelError."""
+        path = await asyncio.to_thread(resolve_model, self.config.model)
+        self.tokenizer = await asyncio.to_thread(Tokenizer.load, path, self.config.model.chat_template)
+        return path
+
+    async def _spawn(self, path: Path) -> None:
         self.paused = False
         self._inbox = zmq.Socket(self._context, zmq.PUSH)
         self._outbox = self._context.socket(zmq.PULL)
-        boot: dict[str, Any] = {"config": self.config.model_dump_json(), "quotas": self._quotas}
+        try:
+            # Only the owner may enter the directory, so its sockets are private. Once connected, they need no names.
+            with scratch(Path(tempfile.gettempdir()), "ramet-sockets-") as directory:
+                await self._start_process(path, directory)
+        except (OSError, zmq.ZMQError) as error:
+            raise ModelError(f"the engine process cannot be started: {error}") from None
+        self._frontend = Frontend(self.info, self.tokenizer, self._send, self.config.scheduler)
+        self._reader = asyncio.create_task(self._read())
+        self._watch = asyncio.create_task(self._watchdog.watch(lambda: self._call(Ping), self._kill))
+
+    async def _start_process(self, path: Path, directory: Path) -> None:
+        boot: dict[str, Any] = {"config": self.config.model_dump_json(), "path": str(path), "quotas": self._quotas}
         for name, socket in (("inbox", self._inbox), ("outbox", self._outbox)):
-            address = f"ipc://{Path(self._directory.name) / name}-{self._generation}"
+            boot[name] = f"ipc://{directory / name}"
             socket.set_hwm(0)
             socket.setsockopt(zmq.LINGER, 0)
-            socket.bind(address)
-            boot[name] = address
+            socket.bind(boot[name])
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-P", "-m", "runtime.engine.process", stdin=asyncio.subprocess.PIPE
         )
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(boot) + b"\n")
-        self.info = await self._await_ready()
-        self._frontend = Frontend(self.info, self.tokenizer, self._send, self.config.scheduler)
-        self._reader = asyncio.create_task(self._read())
+        try:
+            self.info = await self._await_ready()
+        except BaseException:
+            self._kill()
+            await self._process.wait()
+            raise
 
     async def _await_ready(self) -> ModelInfo:
         first = asyncio.ensure_future(self._outbox.recv())
@@ -146,6 +162,7 @@ class AsyncEngine:
                 return
             log.error("the engine process ended with code %s", code)
             self._reader.cancel()
+            self._watch.cancel()
             self._fail(EngineDead("the engine process died; this request is lost"))
             if self.config.engine.on_engine_death == "exit":
                 self._dead.set()
@@ -153,7 +170,7 @@ class AsyncEngine:
             self._inbox.close()
             self._outbox.close()
             try:
-                await self._spawn()
+                await self._spawn(await self._load())
             except RametError as error:
                 log.error("the engine could not be restarted: %s", error.message)
                 self._dead.set()
@@ -161,14 +178,23 @@ class AsyncEngine:
             log.warning("the engine was restarted")
 
     def kill(self) -> None:
+        """End the engine process and all open requests at once, for good."""
         self._stopping = True
+        self.give_up()
+        self._kill()
+
+    def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
+
+    def give_up(self) -> None:
+        """End open requests with EngineDead, as the engine does not end them."""
+        self._fail(EngineDead("the server is shutting down"))
 
     async def stop(self) -> None:
         """End the engine process; open requests end with EngineDead."""
         self._stopping = True
-        self._fail(EngineDead("the server is shutting down"))
+        self.give_up()
         if self._process.returncode is None:
             self._send(Shutdown())
             try:
@@ -176,7 +202,7 @@ class AsyncEngine:
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()
-        for task in (self._supervisor, self._reader):
+        for task in (self._supervisor, self._reader, self._watch):
             if task is not None:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -184,10 +210,9 @@ class AsyncEngine:
         self._close()
 
     def _close(self) -> None:
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._work.close()
         self._inbox.close()
         self._context.destroy(linger=0)
-        self._directory.cleanup()
 
     def _fail(self, error: EngineDead) -> None:
         frontend, self._frontend = self._frontend, None
@@ -202,6 +227,11 @@ class AsyncEngine:
     def alive(self) -> bool:
         """Whether the engine process takes requests."""
         return self._frontend is not None
+
+    @property
+    def late(self) -> bool:
+        """Whether a step has taken longer than --step-timeout and has not ended."""
+        return self._watchdog.late
 
     async def wait_dead(self) -> None:
         """Return when the engine process has died by itself and is not restarted."""
@@ -221,16 +251,14 @@ class AsyncEngine:
             DeadlineExceeded: if tokenizing took the whole time.
             EngineDead: if the engine is not running.
         """
-        frontend = self._running()
-        most, wanted = frontend.most_open(submissions[0].account), sum(s.sampling.n for s in submissions)
-        if wanted > most:
-            message = f"the request asks for {wanted} completions; one client may have {most} open"
-            raise InvalidRequest(message, param="n")
+        frontend, account = self._running(), submissions[0].account
+        wanted, expected = sum(s.sampling.n for s in submissions), sum(s.expected_tokens for s in submissions)
         loop = asyncio.get_running_loop()
         deadline_s = None if timeout_s is None else loop.time() + timeout_s
         try:
-            async with asyncio.timeout_at(deadline_s):
-                encoded = [await self._encode(frontend, submission) for submission in submissions]
+            with frontend.admit(account, wanted, expected):
+                async with asyncio.timeout_at(deadline_s):
+                    encoded = [await self._work.encode(frontend, submission) for submission in submissions]
         except TimeoutError:
             raise _too_late(timeout_s) from None
         stream = OutputStream(self._running())
@@ -244,27 +272,28 @@ class AsyncEngine:
             raise
         return stream
 
-    async def _encode(self, frontend: Frontend, submission: Submission) -> list[int]:
-        """The prompt's tokens. Grammars are compiled in threads of their own, with a timeout."""
-        if not submission.sampling.constrained:
-            return await asyncio.to_thread(frontend.encode, submission)
-        limit_s = self.config.engine.grammar_timeout
-        work = asyncio.get_running_loop().run_in_executor(self._compilers, frontend.encode, submission)
-        try:
-            return await asyncio.wait_for(work, limit_s)
-        except TimeoutError:
-            param = "regex" if submission.sampling.regex is not None else "json_schema"
-            raise InvalidRequest(f"{param} takes longer than {limit_s:g} s to compile", param=param) from None
-
     @property
     def num_open(self) -> int:
         return self._frontend.num_open if self._frontend is not None else 0
 
-    async def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of texts. Raises InvalidRequest if they cannot fit in the context."""
-        self._running().check_text(sum(map(len, texts)), "prompt")
+    async def tokenize(self, account: str, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of texts. Raises InvalidRequest if they cannot fit in the context, Overloaded or RateLimited."""
+        frontend = self._running()
+        frontend.check_text(sum(map(len, texts)), "prompt")
         encode = self.tokenizer.encode
-        return await asyncio.to_thread(lambda: [encode(text, add_special_tokens) for text in texts])
+        with frontend.admit(account, 1, expected_tokens(sum(map(len, texts)))):
+            return await self._work.each(account, lambda text: encode(text, add_special_tokens), texts)
+
+    async def detokenize(self, account: str, several: list[list[int]], skip_special_tokens: bool = True) -> list[str]:
+        """Texts of token ids. Raises InvalidRequest for ids that cannot be, Overloaded or RateLimited."""
+        frontend, decode = self._running(), self.tokenizer.decode
+
+        def text(ids: list[int]) -> str:
+            frontend.check_ids(ids, "tokens")
+            return decode(ids, skip_special_tokens)
+
+        with frontend.admit(account, 1, sum(map(len, several))):
+            return await self._work.each(account, text, several)
 
     def abort(self, rid: str | None) -> None:
         """Abort a submission, or all (None); their last Outputs have finish type "abort"."""
@@ -274,19 +303,19 @@ class AsyncEngine:
         """Drop cached pages that no live request uses. Returns {"flushed_tokens": int, "live_tokens": int}."""
         return await self._call(lambda call: FlushCache(call, pins))
 
-    async def pin(
-        self, prompt: str | list[int], namespace: Namespace, name: str | None, ttl_s: float | None
-    ) -> dict[str, Any]:
+    async def pin(self, prefix: Submission, name: str | None, ttl_s: float | None) -> dict[str, Any]:
         """Keep the whole pages of a prefix in the cache, computed now if they are not there; describes the pin.
 
         Raises:
             InvalidRequest: if the prefix can never be served.
             PinRefused: over the budget, or if the cache is too busy to keep what was computed.
+            Overloaded, RateLimited: over the limits on open requests.
         """
-        wanted = Submission(prompt, SamplingParams(max_new_tokens=1))
-        tokens = await asyncio.to_thread(self._running().encode, wanted)
-        key = array("i", tokens).tobytes()
-        answer = await self._call(lambda call: AddPin(call, key, namespace, name, ttl_s))
+        frontend = self._running()
+        with frontend.admit(prefix.account, 1, prefix.expected_tokens):
+            key = array("i", await self._work.encode(frontend, prefix)).tobytes()
+            space, account = prefix.namespace, prefix.account
+            answer = await self._call(lambda call: AddPin(call, key, space, account, name, ttl_s))
         if "refused" in answer:
             raise PinRefused(answer["refused"])
         return answer["pin"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from runtime.config import SchedulerConfig
 from runtime.errors import Overloaded, RateLimited
@@ -33,6 +35,18 @@ class RequestLimits:
 
     def most_open(self, account: str) -> int:
         return min(_bound(account, self._config.key_requests, self._config.max_open), self._config.max_open)
+
+    @contextmanager
+    def held(self, account: str, completions: int, tokens: int) -> Iterator[None]:
+        """Count work that is no request of the engine yet, or never will be. Raises as `check`."""
+        self.check(account, completions, tokens)
+        self.open[account] += completions
+        self.waiting_tokens[account] += tokens
+        try:
+            yield
+        finally:
+            self._take(self.open, account, completions)
+            self._take(self.waiting_tokens, account, tokens)
 
     def enter(self, account: str, tokens: int) -> None:
         """Count a new completion and the `tokens` of its prompt, which wait."""

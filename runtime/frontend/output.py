@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,11 @@ from runtime.protocol import Finish, TokenLogprob
 
 Prompt = str | list[int]
 Logprobs = list[TokenLogprob] | None
+
+
+def expected_tokens(characters: int) -> int:
+    """Tokens to expect of a text."""
+    return characters // 4
 
 
 def new_rid() -> str:
@@ -31,7 +36,7 @@ class Submission:
     """One prompt and its parameters; it has `sampling.n` completions.
 
     Attributes:
-        prompt: text, or token ids.
+        prompt: text, token ids, or a function that renders the text (a chat template), called in a thread.
         sampling: its `max_new_tokens` may be None, for as many as fit in the context.
         rid: request id; unique among an account's live requests.
         account: the tenant; open requests are counted by it.
@@ -41,10 +46,12 @@ class Submission:
         priority: larger goes first among waiting requests.
         add_special_tokens: whether to add the model's BOS to a text prompt (a chat template has it already).
         diffusion: denoising parameters; None: the model's defaults, and for causal models.
-        shared_text: the prompt's beginning that other requests share, for `diffusion` without `prefix_tokens`.
+        shared_text: renders the prompt's beginning that other requests share, if it has one, for `diffusion` without
+            `prefix_tokens`.
+        num_characters: of a prompt that is still to be rendered, about.
     """
 
-    prompt: Prompt
+    prompt: Prompt | Callable[[], str]
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams())
     rid: str = field(default_factory=new_rid)
     account: str = ""
@@ -54,7 +61,15 @@ class Submission:
     priority: int = 0
     add_special_tokens: bool = True
     diffusion: DiffusionParams | None = None
-    shared_text: str | None = None
+    shared_text: Callable[[], str | None] | None = None
+    num_characters: int = 0
+
+    @property
+    def expected_tokens(self) -> int:
+        """Tokens to expect of the prompt, before it is tokenized."""
+        if isinstance(self.prompt, list):
+            return len(self.prompt)
+        return expected_tokens(len(self.prompt) if isinstance(self.prompt, str) else self.num_characters)
 
     @property
     def key(self) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,6 @@ from runtime.frontend.output import Output, Submission
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import DiffusionParams
 from runtime.protocol import Abort, AddRequest, Finish, Inbound, ModelInfo, TokenEvent, TokenLogprob
-from runtime.sampling.grammar import check_grammar
 
 OnOutput = Callable[[Output | RametError], None]
 
@@ -74,16 +74,25 @@ class Frontend:
     def num_open(self) -> int:
         return len(self._open)
 
-    def most_open(self, account: str) -> int:
-        return self._admission.most_open(account)
+    def admit(self, account: str, completions: int, tokens: int) -> AbstractContextManager[None]:
+        """Count work under way for an account that is no request of the engine; see `RequestLimits.held`."""
+        most = self._admission.most_open(account)
+        if completions > most:
+            message = f"the request asks for {completions} completions; one client may have {most} open"
+            raise InvalidRequest(message, param="n")
+        return self._admission.held(account, completions, tokens)
 
     def encode(self, submission: Submission) -> list[int]:
         """The checked prompt as token ids, with `submission.diffusion` filled for a diffusion model; thread-safe.
+
+        A grammar is not checked.
 
         Raises:
             InvalidRequest: if it can never be served.
         """
         prompt, sampling = submission.prompt, submission.sampling
+        if callable(prompt):
+            prompt = submission.prompt = prompt()
         if isinstance(prompt, str):
             self.check_text(len(prompt), "prompt")
         tokens = (
@@ -91,14 +100,10 @@ class Frontend:
             if isinstance(prompt, str)
             else prompt
         )
-        vocab = self.info.vocab_size
         if not tokens:
             raise InvalidRequest("the prompt is empty", param="prompt")
-        if min(tokens) < 0 or max(tokens) >= vocab:
-            bad = next(t for t in tokens if not 0 <= t < vocab)
-            raise InvalidRequest(f"token id {bad} is out of range: the model has {vocab} tokens", param="prompt")
-        sampling.check(vocab)
-        check_grammar(sampling)
+        self.check_ids(tokens, "prompt")
+        sampling.check(self.info.vocab_size)
         start = submission.prompt_logprobs_from
         if start is not None and not 0 <= start < len(tokens):
             raise InvalidRequest(
@@ -114,6 +119,13 @@ class Frontend:
             raise InvalidRequest("this model is no diffusion model", param="diffusion")
         self._check_length(len(tokens), sampling.max_new_tokens)
         return tokens
+
+    def check_ids(self, tokens: list[int], param: str) -> None:
+        """Raise InvalidRequest for ids that the model does not have."""
+        vocab = self.info.vocab_size
+        if tokens and (min(tokens) < 0 or max(tokens) >= vocab):
+            bad = next(t for t in tokens if not 0 <= t < vocab)
+            raise InvalidRequest(f"token id {bad} is out of range: the model has {vocab} tokens", param=param)
 
     def check_text(self, length: int, param: str) -> None:
         """Refuse text too long for any tokenization to fit, before it is tokenized. Raises InvalidRequest."""
@@ -132,8 +144,8 @@ class Frontend:
         if submission.logprobs is not None or submission.prompt_logprobs_from is not None:
             raise InvalidRequest("log-probabilities are not supported for diffusion models", param="logprobs")
         params = submission.diffusion or DiffusionParams()
-        if params.prefix_tokens is None and submission.shared_text is not None:
-            shared = self.tokenizer.encode(submission.shared_text, submission.add_special_tokens)
+        if params.prefix_tokens is None and submission.shared_text and (shared_text := submission.shared_text()):
+            shared = self.tokenizer.encode(shared_text, submission.add_special_tokens)
             differ = (i for i, (mine, theirs) in enumerate(zip(shared, tokens, strict=False)) if mine != theirs)
             params = params.model_copy(update={"prefix_tokens": next(differ, min(len(shared), len(tokens)))})
         filled = params.filled(info.algorithm, submission.sampling)
@@ -215,6 +227,7 @@ class Frontend:
                     tokens=key,
                     sampling={**fields, "seed": seed},
                     namespace=submission.namespace,
+                    account=submission.account,
                     logprobs=submission.logprobs,
                     prompt_logprobs_from=submission.prompt_logprobs_from if choice == 0 else None,
                     priority=submission.priority,

@@ -51,7 +51,13 @@ class PagedCache:
         return -(-num_tokens // self.page_size)
 
     def insert(
-        self, key: bytes, pages: array[int], namespace: Namespace, cost: float = 0.0, meta: Any = None
+        self,
+        key: bytes,
+        pages: array[int],
+        namespace: Namespace,
+        cost: float = 0.0,
+        meta: Any = None,
+        owner: Namespace | None = None,
     ) -> tuple[Node | None, array[int]]:
         """Hand pages to the tree; the caller's copies of pages that it has already are freed.
 
@@ -61,11 +67,12 @@ class PagedCache:
             namespace: of the entry.
             cost: seconds that computing them took.
             meta: a strategy's record, kept on the nodes.
+            owner: pays for the pages that are new to the tree; default: the namespace's.
 
         Returns:
             The node in which the last page lies, and the page ids that the tree holds for the key.
         """
-        node, held = self.tree.insert(key, pages, namespace, cost, meta)
+        node, held = self.tree.insert(key, pages, namespace, cost, meta, owner)
         self.allocator.release([mine for mine, theirs in zip(pages, held, strict=True) if mine != theirs])
         return node, held
 
@@ -79,7 +86,7 @@ class PagedCache:
                 self.tree.unlock(segment.node)
         sequence = request.sequence
         self.allocator.release(sequence.pages)
-        self.allocator.release(self.tree.make_room(request.namespace, 0))
+        self.allocator.release(self.tree.make_room(request.owner, 0))
         request.segments = []
         sequence.pages, sequence.start, sequence.num_computed = array("i"), 0, 0
 
@@ -107,19 +114,19 @@ class PagedCache:
         return len(pages)
 
     def allocate(
-        self, count: int, behind: array[int], namespace: Namespace, cached: int | None = None
+        self, count: int, behind: array[int], owner: Namespace, cached: int | None = None
     ) -> array[int] | None:
         """Allocate pages, after evicting others if need be; None, with nothing changed, if memory does not suffice.
 
         Args:
             count: number of pages.
             behind: pages that the new ones should follow.
-            namespace: its owner's quota bounds them.
+            owner: its quota bounds them.
             cached: number of them that the tree will hold; default: all.
         """
         if count > self.num_available:
             return None
-        self.allocator.release(self.tree.make_room(namespace, count if cached is None else cached))
+        self.allocator.release(self.tree.make_room(owner, count if cached is None else cached))
         if (short := count - self.allocator.num_free) > 0:
             self.allocator.release(self.tree.evict(short))
         return self.allocator.allocate(count, behind[-1] if behind else -1)

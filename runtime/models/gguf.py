@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from runtime.errors import ModelError
-from runtime.models.publishing import publish
 from runtime.models.spec import ModelSpec
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -21,14 +19,15 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
-def convert_gguf(path: Path, target: Path) -> Path:
-    """Write the Hugging Face directory of a GGUF file; `target` appears only when it is complete.
+def convert_gguf(path: Path, work: Path) -> None:
+    """Write the files of the Hugging Face directory of a GGUF file into the directory `work`.
 
     Quantised tensors are stored as float32, which is exact; float16 and bfloat16 tensors are kept. One tensor is in
     memory at a time.
 
     Raises:
-        ModelError: if the file is not a complete GGUF file of a supported architecture, or the disk is full.
+        ModelError: if the file is not a complete GGUF file of a supported architecture.
+        OSError: if the disk is full.
     """
     metadata, tensors = _read(path)
     architecture = metadata.get("general.architecture")
@@ -37,17 +36,9 @@ def convert_gguf(path: Path, target: Path) -> Path:
             f"{path.name}: architecture {architecture!r}; supported in GGUF are {', '.join(ARCHITECTURES)}"
         )
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as directory:
-            work = Path(directory) / "model"
-            work.mkdir()
-            _write(path, metadata, tensors, architecture, work)
-            publish(work, target)
-    except OSError as error:
-        raise ModelError(f"cannot write {target}: {error.strerror or error}") from None
+        _write(path, metadata, tensors, architecture, work)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{path.name} has metadata of the wrong kind: {error}") from None
-    return target
 
 
 def _read(path: Path) -> tuple[dict[str, Any], list[Any]]:

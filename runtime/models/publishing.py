@@ -1,19 +1,105 @@
-"""Atomic publication of model directories."""
+"""Directories that Ramet makes: complete or not at all, and with checksums that every start verifies."""
 
 from __future__ import annotations
 
-import os
+import contextlib
+import fcntl
+import hashlib
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import xxhash
 
-def publish(work: Path, target: Path) -> None:
-    """Rename `work` to `target`, in the same directory, so that other processes see a complete directory or none.
+from runtime.errors import ModelError
+
+CHECKSUMS = "checksums.json"
+
+# The end of a made directory's name: raised when a conversion changes, so that older ones are not used.
+FORMAT = 2
+
+
+def provide(target: Path, make: Callable[[Path], None]) -> Path:
+    """The directory `target`, which `make` fills if it does not exist or is damaged.
+
+    `make` gets an empty directory, which becomes `target` once it is complete. Files beside that are removed.
 
     Raises:
-        OSError: if the rename fails and no other process has published `target`.
+        ModelError: as `make`, or if `target` cannot be written.
     """
+    existed = target.exists()
+    if (damage := find_damage(target, target / CHECKSUMS)) is None:
+        return target
     try:
-        os.rename(work, target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with scratch(target.parent, ".making-") as directory:
+            if existed:
+                print(f"{damage} is damaged or missing: {target} is made again", file=sys.stderr, flush=True)
+                with contextlib.suppress(FileNotFoundError):  # another process has found it, too
+                    target.rename(directory / "damaged")
+            work = directory / "work"
+            work.mkdir()
+            make(work)
+            write_checksums(work, work / CHECKSUMS)
+            _publish(work, target)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ModelError(f"cannot write {target}: {reason}; --cache-dir sets another directory") from None
+    return target
+
+
+def _publish(work: Path, target: Path) -> None:
+    try:
+        work.rename(target)
     except OSError:
-        if not (target / "config.json").exists():  # else another process has published an equal copy
+        if find_damage(target, target / CHECKSUMS) is not None:  # else another process has published an equal copy
             raise
+
+
+def write_checksums(directory: Path, path: Path) -> None:
+    """Write the digests (XXH3, 128 bits) of the files of `directory` by their names to `path`."""
+    digests = {file.name: _digest(file) for file in sorted(directory.iterdir()) if file.is_file()}
+    path.write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
+
+
+def find_damage(directory: Path, checksums: Path) -> Path | None:
+    """The first file of `directory` that is missing or differs from `checksums`, or these if they cannot be read."""
+    try:
+        expected = dict(json.loads(checksums.read_bytes()))
+    except (OSError, TypeError, ValueError):
+        return checksums
+    return next((directory / name for name, digest in expected.items() if _digest(directory / name) != digest), None)
+
+
+def _digest(path: Path) -> str | None:
+    """The digest of a file; None if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+    except OSError:
+        return None
+
+
+@contextlib.contextmanager
+def scratch(parent: Path, prefix: str) -> Iterator[Path]:
+    """A new directory in `parent`, for this user alone, removed at the end; so are those of processes that were killed.
+
+    Its owner holds a lock in it, which the system frees when the owner ends in any way.
+    """
+    for remains in parent.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError), (remains / "lock").open("r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(remains)
+    # Locked before it has the name by which others look for remains.
+    directory = Path(tempfile.mkdtemp(prefix=f"new{prefix}", dir=parent))
+    try:
+        with (directory / "lock").open("wb") as lock:
+            with contextlib.suppress(OSError):  # a file system without locks, where remains stay
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            directory = directory.rename(parent / directory.name.removeprefix("new"))
+            yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
 from pathlib import Path
 
 from runtime.config import DEFAULT_MODEL, ModelConfig
 from runtime.errors import ModelError
 from runtime.models.adapters import ADAPTERS
 from runtime.models.default_model import fetch_default
+from runtime.models.publishing import FORMAT, find_damage, provide, scratch, write_checksums
 from runtime.models.spec import ModelSpec
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
@@ -40,7 +43,7 @@ def resolve_model(config: ModelConfig) -> Path:
             f"--model {name}: no such directory or file, and not the name of a model on the hub (org/name) "
             f"nor a short name ({', '.join((DEFAULT_MODEL, *ADAPTERS))})"
         )
-    return _from_hub(name)
+    return _from_hub(name, config.cache_dir)
 
 
 def model_name(config: ModelConfig, path: Path) -> str:
@@ -56,15 +59,19 @@ def model_name(config: ModelConfig, path: Path) -> str:
 def _from_file(path: Path, cache_dir: Path) -> Path:
     if path.suffix != ".gguf":
         raise ModelError(f"--model {path} is a file, but not a .gguf file; a model directory or a GGUF file is needed")
-    from runtime.models.gguf import convert_gguf
+
+    def make(work: Path) -> None:
+        from runtime.models.gguf import convert_gguf
+
+        convert_gguf(path, work)
 
     state = path.stat()
     identity = f"{path.resolve()}\n{state.st_size}\n{state.st_mtime_ns}"
-    target = cache_dir / "models" / f"{path.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
-    return target if (target / "config.json").exists() else convert_gguf(path, target)
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:12]
+    return provide(cache_dir / "models" / f"{path.stem}-{digest}-{FORMAT}", make)
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, cache_dir: Path) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
 
     # HTTPError is that of the HTTP client of this version of the hub (httpx or httpx2).
@@ -73,9 +80,38 @@ def _from_hub(name: str) -> Path:
     try:
         # The configuration first, so that an unsupported model is refused before gigabytes are fetched.
         ModelSpec.load(Path(hf_hub_download(name, "config.json")).parent)
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
+        path = Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
     except HFValidationError as error:
         raise ModelError(f"--model {name}: {error}") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, HTTPError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(f"--model {name}: it could not be fetched from the hub: {reason}") from None
+    if (damage := _find_damage(path, cache_dir / "models" / f"{name.replace('/', '--')}-{path.name}.json")) is not None:
+        raise ModelError(
+            f"--model {name}: {damage} is damaged, as its checksum differs; delete {damage.resolve()} to fetch it again"
+        )
+    return path
+
+
+def _find_damage(path: Path, checksums: Path) -> Path | None:
+    """The first damaged file of a snapshot: at first by the hub's digests, then by quick ones, kept in `checksums`."""
+    if checksums.exists():
+        return find_damage(path, checksums)
+    damage = next((file for file in sorted(path.iterdir()) if file.is_file() and not _as_published(file)), None)
+    if damage is None:
+        with contextlib.suppress(OSError):  # if they cannot be kept, each start reads the hub's
+            checksums.parent.mkdir(parents=True, exist_ok=True)
+            with scratch(checksums.parent, ".making-") as directory:
+                write_checksums(path, directory / "new")
+                (directory / "new").rename(checksums)
+    return damage
+
+
+def _as_published(file: Path) -> bool:
+    """Whether a file has the digest that is its name in the hub's cache: SHA-256 if it is large, else git's own."""
+    name, size = file.resolve().name, file.stat().st_size
+    if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", name):  # copied by name, where files cannot be linked
+        return True
+    digest = hashlib.sha256() if len(name) == 64 else hashlib.sha1(f"blob {size}\0".encode())
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, lambda: digest).hexdigest() == name

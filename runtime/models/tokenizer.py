@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
@@ -23,6 +23,8 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 # Most tokens of an incomplete UTF-8 character: it has at most three bytes, and a token at least one.
 _INCOMPLETE = 3
+# Tokens whose text takes milliseconds.
+_LONG = 4096
 
 
 @contextmanager
@@ -43,6 +45,8 @@ class Tokenizer:
         self._fast = fast
         self._config = config
         self.chat_template = chat_template
+        # The text of one token, special ones included.
+        self.token_text: Callable[[int], str] = _TokenTexts(self).__getitem__
 
     @classmethod
     def load(cls, directory: Path, chat_template: Path | None = None) -> Tokenizer:
@@ -72,6 +76,8 @@ class Tokenizer:
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         with _no_panic():
+            if len(ids) > _LONG:  # as `encode_batch_fast`
+                return self._fast.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
             return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def id_to_token(self, token: int) -> str | None:
@@ -149,6 +155,18 @@ class Tokenizer:
         values = {name: self._config.get(name) for name in _TOKEN_NAMES}
         texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
         return {name: text for name, text in texts.items() if text}
+
+
+class _TokenTexts(dict[int, str]):
+    """Texts of single tokens; each is decoded once."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> str:
+        text = self[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text
 
 
 class Detokenizer:

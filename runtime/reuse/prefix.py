@@ -54,11 +54,11 @@ class PrefixStrategy(Strategy):
             # The page to copy from must outlive the eviction that makes room for its copy; where nothing else can
             # be evicted it goes too, and its rows are computed again.
             cache.tree.lock(match.partial_node)
-            fresh = cache.allocate(need, match.pages, request.namespace)
+            fresh = cache.allocate(need, match.pages, request.owner)
             cache.tree.unlock(match.partial_node)
             rows = match.partial_rows if fresh is not None else 0
             if fresh is None:
-                fresh = cache.allocate(need, match.pages, request.namespace)
+                fresh = cache.allocate(need, match.pages, request.owner)
         if fresh is None:
             cache.tree.unlock(node)
             return False
@@ -91,7 +91,7 @@ class PrefixStrategy(Strategy):
         segment = request.segments[0] if request.segments else Segment(sequence.pages[:0], 0)
         pages = segment.pages + sequence.pages[: full - before]
         key = request.key(full * cache.page_size)
-        node, held = cache.insert(key, pages, request.namespace, request.reuse)
+        node, held = cache.insert(key, pages, request.namespace, request.reuse, owner=request.owner)
         request.reuse = 0.0
         cache.tree.lock(node)
         cache.tree.unlock(segment.node)

@@ -106,7 +106,7 @@ class Strategy(ABC):
         sequence = request.sequence
         if len(sequence.pages) * self.cache.page_size > sequence.num_computed - sequence.start + ahead:
             return True
-        fresh = self.cache.allocate(1, self._behind(request), request.namespace)
+        fresh = self.cache.allocate(1, self._behind(request), request.owner)
         if fresh is None:
             return False
         sequence.pages.extend(fresh)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from runtime.errors import InvalidRequest, RametError
 from runtime.params import SamplingParams
 from runtime.sampling.json_text import parse_json
+from runtime.sampling.turns import Piece, Turns
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -47,6 +48,10 @@ def check_grammar(params: SamplingParams) -> None:
         if problem.startswith("WARNING"):
             return
         raise InvalidRequest(f"{name} cannot be followed: {_first_line(problem)}", param=name)
+
+
+def too_slow(what: str, timeout_s: float, param: str | None = None) -> InvalidRequest:
+    return InvalidRequest(f"{what} takes longer than {timeout_s:g} s to compile", param=param)
 
 
 def _source(params: SamplingParams) -> str | None:
@@ -94,13 +99,13 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """A compiler on a thread of its own, so that no step waits for a grammar.
+    """Compiles in threads, in which tenants take turns, so that neither a step nor another tenant waits for a grammar.
 
     Args:
         load_tokenizer: returns the text of the model's tokenizer.json; called for the first grammar.
         vocab_size: of the logits.
         eos: tokens that end a sequence.
-        timeout_s: limit for one grammar.
+        timeout_s: limit for compiling one grammar; the time before its turn does not count.
     """
 
     def __init__(self, load_tokenizer: Callable[[], str], vocab_size: int, eos: list[int], timeout_s: float):
@@ -110,40 +115,39 @@ class GrammarCompiler:
         self._timeout_s = timeout_s
         self._tokenizer: LLTokenizer | None = None
         self._kept: OrderedDict[tuple[Hashable, str], LLMatcher] = OrderedDict()
-        self._pool: ThreadPoolExecutor | None = None
-        self.open: dict[str, tuple[Future[LLMatcher], float]] = {}
+        self._lock = threading.Lock()
+        self._turns = Turns(2, "ramet-grammar")
+        self.open: dict[str, Piece[LLMatcher]] = {}
 
     def __len__(self) -> int:
         return len(self.open)
 
     def start(self, rid: str, params: SamplingParams, tenant: Hashable = "") -> None:
         """Begin to compile a request's grammar. The cache is per tenant: a hit is visible in the response time."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "ramet-grammar")
-        self.open[rid] = (self._pool.submit(self._compile, params, tenant), time.monotonic() + self._timeout_s)
+        self.open[rid] = self._turns.submit(tenant, lambda: self._compile(params, tenant))
 
     def cancel(self, rid: str) -> bool:
         """Forget a request; False if its grammar is not being compiled."""
         found = self.open.pop(rid, None)
-        return found is not None and (found[0].cancel() or True)
+        return found is not None and (found.cancel() or True)
 
     def take(self) -> list[tuple[str, Grammar | RametError]]:
         """Remove the requests whose grammar is compiled or has failed."""
         done: list[tuple[str, Grammar | RametError]] = []
-        for rid, (future, deadline_s) in list(self.open.items()):
-            if future.done():
-                done.append((rid, self._result(future)))
-            elif time.monotonic() > deadline_s:
-                done.append((rid, InvalidRequest(f"the grammar takes longer than {self._timeout_s:g} s to compile")))
+        for rid, piece in list(self.open.items()):
+            if piece.done():
+                done.append((rid, self._result(piece)))
+            elif piece.began_s is not None and time.monotonic() > piece.began_s + self._timeout_s:
+                done.append((rid, too_slow("the grammar", self._timeout_s)))
             else:
                 continue
             del self.open[rid]
         return done
 
     @staticmethod
-    def _result(future: Future[LLMatcher]) -> Grammar | RametError:
+    def _result(piece: Piece[LLMatcher]) -> Grammar | RametError:
         try:
-            matcher = future.result()
+            matcher = piece.result()
         except Exception as error:
             return RametError(f"the grammar could not be compiled: {type(error).__name__}")
         if matcher.is_error():
@@ -154,11 +158,14 @@ class GrammarCompiler:
         source = _source(params)
         assert source is not None
         key = (tenant, source)
-        if self._tokenizer is None:
-            self._tokenizer = LLTokenizer(self._load_tokenizer(), n_vocab=self._vocab_size, eos_token=self._eos)
-        if key not in self._kept:
-            self._kept[key] = LLMatcher(self._tokenizer, source, limits=_LIMITS, log_level=0)
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = LLTokenizer(self._load_tokenizer(), n_vocab=self._vocab_size, eos_token=self._eos)
+            matcher = self._kept.get(key)
+        matcher = matcher or LLMatcher(self._tokenizer, source, limits=_LIMITS, log_level=0)
+        with self._lock:
+            self._kept[key] = matcher
+            self._kept.move_to_end(key)
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-        self._kept.move_to_end(key)
-        return self._kept[key].deep_copy()
+            return matcher.deep_copy()

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+
+from fastapi import Request
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.async_engine import OutputStream
-from runtime.frontend.output import Output, Submission, join_logprobs
+from runtime.frontend.output import Output, Submission
 from server.admin.metrics import Metrics
 from server.context import Context
+from server.http.answers import write_logprobs
+from server.http.sse import while_there
 
 
 async def open_outputs(
-    context: Context, submissions: list[Submission], names: Mapping[str, str], timeout_s: float | None
+    request: Request,
+    context: Context,
+    submissions: list[Submission],
+    names: Mapping[str, str],
+    timeout_s: float | None,
 ) -> OutputStream:
-    """Submit; errors name the request's fields.
+    """Submit while the client is there; errors name the request's fields.
 
     Args:
         names: the request's fields by the engine's parameters, where their names differ.
         timeout_s: the request's own timeout; `--max-timeout` may be shorter.
 
     Raises:
-        RametError: as `AsyncEngine.open`, and Overloaded while the server stops.
+        RametError: as `AsyncEngine.open`, Overloaded while the server stops, ClientGone.
     """
     context.gate.check()
     limits = [limit for limit in (timeout_s, context.config.scheduler.max_timeout) if limit is not None]
     try:
-        return await context.engine.open(submissions, min(limits, default=None))
+        return await while_there(request, context.engine.open(submissions, min(limits, default=None)))
     except InvalidRequest as error:
         param = names.get(error.param, error.param) if error.param else None
         raise InvalidRequest(error.message, param=param, code=error.code) from None
@@ -43,13 +51,14 @@ async def follow(outputs: OutputStream, metrics: Metrics) -> AsyncIterator[Outpu
         yield output
 
 
-async def collect(outputs: OutputStream, metrics: Metrics) -> list[Output]:
-    """The last Output of every completion, with all its log-probabilities, by prompt, then by choice."""
+async def collect(
+    outputs: OutputStream, metrics: Metrics, write: Callable[[Output], None] | None = None
+) -> list[Output]:
+    """The last Output of every completion, by prompt, then by choice; `write` takes the log-probabilities of each."""
     done: dict[tuple[int, int], Output] = {}
     with outputs:
         async for output in follow(outputs, metrics):
-            if earlier := done.get((output.index, output.choice)):
-                output.logprobs = join_logprobs(earlier.logprobs, output.logprobs)
-                output.prompt_logprobs = join_logprobs(earlier.prompt_logprobs, output.prompt_logprobs)
+            if write is not None:
+                await write_logprobs(write, output)
             done[output.index, output.choice] = output
     return [done[key] for key in sorted(done)]

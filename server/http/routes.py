@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -10,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import ConfigDict
 
-from runtime.errors import EngineDead, InvalidRequest, Overloaded
+from runtime.errors import EngineDead, Overloaded
 from runtime.frontend.output import Submission
 from runtime.params import SamplingParams
 from server.auth.keys import Asker
@@ -18,7 +17,7 @@ from server.context import Ctx
 from server.http import examples
 from server.http.follow import collect
 from server.http.sse import unless_gone
-from server.http.wire import Body, Text, TokenIds
+from server.http.wire import Body, IdPrompts, OneOrMany, Text
 
 router = APIRouter(tags=["server"])
 
@@ -31,7 +30,7 @@ class TokenizeRequest(Body):
     model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The capital of France is"}})
 
     model: str | None = None
-    prompt: Text | list[Text]
+    prompt: OneOrMany[Text]
     add_special_tokens: bool = True
 
 
@@ -39,7 +38,7 @@ class DetokenizeRequest(Body):
     model_config = ConfigDict(json_schema_extra={"example": {"tokens": [504, 3575, 282, 4649, 314]}})
 
     model: str | None = None
-    tokens: TokenIds | list[TokenIds]
+    tokens: IdPrompts
     skip_special_tokens: bool = True
 
 
@@ -55,12 +54,14 @@ async def health(context: Ctx) -> Response:
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", response_class=PlainTextResponse, responses=examples.OK)
 async def ready(context: Ctx) -> Response:
-    """200 while new requests are served; 503 without an engine, while it is paused, and while the server stops."""
+    """200 while new requests are served; 503 without an engine, while it is paused or hangs, and during a stop."""
     if not context.engine.alive:
         raise EngineDead("the engine is not running")
     context.gate.check()
     if context.engine.paused:
         raise Overloaded("the engine is paused")
+    if context.engine.late:
+        raise Overloaded("the engine has not finished a step in time")
     return PlainTextResponse("ok")
 
 
@@ -98,28 +99,32 @@ async def model_info(context: Ctx, asker: Asker) -> dict[str, Any]:
     }
 
 
-@router.post("/tokenize", responses=examples.TOKENS)
-async def tokenize(context: Ctx, body: TokenizeRequest) -> dict[str, Any]:
+@router.post("/tokenize", response_model=None, responses=examples.TOKENS)
+async def tokenize(request: Request, context: Ctx, body: TokenizeRequest, asker: Asker) -> Response:
     """Token ids of one text or several."""
     single = isinstance(body.prompt, str)
     texts: list[str] = [body.prompt] if single else body.prompt  # type: ignore[list-item, assignment]
-    tokens = await context.engine.tokenize(texts, body.add_special_tokens)
-    counts = [len(ids) for ids in tokens]
-    return {
-        "tokens": tokens[0] if single else tokens,
-        "count": counts[0] if single else counts,
-        "max_model_len": context.engine.info.context_length,
-    }
+
+    async def work() -> dict[str, Any]:
+        tokens = await context.engine.tokenize(asker.account, texts, body.add_special_tokens)
+        counts = [len(ids) for ids in tokens]
+        return {
+            "tokens": tokens[0] if single else tokens,
+            "count": counts[0] if single else counts,
+            "max_model_len": context.engine.info.context_length,
+        }
+
+    return await unless_gone(request, work())
 
 
-@router.post("/detokenize", responses=examples.TEXT)
-async def detokenize(context: Ctx, body: DetokenizeRequest) -> dict[str, Any]:
+@router.post("/detokenize", response_model=None, responses=examples.TEXT)
+async def detokenize(request: Request, context: Ctx, body: DetokenizeRequest, asker: Asker) -> Response:
     """Text of one list of token ids or several."""
     single = not body.tokens or isinstance(body.tokens[0], int)
     several: list[list[int]] = [body.tokens] if single else body.tokens  # type: ignore[list-item, assignment]
-    vocab = context.engine.info.vocab_size
-    if bad := next((token for ids in several for token in ids if token >= vocab), None):
-        raise InvalidRequest(f"token id {bad} is out of range: the model has {vocab} tokens", param="tokens")
-    decode = context.engine.tokenizer.decode
-    texts = await asyncio.to_thread(lambda: [decode(ids, body.skip_special_tokens) for ids in several])
-    return {"text": texts[0] if single else texts}
+
+    async def work() -> dict[str, Any]:
+        texts = await context.engine.detokenize(asker.account, several, body.skip_special_tokens)
+        return {"text": texts[0] if single else texts}
+
+    return await unless_gone(request, work())

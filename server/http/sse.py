@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from runtime.errors import RametError
+from server.http.answers import JsonAnswer, encode
 from server.http.errors import error_body
 
 log = logging.getLogger("ramet.server")
@@ -25,6 +25,7 @@ KEEP_ALIVE_S = 15.0
 _HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 Events = AsyncGenerator[dict[str, Any], None]
+T = TypeVar("T")
 
 
 class EventStream(StreamingResponse):
@@ -93,7 +94,7 @@ async def _chunks(events: Events) -> AsyncGenerator[bytes, None]:
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n".encode()
+    return b"data: %b\n\n" % encode(data)
 
 
 async def _wait_gone(receive: Receive) -> None:
@@ -101,15 +102,26 @@ async def _wait_gone(receive: Receive) -> None:
         pass
 
 
+class ClientGone(RametError):
+    """The client disconnected before its answer was there; nobody reads this (HTTP 499)."""
+
+    status = 499
+
+
 async def unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any] | list[Any]]) -> Response:
     """The JSON response of `work`, which is cancelled when the client disconnects."""
+    return JsonAnswer(await while_there(request, work))
+
+
+async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client disconnects. Raises ClientGone then."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_wait_gone(request.receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            return Response(status_code=499)
-        return JSONResponse(task.result())
+            raise ClientGone("the client has left")
+        return task.result()
     finally:
         for future in (task, gone):
             future.cancel()

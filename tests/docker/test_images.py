@@ -75,31 +75,70 @@ def test_the_build_sees_nothing_but_what_is_copied():
     assert not any(fnmatch.fnmatch("docker/secrets", line[1:]) for line in lines if line.startswith("!"))
 
 
-def test_every_dependency_is_pinned_within_its_range():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = (ROOT / "docker/constraints.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
-    extras = [
-        requirement for name in ("load", "bench", "otel") for requirement in project["optional-dependencies"][name]
+def listed(*asked: str) -> list[str]:
+    """The lines of docker/requirements.py."""
+    command = [sys.executable, "docker/requirements.py", *asked]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def pins(*asked: str) -> dict[str, str]:
+    """Versions by names, of lines for `pip install --require-hashes`; each has hashes."""
+    text = "\n".join(listed("--pinned", *asked))
+    found = re.findall(r"^([a-z0-9-]+)==([^\s;]+).*\\\n((?: .*\n?)+)", text, re.MULTILINE)
+    assert len(found) == len([line for line in text.splitlines() if not line.startswith(" ")])
+    for name, _, below in found:
+        lines = below.rstrip().splitlines()
+        hashes = [line for line in lines if re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}( \\)?", line)]
+        assert hashes, name
+        assert len(hashes) == len([line for line in lines if not line.startswith("    #")]), name
+        # A line goes on as far as there are hashes.
+        assert [line.endswith("\\") for line in hashes] == [True] * (len(hashes) - 1) + [False], name
+    return {name: version for name, version, _ in found}
+
+
+@pytest.mark.parametrize("asked", [(), ("load",), ("bench", "otel"), ("build",), ("router",)])
+def test_every_dependency_is_pinned_within_its_range(asked):
+    found = pins(*asked)
+    for requirement in map(Requirement, listed(*asked)):
+        if requirement.name != "torch":
+            assert requirement.specifier.contains(found[requirement.name], prereleases=True), requirement
+
+
+def test_what_dependencies_need_is_pinned_with_them():
+    found = {asked: pins(asked).keys() for asked in ("load", "bench", "otel", "build", "router")}
+    assert pins().keys() >= {"starlette", "pydantic-core", "hf-xet"}
+    assert pins().keys() >= {"sympy", "networkx"}, "torch's own, which comes without its dependencies"
+    assert "torch" not in pins()
+    assert found["load"] - pins().keys() >= {"aiosignal", "yarl"}
+    assert found["bench"] - found["load"] >= {"contourpy", "fonttools"}
+    assert found["otel"] - pins().keys() >= {"googleapis-common-protos", "protobuf"}
+    assert found["build"] == {"setuptools"}
+    assert found["router"] >= {"sglang-router", "orjson", "aiosignal"}
+    assert not found["router"] & {"numpy", "transformers"}
+
+
+def test_everything_but_torch_and_its_kin_is_installed_with_hashes():
+    commands = re.findall(r"pip install[^&;\n]*", "\n".join(STAGES.values()))
+    bare = [command.split("install ")[1].strip() for command in commands if "--require-hashes" not in command]
+    assert bare == [
+        '--no-deps "${TORCH}"',
+        '"${TORCH}"',
+        '"${FLASHINFER}"',
+        '--no-deps "${FLASHINFER_JIT_CACHE}"',
+        "--no-deps --no-index /tmp/wheels/*.whl",
     ]
-    for text in [*project["dependencies"], *extras]:
-        requirement = Requirement(text)
-        if requirement.name not in ("torch", "ramet"):
-            assert requirement.specifier.contains(pins[requirement.name], prereleases=True), text
+    assert len(commands) - len(bare) == 3
 
 
 def test_the_dependencies_that_an_image_installs_first():
-    def listed(*extras: str) -> set[str]:
-        command = [sys.executable, "docker/requirements.py", *extras]
-        return set(subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines())
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    assert listed() == set(project["dependencies"])
-    assert listed("load") - listed() == set(extras["load"])
+    base, load, bench = set(listed()), set(listed("load")), set(listed("bench"))
+    assert base == set(project["dependencies"])
+    assert load - base == set(extras["load"])
     # An extra may name others.
-    assert listed("bench") - listed("load") == set(extras["bench"]) - {"ramet[load]"}
-    assert listed("dev") - listed("bench", "otel") == set(extras["dev"]) - {"ramet[bench,otel]"}
+    assert bench - load == set(extras["bench"]) - {"ramet[load]"}
+    assert set(listed("dev")) - bench - set(listed("otel")) == set(extras["dev"]) - {"ramet[bench,otel]"}
 
 
 def test_torch_is_the_version_of_the_makefile():

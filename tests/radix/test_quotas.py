@@ -5,6 +5,9 @@ from __future__ import annotations
 from array import array
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from radix import POLICIES, Namespace, Quotas, RadixTree, make_policy
 
@@ -82,3 +85,94 @@ def test_where_nobody_is_named_every_salt_is_a_tenant():
         add(tree, Namespace().for_entry("bicache", str(i)), 1, 2, first=100 + 10 * i)
     assert tree.quotas.pages(salted) == tree.quotas.pages(Namespace()) == 3
     assert tree.num_pages == 6
+
+
+def test_whoever_computes_shared_pages_pays_for_them():
+    shared, a, b = Namespace("public", "s"), Namespace("a"), Namespace("b")
+    tree = RadixTree(1, quotas=Quotas({"a": 4, "b": 4}))
+    for i in range(8):
+        for owner, first in ((a, 0), (b, 1000)):
+            tree.make_room(owner, 2)
+            tree.insert(key(first + i, 5), array("i", [first + 2 * i, first + 2 * i + 1]), shared, owner=owner)
+    assert (tree.quotas.pages(a), tree.quotas.pages(b), tree.quotas.pages(shared)) == (4, 4, 0)
+    _, held = tree.insert(key(1007, 5, 6), array("i", [90, 91, 92]), shared, owner=a)
+    assert list(held) == [1014, 1015, 92]
+    assert (tree.quotas.pages(a), tree.quotas.pages(b)) == (5, 4), "what it read it does not pay for"
+    assert list(tree.make_room(a, 0)) == [12 + 1], "the least recently used of its own"
+    tree.flush()
+    assert tree.quotas._pages == tree.quotas._victims == {}
+
+
+class Tenants(RuleBasedStateMachine):
+    """Tenants with keys, and salts of an open server, in their own namespaces and the public one.
+
+    The model: the page and the owner of each page-aligned prefix.
+    """
+
+    MOST = 5
+
+    def __init__(self):
+        super().__init__()
+        self.tree = RadixTree(1, quotas=Quotas({"b": 3}, default=self.MOST))
+        self.held: dict[tuple, tuple[int, Namespace]] = {}
+        self.live: list = []
+        self.pages = iter(range(10**6))
+
+    @rule(
+        account=st.sampled_from(["", "a", "b"]),
+        salt=st.sampled_from(["", "s", "t"]),
+        entry=st.sampled_from(["", "bicache"]),
+        public=st.booleans(),
+        tokens=st.lists(st.integers(0, 2), min_size=1, max_size=7),
+        stays=st.booleans(),
+    )
+    def request(self, account, salt, entry, public, tokens, stays):
+        space = Namespace("public" if public else account, salt)
+        owner = Namespace(account) if account else space.owner
+        space = space.for_entry(entry, "1") if entry else space
+        prefixes = [(space, *tokens[: n + 1]) for n in range(len(tokens))]
+        self.forget(self.tree.make_room(owner, len(tokens)), owner)
+        pages = [next(self.pages) for _ in tokens]
+        node, held = self.tree.insert(key(*tokens), array("i", pages), space, owner=owner)
+        for prefix, page in zip(prefixes, pages, strict=True):
+            self.held.setdefault(prefix, (page, owner))
+        assert list(held) == [self.held[prefix][0] for prefix in prefixes]
+        self.tree.lock(node)
+        self.live.append((node, owner))
+        if not stays:
+            self.end(-1)
+
+    @rule(which=st.integers(0, 9))
+    def end(self, which):
+        if self.live:
+            node, owner = self.live.pop(which % len(self.live))
+            self.tree.unlock(node)
+            self.forget(self.tree.make_room(owner, 0), owner)
+
+    def forget(self, freed, owner):
+        gone = {prefix for prefix, (page, _) in self.held.items() if page in set(freed)}
+        assert all(self.held[prefix][1] == owner for prefix in gone), "nobody loses pages of others"
+        self.held = {prefix: held for prefix, held in self.held.items() if prefix not in gone}
+
+    def count(self, owner):
+        return sum(whose == owner for _, whose in self.held.values())
+
+    def kept(self, owner):
+        """Pages of an owner that live requests use, or that pages of others continue."""
+        ends = [prefix for prefix, (_, whose) in self.held.items() if whose != owner]
+        ends += [max((p for p, (page, _) in self.held.items() if page in node.pages), key=len) for node, _ in self.live]
+        mine = (prefix for prefix, (_, whose) in self.held.items() if whose == owner)
+        return sum(any(end[: len(prefix)] == prefix for end in ends) for prefix in mine)
+
+    @invariant()
+    def agrees(self):
+        self.tree.check()
+        owners = {owner for _, owner in self.held.values()}
+        assert self.tree.quotas._pages == {owner: self.count(owner) for owner in owners}
+        assert self.tree.quotas._victims.keys() <= owners
+        for owner in owners - {owner for _, owner in self.live}:
+            assert self.count(owner) <= max(3 if owner.tenant == "b" else self.MOST, self.kept(owner))
+
+
+TestTenants = Tenants.TestCase
+TestTenants.settings = settings(max_examples=150, stateful_step_count=20, deadline=None)

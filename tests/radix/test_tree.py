@@ -286,4 +286,4 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 TestTreeMachine = TreeMachine.TestCase
-TestTreeMachine.settings = settings(max_examples=2000, stateful_step_count=25, deadline=None)
+TestTreeMachine.settings = settings(max_examples=1000, stateful_step_count=25, deadline=None)

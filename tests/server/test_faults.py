@@ -66,11 +66,37 @@ def test_a_dead_engine_is_restarted_where_that_is_wanted(tiny_dir, tmp_path):
         assert stop(server) == 0
 
 
-def test_no_engine_outlives_its_server(tiny_dir, tmp_path):
+def test_a_frozen_engine_is_ended(tiny_dir, tmp_path):
+    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192", "--step-timeout", "1")
+    engine = server.engine_pid()
+
+    def wait_ready(status: int) -> None:
+        deadline = time.monotonic() + 20
+        while httpx.get(f"{server.url}/ready").status_code != status:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    os.kill(engine, signal.SIGSTOP)
+    wait_ready(503)
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    os.kill(engine, signal.SIGCONT)
+    wait_ready(200)
+    threads, found = streams(server, 4)
+    os.kill(engine, signal.SIGSTOP)
+    for thread in threads:
+        thread.join(30)
+    assert [json.loads(lines[-2][6:])["error"]["type"] for lines in found] == ["engine_dead"] * 4
+    assert server.process.wait(20) == 70
+
+
+def test_neither_an_engine_nor_a_socket_outlives_its_server(tiny_dir, tmp_path, monkeypatch):
+    (tmp_path / "t").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
     server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "1024")
     engine = server.engine_pid()
     server.process.kill()
     server.process.wait(10)
+    assert not list((tmp_path / "t").glob("*ramet*"))
     deadline = time.monotonic() + 20
     stat = Path(f"/proc/{engine}/stat")
     while stat.exists() and stat.read_text().split()[2] != "Z":
@@ -95,20 +121,6 @@ def test_too_many_requests_are_told_when_to_come_back(default_model_dir, tmp_pat
         server.check_idle()
     finally:
         assert stop(server) == 0
-
-
-def test_what_runs_may_end_when_the_server_is_stopped(tiny_dir, tmp_path):
-    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192", "--incremental-output")
-    threads, found = streams(server, 2)
-    assert stop(server) == 0
-    for thread in threads:
-        thread.join(20)
-    for lines in found:
-        *parts, last = [json.loads(line[6:]) for line in lines[:-1]]
-        assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 400}
-        assert sum(len(part["output_ids"]) for part in [*parts, last]) == 400
-        assert all(part["text"] == part["delta"] for part in parts)
-    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 @pytest.mark.parametrize(

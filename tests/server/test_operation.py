@@ -12,6 +12,7 @@ import signal
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,7 +23,7 @@ import pytest
 from runtime.logs import set_up_logs
 from server.http.access import AccessLog
 from tests.server.conftest import start, stop
-from tests.server.test_faults import LONG, streams
+from tests.server.test_faults import LONG, read_stream, streams
 
 KEYS = {"alice": "alice-secret-key", "bob": "bob-secret-key", "root": "root-secret-key"}
 SECRET = "xylophone quartz"
@@ -286,7 +287,7 @@ def test_an_unexpected_failure_is_logged_once(caplog):
 
 
 def test_sigterm_lets_what_runs_end_and_takes_nothing_new(tiny_dir, tmp_path):
-    options = ["--model", str(tiny_dir), "--pool-tokens", "8192", "--drain-time", "300"]
+    options = ["--model", str(tiny_dir), "--pool-tokens", "8192", "--drain-time", "300", "--incremental-output"]
     server = start(tmp_path / "log", *options)
     threads, found = streams(server, 4)
     server.process.send_signal(signal.SIGTERM)
@@ -302,29 +303,31 @@ def test_sigterm_lets_what_runs_end_and_takes_nothing_new(tiny_dir, tmp_path):
         thread.join(20)
     assert len(found) == 4
     for lines in found:
-        assert json.loads(lines[-2][6:])["meta_info"]["finish_reason"] == {"type": "length", "length": 400}
+        *parts, last = [json.loads(line[6:]) for line in lines[:-1]]
+        assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 400}
+        assert sum(len(part["output_ids"]) for part in [*parts, last]) == 400
+        assert all(part["text"] == part["delta"] for part in parts)
+    assert "Traceback" not in server.log.read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_to_the_process_group_lets_what_runs_end(tiny_dir, tmp_path, number):
-    """As `timeout`, systemd and a terminal send it: to the engine as well."""
+    """As systemd and a terminal send it: to the engine as well."""
     options = ["--model", str(tiny_dir), "--pool-tokens", "8192", "--drain-time", "300"]
     server = start(tmp_path / "log", *options, own_group=True)
     threads, found = streams(server, 2)
-    os.killpg(server.process.pid, number)
+    os.killpg(server.process.pid, signal.SIGINT)
     assert server.process.wait(300) == 0
     for thread in threads:
         thread.join(20)
     assert [json.loads(lines[-2][6:])["meta_info"]["finish_reason"]["type"] for lines in found] == ["length"] * 2
 
 
-def test_the_engine_is_ended_by_its_server_alone(tiny_dir, tmp_path):
-    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "1024")
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        os.kill(server.engine_pid(), number)
-    body = {"text": "x", "sampling_params": {"max_new_tokens": 3, "ignore_eos": True}}
-    assert httpx.post(f"{server.url}/generate", json=body, timeout=60).json()["meta_info"]["completion_tokens"] == 3
-    assert stop(server) == 0
+def test_the_engine_is_ended_by_its_server_alone(ask, operated):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        os.kill(operated.engine_pid(), number)
+    answer = ask("alice", text="x", sampling_params={"max_new_tokens": 3, "ignore_eos": True})
+    assert answer.json()["meta_info"]["completion_tokens"] == 3
 
 
 def test_a_signal_after_a_shutdown_is_the_first_one(tiny_dir, tmp_path):
@@ -358,26 +361,43 @@ def test_what_runs_for_too_long_is_aborted(tiny_dir, tmp_path):
 
 
 def test_a_second_signal_ends_at_once(tiny_dir, tmp_path):
-    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192")
+    """`timeout` sends one signal twice, a shell and systemd a HUP behind it; the second one is an operator's."""
+    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192", own_group=True)
     httpx.post(f"{server.url}/pause")
-    found: list[Exception] = []
-
-    def ask() -> None:
-        try:
-            httpx.post(f"{server.url}/generate", json=LONG, timeout=60)
-        except httpx.TransportError as error:
-            found.append(error)
-
-    thread = threading.Thread(target=ask)
+    found: list[list[str]] = []
+    thread = threading.Thread(target=read_stream, args=(server.url, found))
     thread.start()
     server.wait(lambda state: state["waiting"] == 1)
     server.process.send_signal(signal.SIGTERM)
+    os.killpg(server.process.pid, signal.SIGTERM)
     while httpx.get(f"{server.url}/ready").status_code == 200 or "stopping" not in server.log.read_text():
         time.sleep(0.02)
+    time.sleep(0.6)
+    server.process.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert server.process.poll() is None
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(20) == 1
     thread.join(20)
-    assert found, "what ran is lost, and its client knows"
+    assert json.loads(found[0][-2][6:])["error"]["type"] == "engine_dead", "what ran is lost, and its client knows"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGQUIT, 1)])
+def test_a_signal_while_the_model_is_loaded(tiny_dir, tmp_path, number, code):
+    command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", "--model", str(tiny_dir)]
+    (tmp_path / "tmp").mkdir()
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")}, process_group=0
+        )
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "tmp").glob("ramet-*/inbox-1")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, number)
+    assert process.wait(20) == code
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 def test_traces_go_to_a_collector(tiny_dir, tmp_path):

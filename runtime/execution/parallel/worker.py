@@ -75,7 +75,7 @@ class Inbox:
 
 def main() -> int:
     """Compute until the driver hangs up."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     inbox = Inbox()
     boot = inbox.boot()

@@ -6,7 +6,6 @@ import hashlib
 import json
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from runtime.errors import ModelError
 from runtime.models.default_model import fetch_default
-from runtime.models.publishing import publish
+from runtime.models.publishing import FORMAT, provide
 from runtime.models.spec import ModelSpec, read_json
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ def build_adapted(name: str, cache_dir: Path) -> Path:
 
 
 def merge_adapter(base: Path, adapter: Path, models: Path, name: str) -> Path:
-    """The directory `models`/`name`-DIGEST, which appears only when it is complete.
+    """The directory `models`/`name`-DIGEST-FORMAT, merged the first time, and if it is damaged.
 
     Args:
         base: directory of the causal model that the adapter was trained on.
@@ -56,32 +55,29 @@ def merge_adapter(base: Path, adapter: Path, models: Path, name: str) -> Path:
     """
     table = adapter.with_suffix(f".{DEPTH_TABLE_FILE}")
     tables = [table] if table.exists() else []
-    target = models / f"{name}-{_digest([adapter, *tables])}"
-    if (target / "config.json").exists():
-        return target
-    # Imported here, as the server process needs only the names, and no torch.
-    import torch
-    from safetensors.torch import save_file
+    target = models / f"{name}-{_digest([adapter, *tables])}-{FORMAT}"
 
-    from runtime.models.weights import load_weights
+    def make(work: Path) -> None:
+        # Imported here, as the server process needs only the names, and no torch.
+        import torch
+        from safetensors.torch import save_file
 
-    print(f"merging {adapter.name} with {base.name} into {target} (once)", file=sys.stderr, flush=True)
-    weights = load_weights(base, ModelSpec.load(base), torch.float32)
-    _add_adapter(weights, adapter)
-    try:
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=models) as directory:
-            work = Path(directory) / "model"
-            work.mkdir()
+        from runtime.models.weights import load_weights
+
+        print(f"merging {adapter.name} with {base.name} into {target} (once)", file=sys.stderr, flush=True)
+        weights = load_weights(base, ModelSpec.load(base), torch.float32)
+        _add_adapter(weights, adapter)
+        try:
             save_file(weights, work / "model.safetensors", {"format": "pt"})
-            (work / "config.json").write_text(json.dumps(diffusion_config(read_json(base / "config.json")), indent=2))
-            for file_name in _TOKENIZER_FILES:
-                shutil.copyfile(base / file_name, work / file_name)
-            for table in tables:
-                shutil.copyfile(table, work / DEPTH_TABLE_FILE)
-            publish(work, target)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"cannot write {target}: {getattr(error, 'strerror', None) or error}") from None
-    return target
+        except SafetensorError as error:
+            raise OSError(str(error)) from None
+        (work / "config.json").write_text(json.dumps(diffusion_config(read_json(base / "config.json")), indent=2))
+        for file_name in _TOKENIZER_FILES:
+            shutil.copyfile(base / file_name, work / file_name)
+        for table in tables:
+            shutil.copyfile(table, work / DEPTH_TABLE_FILE)
+
+    return provide(target, make)
 
 
 def diffusion_config(config: dict[str, Any]) -> dict[str, Any]:

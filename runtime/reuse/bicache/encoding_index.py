@@ -8,34 +8,24 @@ from radix import Namespace
 
 
 class EncodingIndex:
-    """Encoded prefixes by base namespace, in the order of their tokens as bytes.
+    """Encoded prefixes in the order of their base namespaces, and within one of their tokens as bytes.
 
     The key with the longest common beginning with another stands next to the place of that other one.
     """
 
     def __init__(self) -> None:
-        self._order: dict[Namespace, SortedList] = {}
+        self._order: SortedList = SortedList()
+
+    def __len__(self) -> int:
+        return len(self._order)
 
     def add(self, base: Namespace, key: bytes, encoding: Namespace) -> None:
-        order = self._order.setdefault(base, SortedList())
-        if (key, encoding) not in order:
-            order.add((key, encoding))
+        self._order.add((base, key, encoding))
 
-    def discard(self, base: Namespace, key: bytes, encoding: Namespace) -> None:
-        order = self._order[base]
-        order.discard((key, encoding))
-        if not order:
-            del self._order[base]
+    def remove(self, base: Namespace, key: bytes, encoding: Namespace) -> None:
+        self._order.remove((base, key, encoding))
 
-    def keep(self, encodings: set[Namespace]) -> None:
-        """Discard all encodings but these."""
-        left = {base: SortedList(e for e in order if e[1] in encodings) for base, order in self._order.items()}
-        self._order = {base: order for base, order in left.items() if order}
-
-    def neighbours(self, base: Namespace, key: bytes) -> list[tuple[bytes, Namespace]]:
-        """Key and encoding before and behind a key's place; one of them has the longest common beginning with it."""
-        order = self._order.get(base)
-        if order is None:
-            return []
-        at = order.bisect_left((key,))
-        return list(order[max(at - 1, 0) : at + 1])
+    def neighbours(self, base: Namespace, key: bytes) -> list[Namespace]:
+        """Encodings before and behind a key's place; one of them has the longest common beginning with it."""
+        at = self._order.bisect_left((base, key))
+        return [entry[2] for entry in self._order[max(at - 1, 0) : at + 1] if entry[0] == base]

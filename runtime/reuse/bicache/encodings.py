@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import Counter
 from dataclasses import dataclass
 
-from radix import Match, Namespace, RadixTree
+from radix import Match, Namespace, Node, RadixTree
 from radix.node import TOKEN_BYTES
+from radix.stats import Cause
 from runtime.reuse.bicache.encoding_index import EncodingIndex
 from runtime.reuse.bicache.shallow_meta import ShallowMeta, meet_all
-
-# Encodings that are remembered beyond the tree's nodes, before those that the tree has lost are forgotten.
-_SLACK = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +41,17 @@ def encoding_of(key: bytes, namespace: Namespace) -> Namespace:
 
 
 class Encodings:
-    """Finds encoded prefixes in the tree."""
+    """Finds encoded prefixes in the tree. Watches it: an encoding is known from `add` until its first page leaves."""
 
     def __init__(self, tree: RadixTree):
         self._tree = tree
-        self._known: dict[Namespace, dict[int, set[Namespace]]] = {}
-        self._num_known = 0
+        self._keys: dict[Namespace, bytes] = {}
+        self._lengths: dict[Namespace, Counter[int]] = {}  # in bytes, by the namespace of requests
         self._index = EncodingIndex()
+        tree.watch(self)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
     def match(self, key: bytes, encoding: Namespace) -> Match | None:
         """The pages of a whole encoding; None if some of it is missing."""
@@ -58,51 +61,54 @@ class Encodings:
 
     def discover(self, tokens: array[int], namespace: Namespace, limit: int) -> int:
         """The length of the longest encoded prefix of `tokens[:limit]`; 0 if there is none."""
-        known = self._known.get(namespace, {})
+        key = tokens[:limit].tobytes()
         hashed, at, found = hashlib.blake2b(digest_size=16), 0, []
-        for length in sorted(known):
-            if length > limit:
+        for length in sorted(self._lengths.get(namespace, ())):
+            if length > len(key):
                 break
-            hashed.update(tokens[at:length].tobytes())
+            hashed.update(key[at:length])
             at = length
             encoding = namespace.for_entry("bicache", hashed.hexdigest())
-            if encoding in known[length]:
+            if encoding in self._keys:
                 found.append((length, encoding))
-        for length, encoding in reversed(found):
-            if self.match(tokens[:length].tobytes(), encoding):
-                return length
-            known[length].discard(encoding)
-            self._num_known -= 1
-        return 0
+        whole = (length for length, encoding in reversed(found) if self.match(key[:length], encoding))
+        return next(whole, 0) // TOKEN_BYTES
 
     def beginning(self, tokens: array[int], namespace: Namespace, limit: int) -> Beginning | None:
         """The encoding with most whole pages of `tokens[:limit]` in the tree; None if there is no page."""
         key, best = tokens[:limit].tobytes(), None
-        for whole, encoding in self._index.neighbours(namespace, key):
+        for encoding in self._index.neighbours(namespace, key):
             found = self._tree.match(key, encoding)
             meta = meet_all(found.node)
             length = len(found.pages) * self._tree.page_size
-            if meta is None:
-                if not self._tree.match(whole, encoding).pages:
-                    self._index.discard(namespace, whole, encoding)
-            elif best is None or length > best.length:
+            if meta is not None and (best is None or length > best.length):
                 best = Beginning(encoding, length, meta.encoded_tokens, meta)
         return best
 
     def add(self, tokens: array[int], namespace: Namespace, encoding: Namespace) -> None:
-        """Remember an encoding of all of `tokens`."""
-        encodings = self._known.setdefault(namespace, {}).setdefault(len(tokens), set())
-        self._num_known += encoding not in encodings
-        encodings.add(encoding)
-        self._index.add(namespace, tokens.tobytes(), encoding)
-        if self._num_known > 2 * self._tree.num_nodes + _SLACK:
-            self._forget({there for there, _ in self._tree.roots()})
+        """Remember an encoding of all of `tokens`, which is in the tree."""
+        if encoding in self._keys:
+            return
+        self._keys[encoding] = key = tokens.tobytes()
+        self._lengths.setdefault(namespace, Counter())[len(key)] += 1
+        self._index.add(namespace, key, encoding)
 
-    def _forget(self, there: set[Namespace]) -> None:
-        kept = {
-            namespace: {length: left for length, encodings in lengths.items() if (left := encodings & there)}
-            for namespace, lengths in self._known.items()
-        }
-        self._known = {namespace: lengths for namespace, lengths in kept.items() if lengths}
-        self._index.keep(there)
-        self._num_known = sum(len(e) for lengths in self._known.values() for e in lengths.values())
+    def stored(self, node: Node) -> None:
+        """The strategy says what it stores."""
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """The encoding is as whole as before."""
+
+    def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
+        """Forget an encoding of which nothing is left."""
+        is_first = node.parent is not None and node.parent.parent is None
+        if kept_pages or not is_first or (key := self._keys.pop(node.namespace, None)) is None:
+            return
+        namespace = node.namespace.without_entry
+        lengths = self._lengths[namespace]
+        lengths[len(key)] -= 1
+        if not lengths[len(key)]:
+            del lengths[len(key)]
+        if not lengths:
+            del self._lengths[namespace]
+        self._index.remove(namespace, key, node.namespace)

@@ -180,7 +180,7 @@ class BiCache(Strategy):
         missing = cache.pages_for(share.length) if is_encoding else 0
         behind = array("i") if match is None else match.pages
         private = self._num_private(request)
-        fresh = cache.allocate(missing + private, behind, request.namespace, cached=missing)
+        fresh = cache.allocate(missing + private, behind, request.owner, cached=missing)
         if fresh is None:
             cache.tree.unlock(node)
             return False
@@ -230,7 +230,9 @@ class BiCache(Strategy):
         share, (segment,) = request.reuse, request.segments
         meta = ShallowMeta(share.length, self.table)
         key = request.tokens[: share.length]
-        node, segment.pages = self.cache.insert(key.tobytes(), segment.pages, share.encoding, seconds, meta)
+        node, segment.pages = self.cache.insert(
+            key.tobytes(), segment.pages, share.encoding, seconds, meta, request.owner
+        )
         self.cache.tree.lock(node)
         segment.node = node
         share.is_encoding = False

@@ -107,11 +107,11 @@ def test_it_ends_in_time_and_goes_on(model, tmp_path, monkeypatch):
     monkeypatch.setattr(bench_bicache, "monotonic", lambda: next(clock))
     sizes = []
     while not sizes or sizes[-1] < len(lines(tmp_path / "whole")):
-        assert bench_bicache.run(options(model, tmp_path, *more, "--minutes", "0.06")) == 0
+        assert bench_bicache.run(options(model, tmp_path, *more, "--minutes", "0.1")) == 0
         sizes.append(len(lines(tmp_path)) if (tmp_path / "records.jsonl").exists() else 0)
         if sizes[-1] < len(lines(tmp_path / "whole")):
             assert "|" not in (tmp_path / "table.md").read_text(), "no group is whole"
-    assert max(b - a for a, b in pairwise([0, *sizes])) <= 3
+    assert max(b - a for a, b in pairwise([0, *sizes])) <= 6
     found, wanted = (
         {json.dumps(line["of"]): line["outcome"] for line in lines(out)} for out in (tmp_path, tmp_path / "whole")
     )

@@ -12,7 +12,7 @@ from runtime.models.adapters import ADAPTERS
 from runtime.models.resolve import resolve_model
 
 NAME = "smollm2-135m-diffusion"
-ROOM = 32
+ROOM = 16
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_it_does_its_tasks_and_reuse_in_all_layers_ruins_that(runner, task):
     assert naive.exact == 0
     # Five words in seven of `choice` are the same in every answer.
     constant = 5 / 7 if task == "choice" else 0
-    assert naive.right <= (constant + 0.4 * (1 - constant)) * naive.tokens
+    assert naive.right <= (constant + 0.5 * (1 - constant)) * naive.tokens
     assert naive.rows < shallow.rows < plain.rows
 
 

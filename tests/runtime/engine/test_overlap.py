@@ -137,7 +137,7 @@ def test_random_lives_are_those_in_step(tiny_dir, prompts, free, seed, page_size
             rid = str(len(specs))
             specs[rid] = specify(draw, prompts, free)
             driver.add(rid, **specs[rid])
-            wait(future for future, _ in driver.core.grammars.open.values())  # the same lives on any machine
+            wait(driver.core.grammars.open.values())  # the same lives on any machine
         if draw.random() < 0.08 and driver.core.requests:
             rid = draw.choice(list(driver.core.requests))
             in_flight += driver.core._in_flight is not None

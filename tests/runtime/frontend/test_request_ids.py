@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from runtime.config import SchedulerConfig
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, RateLimited
 from runtime.frontend.async_engine import OutputStream
 from runtime.frontend.output import Submission
 from runtime.frontend.processor import Frontend
@@ -13,18 +18,26 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import Abort, AddRequest, Finish, ModelInfo, TokenEvent
 
+INFO = ModelInfo(
+    **{"name": "m", "path": "", "architecture": "", "dtype": "", "device": "", "attention_backend": ""},
+    **{"vocab_size": 49152, "context_length": 1024, "page_size": 16, "pool_tokens": 1024},
+    eos_token_ids=[],
+)
+
 
 @pytest.fixture
 def sent():
     return []
 
 
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dir):
+    return Tokenizer.load(tiny_dir)
+
+
 @pytest.fixture
-def frontend(tiny_dir, sent):
-    names = {"name": "m", "path": "", "architecture": "", "dtype": "", "device": "", "attention_backend": ""}
-    sizes = {"vocab_size": 100, "context_length": 64, "page_size": 16, "pool_tokens": 1024}
-    info = ModelInfo(**names, **sizes, eos_token_ids=[])
-    return Frontend(info, Tokenizer.load(tiny_dir), sent.append, SchedulerConfig())
+def frontend(tokenizer, sent):
+    return Frontend(INFO, tokenizer, sent.append, SchedulerConfig())
 
 
 def submit(stream: OutputStream, *rids: str) -> None:
@@ -47,3 +60,79 @@ def test_a_stream_that_is_closed_leaves_the_successor_of_a_finished_id_alone(fro
     second.close()
     assert sent[-1] == Abort(successor)
     assert frontend.num_open == 0
+
+
+class Lives(RuleBasedStateMachine):
+    """Clients of two accounts with few ids; the model: by account and id, the client and its live completions."""
+
+    tokenizer: Tokenizer
+    clients = Bundle("clients")
+
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+        limits = SchedulerConfig(key_requests=4, key_tokens=12)
+        self.frontend = Frontend(INFO, self.tokenizer, self.sent.append, limits)
+        self.live: dict[tuple[str, str], tuple[OutputStream, list[str]]] = {}
+        self.waiting: dict[str, tuple[str, int]] = {}  # by the engine's id: account and tokens
+
+    def of(self, account: str) -> list[str]:
+        return [rid for (whose, _), (_, rids) in self.live.items() if whose == account for rid in rids]
+
+    def forget(self, rid: str) -> None:
+        self.waiting.pop(rid, None)
+        for key, (_, rids) in list(self.live.items()):
+            if rid in rids:
+                rids.remove(rid)
+            if not rids:
+                del self.live[key]
+
+    @rule(target=clients)
+    def come(self):
+        return OutputStream(self.frontend)
+
+    @rule(client=clients, account=st.sampled_from(["a", "b"]), rid=st.sampled_from("xyz"), n=st.integers(1, 3))
+    def submit(self, client, account, rid, n):
+        before, tokens = len(self.sent), [1] * (n + 2)
+        queued = sum(size for whose, size in self.waiting.values() if whose == account)
+        full = len(self.of(account)) + n > 4 or bool(queued and queued + len(tokens) > 12)
+        refused = RateLimited if full else InvalidRequest if (account, rid) in self.live else None
+        with pytest.raises(refused) if refused else nullcontext():
+            client.submit(Submission(tokens, SamplingParams(n=n), rid=rid, account=account), tokens)
+        if refused is None:
+            self.live[account, rid] = client, [message.rid for message in self.sent[before:]]
+            self.waiting[self.sent[before].rid] = account, len(tokens)
+
+    @rule(data=st.data(), ends=st.booleans())
+    def answer(self, data, ends):
+        """A token of any completion that there ever was."""
+        rids = [message.rid for message in self.sent if isinstance(message, AddRequest)]
+        rid = data.draw(st.sampled_from(rids)) if rids else "never"
+        self.frontend.handle(TokenEvent(rid, [5], Finish("stop") if ends else None))
+        self.waiting.pop(rid, None)
+        if ends:
+            self.forget(rid)
+
+    @rule(client=clients)
+    def leave(self, client):
+        before = len(self.sent)
+        client.close()
+        gone = [rid for whose, rids in self.live.values() if whose is client for rid in rids]
+        aborted = [message.rid for message in self.sent[before:]]
+        assert sorted(aborted) == sorted(gone), "all of its own, and nothing else"
+        for rid in gone:
+            self.forget(rid)
+
+    @invariant()
+    def counts(self):
+        assert self.frontend.num_open == len(self.of("a")) + len(self.of("b"))
+        assert self.frontend._by_submission == {key: set(rids) for key, (_, rids) in self.live.items()}
+        for account in ("a", "b"):
+            queued = sum(size for whose, size in self.waiting.values() if whose == account)
+            limits = self.frontend._admission
+            assert (limits.open[account], limits.waiting_tokens[account]) == (len(self.of(account)), queued)
+
+
+def test_lives_of_ids(tokenizer):
+    Lives.tokenizer = tokenizer
+    run_state_machine_as_test(Lives, settings=settings(max_examples=80, stateful_step_count=25, deadline=None))

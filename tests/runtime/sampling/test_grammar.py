@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 
 import pytest
@@ -12,7 +13,7 @@ from runtime import Engine
 from runtime.errors import InvalidRequest, RametError
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
-from runtime.sampling.grammar import GrammarCompiler
+from runtime.sampling.grammar import Grammar, GrammarCompiler
 
 SCHEMA = {
     "type": "object",
@@ -110,6 +111,34 @@ def test_a_grammar_that_takes_too_long_is_given_up():
     ((rid, error),) = done
     assert (rid, type(error)) == ("a", InvalidRequest)
     assert len(compiler) == 0
+
+
+def test_a_tenants_grammars_keep_no_other_waiting_and_waiting_is_not_compiling(tiny_dir):
+    go_on = threading.Event()
+
+    class Slow(GrammarCompiler):
+        def _compile(self, params, tenant):
+            assert params.regex == "quick" or go_on.wait(60)
+            return super()._compile(params, tenant)
+
+    def take(rid):
+        while not (done := dict(compiler.take())):
+            time.sleep(0.01)
+        assert done.keys() == {rid}
+        return done[rid]
+
+    compiler = Slow(lambda: Tokenizer.load(tiny_dir).to_json(), 49152, [2], timeout_s=300)
+    for rid in ("a1", "a2"):
+        compiler.start(rid, SamplingParams(regex="slow"), "a")
+    compiler.start("b", SamplingParams(regex="quick"), "b")
+    assert isinstance(take("b"), Grammar)
+    while compiler.open["a1"].began_s is None:
+        time.sleep(0.01)
+    compiler.open["a1"].began_s -= 301
+    assert isinstance(take("a1"), InvalidRequest)
+    assert compiler.open["a2"].began_s is None, "its tenant's other grammar is still compiled"
+    go_on.set()
+    assert isinstance(take("a2"), Grammar)
 
 
 def test_what_is_compiled_for_one_tenant_saves_no_other_any_time(tiny_dir):

@@ -17,7 +17,7 @@ from server.http.app import create_app
 from tests.server.conftest import start, stop
 
 KEYS = {
-    **{"alice": "alice-secret-key", "bob": "bob-secret-key", "root": "root-secret-key"},
+    **{"alice": "alice-secret-key", "bob": "bob-secret-key", "carol": "carol-secret-key", "root": "root-secret-key"},
     "scraper": "scraper-secret-key",
 }
 PROMPT = {"input_ids": list(range(100, 213)), "sampling_params": {"max_new_tokens": 1}}
@@ -28,7 +28,7 @@ def guarded(tiny_dir, tmp_path_factory):
     directory = tmp_path_factory.mktemp("auth")
     (directory / "keys").write_text(
         f"# tenants\nalice {KEYS['alice']} public\nbob {KEYS['bob']} quota=10 max_priority=5\n\n"
-        f"root {KEYS['root']} admin public\nscraper {KEYS['scraper']} metrics\n"
+        f"carol {KEYS['carol']} public quota=10\nroot {KEYS['root']} admin public\nscraper {KEYS['scraper']} metrics\n"
     )
     options = ["--model", str(tiny_dir), "--pool-tokens", "4096", "--api-keys", str(directory / "keys")]
     server = start(directory / "log", *options)
@@ -229,6 +229,24 @@ def test_a_quota_binds_its_tenant_alone(ask):
     assert cached(ask("bob", **prompts[3])) == 96
     causes = ask("root", "GET", "/cache/stats").json()["evicted_tokens_by_cause"]
     assert causes["quota"] >= 14 * 16
+
+
+def test_a_quota_binds_its_tenant_in_the_public_scope_too(ask):
+    ask("root", path="/flush_cache")
+    prompts = [{**PROMPT, "input_ids": [200 + 200 * i + j for j in range(97)]} for i in range(4)]
+    for prompt in prompts:
+        ask("carol", **prompt, cache_scope="public")
+        ask("carol", **prompt)
+        ask("carol", **prompt, cache_scope="public", cache_salt="a")
+    nodes = ask("root", "GET", "/cache/tree").json()["nodes"]
+    assert {node["tenant"] for node in nodes} <= {"carol", "public"}
+    assert 6 < sum(node["pages"] for node in nodes) <= 10, "of 72 that it computed"
+    assert cached(ask("alice", **prompts[3], cache_scope="public", cache_salt="a")) == 96, "who pays does not matter"
+    for prompt in prompts:
+        ask("alice", **prompt, cache_scope="public")
+    assert [cached(ask("carol", **prompt, cache_scope="public")) for prompt in prompts] == [96] * 4
+    pin = {"input_ids": [7] * 176, "tenant": "carol", "cache_scope": "public"}
+    assert ask("root", path="/cache/pin", **pin).status_code == 409, "11 pages"
 
 
 def test_everybody_sees_their_own_part_of_the_tree(ask):

@@ -9,7 +9,7 @@ import pytest
 
 from runtime.errors import EngineDead
 from server.http import sse
-from server.http.sse import EventStream
+from server.http.sse import ClientGone, EventStream, while_there
 
 DONE = "data: [DONE]"
 
@@ -116,6 +116,27 @@ def test_a_client_that_leaves_closes_the_events():
 
     assert asyncio.run(main()) == ["data: {}"]
     assert closed == [True]
+
+
+def test_work_ends_with_its_client():
+    ended = []
+
+    async def work(leaves):
+        try:
+            await asyncio.sleep(0 if leaves is None else 3600)
+        finally:
+            ended.append(leaves)
+        return "done"
+
+    async def main():
+        client = Client()
+        assert await while_there(client, work(None)) == "done"
+        asyncio.get_running_loop().call_later(0.01, client.leaves.set)
+        with pytest.raises(ClientGone):
+            await while_there(client, work(client))
+
+    asyncio.run(main())
+    assert len(ended) == 2
 
 
 def test_a_connection_that_breaks_closes_the_events(monkeypatch):

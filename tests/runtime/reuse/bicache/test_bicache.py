@@ -303,14 +303,13 @@ def test_pins_and_quotas_see_encodings(deep_dir):
     assert [node["meta"] for node in shown] == [meta, meta]
 
 
-def test_what_was_forgotten_is_found_out(deep_dir, monkeypatch):
-    monkeypatch.setattr("runtime.reuse.bicache.encodings._SLACK", 0)
+def test_what_was_forgotten_is_found_out(deep_dir):
     core = make_core(deep_dir)
     driver = DenoiseDriver(core)
     for i in range(6):
         driver.one([*range(i, i + 40)], gen_length=8, prefix_tokens=32, depth=4)
         if i < 5:
             driver.flush()
-    assert core.strategy.encodings._num_known <= 3
+    assert len(core.strategy.encodings) == 1
     driver.one([*range(5, 45)], gen_length=8)
     assert driver.report(driver.last())["cached_tokens"] == 32

@@ -1,0 +1,96 @@
+"""Checks grammars in processes that can be killed, as no limit of llguidance bounds the time of every grammar."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from multiprocessing.connection import wait
+
+from runtime.errors import InvalidRequest, Overloaded
+from runtime.params import SamplingParams
+from runtime.sampling.grammar import check_grammar, too_slow
+
+
+class GrammarProcesses:
+    """Processes that check one grammar at a time each; as many as there are threads that call `check` at once."""
+
+    def __init__(self, timeout_s: float):
+        """`timeout_s`: limit for one grammar."""
+        self._timeout_s = timeout_s
+        self._all: set[subprocess.Popen[bytes]] = set()
+        self._idle: list[subprocess.Popen[bytes]] = []
+
+    def check(self, params: SamplingParams) -> None:
+        """As `check_grammar`. Blocks. Raises InvalidRequest for a grammar that takes longer than the limit, too."""
+        name = "regex" if params.regex is not None else "json_schema"
+        try:
+            process = self._idle.pop() if self._idle else self._start()
+            if process.poll() is not None:
+                self._end(process)
+                process = self._start()
+        except OSError:
+            raise Overloaded("no process can be started that would check the grammar") from None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(params.model_dump_json(include={"json_schema", "regex"}).encode() + b"\n")
+            process.stdin.flush()
+            if not wait([process.stdout.fileno()], self._timeout_s):
+                raise too_slow(name, self._timeout_s, name)
+            answer = process.stdout.readline()
+            if not answer:
+                raise InvalidRequest(f"{name} cannot be compiled in the memory that there is", param=name)
+        except BaseException:
+            self._end(process)
+            raise
+        self._idle.append(process)
+        message, param = json.loads(answer)
+        if message is not None:
+            raise InvalidRequest(message, param=param)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-m", "runtime.frontend.grammar_process"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._all.add(process)
+        assert process.stdout is not None
+        if not process.stdout.readline():  # its imports do not count as compiling
+            self._end(process)
+            raise OSError("it ended before it was ready")
+        return process
+
+    def close(self) -> None:
+        """Kill all; a `check` that goes on raises InvalidRequest."""
+        for process in list(self._all):
+            self._end(process)
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        self._all.discard(process)
+        process.kill()
+        process.wait()
+
+
+def main() -> None:
+    """Check grammars, a line of JSON each, until standard input ends, even while one is being checked."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    print(flush=True)
+    for line in sys.stdin.buffer:
+        threading.Thread(target=_answer, args=(line,), daemon=True).start()
+    os._exit(0)
+
+
+def _answer(line: bytes) -> None:
+    found: tuple[str | None, str | None] = (None, None)
+    try:
+        check_grammar(SamplingParams.model_construct(**json.loads(line)))
+    except InvalidRequest as error:
+        found = error.message, error.param
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Work of the server's process that takes long: text to tokens and back, chat templates, grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+from typing import TypeVar
+
+from runtime.frontend.grammar_process import GrammarProcesses
+from runtime.frontend.output import Submission
+from runtime.frontend.processor import Frontend
+from runtime.sampling.turns import Turns
+
+# Threads for texts; the tokenizer works outside of the interpreter lock.
+_THREADS = 3
+# Threads that wait for a grammar to be checked.
+_GRAMMARS = 2
+# Characters or tokens of short texts that make one piece of work, of milliseconds.
+_PIECE = 1 << 14
+
+Item = TypeVar("Item", str, list[int])
+T = TypeVar("T")
+
+
+class TextWork:
+    """Does the work of all accounts in few threads, in turns. What has not begun when its task is cancelled never will.
+
+    Args:
+        grammar_timeout_s: limit for checking one grammar.
+    """
+
+    def __init__(self, grammar_timeout_s: float):
+        self._texts = Turns(_THREADS, "ramet-text")
+        self._grammars = Turns(_GRAMMARS, "ramet-grammar")
+        self._processes = GrammarProcesses(grammar_timeout_s)
+
+    async def encode(self, frontend: Frontend, submission: Submission) -> list[int]:
+        """As `Frontend.encode`; a grammar is checked, too."""
+        tokens = await self._texts.run(submission.account, partial(frontend.encode, submission))
+        if submission.sampling.constrained:
+            await self._grammars.run(submission.account, partial(self._processes.check, submission.sampling))
+        return tokens
+
+    async def each(self, account: str, work: Callable[[Item], T], items: list[Item]) -> list[T]:
+        """The results of `work` for texts or lists of tokens; a turn takes one long item, or several short ones."""
+        results: list[list[T]] = []
+        for piece in _pieces(items):
+            results.append(await self._texts.run(account, partial(list, map(work, piece))))
+        return list(chain.from_iterable(results))
+
+    def close(self) -> None:
+        self._texts.close()
+        self._grammars.close()
+        self._processes.close()
+
+
+def _pieces(items: list[Item]) -> Iterator[list[Item]]:
+    piece: list[Item] = []
+    size = 0
+    for item in items:
+        piece.append(item)
+        size += len(item) + 1  # an empty one costs a call, too
+        if size >= _PIECE:
+            yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece

@@ -1,0 +1,163 @@
+"""Directories that Ramet makes: complete or not at all, verified at each start; killed processes leave nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime.errors import ModelError
+from runtime.models.publishing import CHECKSUMS, provide, scratch
+from tests.full_disk import little_room
+
+WEIGHTS = bytes(range(256)) * 40
+
+
+@pytest.fixture
+def target(tmp_path):
+    return tmp_path / "models/one"
+
+
+@pytest.fixture
+def made(target):
+    """`make` of a directory of two files; calls it was called."""
+
+    def make(work: Path) -> None:
+        make.calls += 1
+        (work.parent / "download").write_bytes(WEIGHTS)
+        (work / "config.json").write_text("{}")
+        (work / "model.safetensors").write_bytes(WEIGHTS)
+
+    make.calls = 0
+    return make
+
+
+def zero(path: Path) -> None:
+    """Zeroes in place of some bytes; size and time stay."""
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(5000)
+        file.write(bytes(100))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_made_once_and_nothing_stays_beside_it(target, made):
+    assert provide(target, made) == provide(target, made) == target
+    assert made.calls == 1
+    assert list(target.parent.iterdir()) == [target]
+    assert {path.name for path in target.iterdir()} == {"config.json", "model.safetensors", CHECKSUMS}
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model.safetensors", zero),
+        ("model.safetensors", Path.unlink),
+        ("config.json", lambda path: path.write_bytes(b"")),
+        (CHECKSUMS, Path.unlink),
+        (CHECKSUMS, lambda path: path.write_bytes(path.read_bytes()[:50])),
+        (CHECKSUMS, lambda path: path.write_bytes(bytes(99))),
+        (CHECKSUMS, lambda path: path.write_text("3")),
+    ],
+)
+def test_what_is_damaged_is_made_again(target, made, name, damage, capsys):
+    provide(target, made)
+    damage(target / name)
+    assert provide(target, made) == target
+    assert f"{target / name} is damaged or missing" in capsys.readouterr().err
+    assert (target / "model.safetensors").read_bytes() == WEIGHTS
+    assert list(target.parent.iterdir()) == [target]
+    provide(target, made)
+    assert made.calls == 2
+
+
+def test_files_of_the_users_beside_them_are_kept(target, made):
+    (provide(target, made) / "depth_table.json").write_text("{}")
+    assert (provide(target, made) / "depth_table.json").exists()
+
+
+def test_a_failure_leaves_nothing(target, made):
+    def fail(work: Path) -> None:
+        made(work)
+        raise ModelError("it does not fit")
+
+    with pytest.raises(ModelError, match="it does not fit"):
+        provide(target, fail)
+    assert not list(target.parent.iterdir())
+
+
+@pytest.mark.parametrize("room", [0, 1, 100, 10_300])
+def test_a_disk_that_is_full_at_some_point(target, made, room):
+    """The last one has room for the weights, but not for the checksums of so many files."""
+
+    def make(work: Path) -> None:
+        made(work)
+        for i in range(300):
+            (work / f"{i}.json").touch()
+
+    with little_room(room), pytest.raises(ModelError, match=r"^cannot write .*one: File too large; --cache-dir"):
+        provide(target, make)
+    assert not list(target.parent.iterdir())
+    assert provide(target, make) == target
+
+
+def test_another_process_may_be_first(target, made):
+    """Its copy stays if it is whole."""
+
+    def make(work: Path) -> None:
+        made(work)
+        if made.calls == 1:
+            (provide(target, made) / "first").touch()
+
+    assert (provide(target, make) / "first").exists()
+    assert made.calls == 2
+
+
+def test_what_appears_meanwhile_and_is_no_copy_is_an_error(target, made):
+    def make(work: Path) -> None:
+        made(work)
+        target.mkdir()
+        (target / "thesis.txt").touch()
+
+    with pytest.raises(ModelError, match="cannot write"):
+        provide(target, make)
+    assert [path.name for path in target.iterdir()] == ["thesis.txt"]
+
+
+def test_remains_of_a_killed_process_are_removed_and_work_of_a_living_one_is_not(tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path; from runtime.models.publishing import scratch\n"
+        "with scratch(Path(sys.argv[1]), '.making-') as work:\n"
+        "    (work / 'half').mkdir(); (work / 'half/model.safetensors').write_bytes(bytes(9999))\n"
+        "    print(work, flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    owners = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        works = [Path(owner.stdout.readline().strip()) for owner in owners]
+        with scratch(tmp_path, ".making-") as own:
+            assert {*tmp_path.iterdir()} == {*works, own}
+        owners[0].kill()
+        owners[0].wait()
+        assert works[0].exists()
+        with scratch(tmp_path, ".making-") as own:
+            assert {*tmp_path.iterdir()} == {works[1], own}
+        assert (works[1] / "half/model.safetensors").stat().st_size == 9999
+    finally:
+        for owner in owners:
+            owner.kill()
+            owner.wait()
+
+
+def test_directories_of_that_name_without_a_lock_are_nobodys_remains(tmp_path):
+    (tmp_path / "ramet-sockets-mine").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/lock").touch()
+    (tmp_path / "ramet-sockets-link").symlink_to(tmp_path / "elsewhere")
+    with scratch(tmp_path, "ramet-sockets-") as own:
+        assert own.stat().st_mode & 0o777 == 0o700
+    assert {path.name for path in tmp_path.iterdir()} == {"ramet-sockets-mine", "ramet-sockets-link", "elsewhere"}
+    assert (tmp_path / "elsewhere/lock").exists()

@@ -1,0 +1,98 @@
+"""The books of encoded prefixes: against looking at the whole tree, and after many salts."""
+
+from __future__ import annotations
+
+from array import array
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from radix import Namespace, Quotas, RadixTree
+from runtime.reuse.bicache.depth_table import NO_TABLE
+from runtime.reuse.bicache.encodings import Encodings, encoding_of
+from runtime.reuse.bicache.shallow_meta import ShallowMeta
+
+PAGE = 2
+SPACES = [Namespace(), Namespace("t"), Namespace("t", "s")]
+
+
+def encode(tree: RadixTree, encodings: Encodings, tokens: array[int], space: Namespace, first_page: int) -> None:
+    """Store the encoding of some whole pages, as the strategy does."""
+    encoding = encoding_of(tokens.tobytes(), space)
+    pages = array("i", range(first_page, first_page + len(tokens) // PAGE))
+    tree.insert(tokens.tobytes(), pages, encoding, meta=ShallowMeta(len(tokens), NO_TABLE))
+    encodings.add(tokens, space, encoding)
+
+
+class Books(RuleBasedStateMachine):
+    """Encodings come and go page by page; the model looks at all that were ever made."""
+
+    def __init__(self):
+        super().__init__()
+        self.tree = RadixTree(PAGE)
+        self.encodings = Encodings(self.tree)
+        self.made: dict[Namespace, tuple[Namespace, array]] = {}
+        self.pages = 0
+
+    tokens = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+
+    @rule(tokens=tokens, space=st.sampled_from(SPACES))
+    def encode(self, tokens, space):
+        whole = array("i", tokens[: len(tokens) // PAGE * PAGE])
+        if whole:
+            encode(self.tree, self.encodings, whole, space, self.pages)
+            self.made[encoding_of(whole.tobytes(), space)] = space, whole
+            self.pages += len(whole)
+
+    @rule(tokens=tokens, space=st.sampled_from(SPACES), limit=st.integers(1, 9))
+    def look_up(self, tokens, space, limit):
+        tokens = array("i", tokens)
+        inside = [(e, made) for e, (of, made) in self.made.items() if of == space and made == tokens[: len(made)]]
+        whole = [len(made) for e, made in inside if len(made) <= limit and self.encodings.match(made.tobytes(), e)]
+        assert self.encodings.discover(tokens, space, limit) == max(whole, default=0)
+        key = tokens[:limit].tobytes()
+        most = max((len(self.tree.match(key, e).pages) for e, (of, _) in self.made.items() if of == space), default=0)
+        found = self.encodings.beginning(tokens, space, limit)
+        # The neighbour in order may have lost pages at its end, which another one still has.
+        assert found is None or 0 < found.length <= PAGE * most
+        if not self.lost:
+            assert (found.length if found else 0) == PAGE * most
+
+    @rule(count=st.integers(1, 4))
+    def evict(self, count):
+        self.tree.evict(count)
+
+    @property
+    def lost(self) -> bool:
+        """Whether pages of an encoding have gone, and others have not."""
+        return any(
+            0 < len(self.tree.match(made.tobytes(), e).pages) < len(made) // PAGE for e, (_, made) in self.made.items()
+        )
+
+    @invariant()
+    def agrees(self):
+        there = {encoding for encoding, _ in self.tree.roots()}
+        assert self.encodings._keys.keys() == there
+        assert len(self.encodings._index) == len(there)
+        lengths = [n for counts in self.encodings._lengths.values() for n in counts.values()]
+        assert (sum(lengths), 0 in lengths) == (len(there), False)
+
+
+TestBooks = Books.TestCase
+TestBooks.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
+
+
+def test_salts_leave_nothing_behind():
+    tree = RadixTree(PAGE, quotas=Quotas({}, default=50))
+    encodings, tokens = Encodings(tree), array("i", range(4 * PAGE))
+    for i in range(20_000):
+        salt = Namespace(salt=str(i))
+        encode(tree, encodings, tokens, salt, 4 * i)
+        tree.evict(tree.num_pages - 40)
+        assert encodings.discover(tokens, Namespace(salt=str(i - 20)), len(tokens)) == 0
+        assert encodings.discover(tokens, salt, len(tokens)) == len(tokens)
+    assert len(encodings) == len(encodings._index) == len(encodings._lengths) == len(tree._roots) == 10
+    tree.flush()
+    assert encodings._keys == encodings._lengths == tree._roots == tree.quotas._pages == tree.quotas._victims == {}
+    assert len(encodings._index) == 0

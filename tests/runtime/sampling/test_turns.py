@@ -1,0 +1,96 @@
+"""Work in turns: against a plain reading, and under floods that never end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.sampling.turns import Turns
+
+
+@pytest.fixture
+def gate():
+    """An event that pieces wait for; set at the end, so that no thread is left."""
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+def in_turns(asked: list[str]) -> list[int]:
+    """The order of one thread: a piece of each account, again and again."""
+    queues: dict[str, list[int]] = {}
+    for i, account in enumerate(asked):
+        queues.setdefault(account, []).append(i)
+    order = []
+    while queues:
+        account, (first, *rest) = next(iter(queues.items()))
+        del queues[account]
+        order.append(first)
+        if rest:
+            queues[account] = rest
+    return order
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from("abc"), max_size=20), st.sets(st.integers(0, 19)))
+def test_accounts_take_turns(asked, left):
+    turns, started, done = Turns(1, "test"), threading.Event(), []
+    turns.submit("first", started.wait)
+    pieces = [turns.submit(account, lambda i=i: done.append(i)) for i, account in enumerate(asked)]
+    for i, piece in enumerate(pieces):
+        assert i not in left or piece.cancel(), "its turn has not come"
+    started.set()
+    for i, piece in enumerate(pieces):
+        if i not in left:
+            piece.result(10)
+    turns.close()
+    assert done == [i for i in in_turns(asked) if i not in left]
+
+
+def test_an_account_that_floods_leaves_a_thread_to_the_others(gate):
+    turns = Turns(3, "test")
+    for _ in range(100):
+        turns.submit("flood", gate.wait)
+    assert turns.submit("other", lambda: "done").result(10) == "done"
+    other = [turns.submit("other", gate.wait), turns.submit("third", lambda: "done")]
+    assert not other[1].done(), "two accounts have all threads"
+    gate.set()
+    assert other[1].result(10) == "done"
+    turns.close()
+
+
+def test_whoever_leaves_before_the_turn_costs_nothing(gate):
+    async def main() -> None:
+        turns = Turns(1, "test")
+        busy, begun = turns.submit("a", gate.wait), []
+        tasks = [asyncio.create_task(turns.run("a", lambda: begun.append(1))) for _ in range(50)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        gate.set()
+        await turns.run("a", lambda: None)
+        assert (busy.result(), begun) == (True, [])
+        turns.close()
+
+    asyncio.run(main())
+
+
+def test_an_error_is_the_callers_and_ends_no_thread():
+    turns = Turns(1, "test")
+    assert isinstance(turns.submit("a", lambda: 1 // 0).exception(10), ZeroDivisionError)
+    assert turns.submit("a", lambda: 1).result(10) == 1
+    assert not turns._running
+    turns.close()
+
+
+def test_nobody_waits_for_threads_that_are_closed(gate):
+    turns = Turns(1, "test")
+    turns.submit("a", gate.wait)
+    waiting = turns.submit("b", lambda: None)
+    turns.close()
+    assert waiting.cancelled()
