@@ -58,8 +58,9 @@ async def descriptors(server: Server, scale: float, draw: random.Random) -> Find
     if after_s > _HEALTHY_WITHIN_S:
         problems.append(f"/health took {after_s:.2f} s when there were descriptors again")
     seen = (
-        f"/health after {1000 * reached_s:.0f} ms, then within {1000 * max(healthy):.0f} ms, {held} descriptors; without any: {busy:.2f} CPUs, "
-        f"{written} bytes of log in {seconds:.0f} s; then /health within {1000 * after_s:.0f} ms"
+        f"/health after {1000 * reached_s:.0f} ms, then within {1000 * max(healthy):.0f} ms, {held} descriptors; "
+        f"without any: {busy:.2f} CPUs, {written} bytes of log in {seconds:.0f} s; "
+        f"then /health within {1000 * after_s:.0f} ms"
     )
     facts = {
         "reached_s": reached_s,

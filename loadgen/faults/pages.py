@@ -38,7 +38,7 @@ _PAGES = [
     Page("another site, no Sec-Fetch-Site", False, headers=_from("http://b.example", None)),
     Page("another port of this machine", False, headers=_from("http://127.0.0.1:1", "same-site")),
     Page("another port, no Sec-Fetch-Site", False, headers=_from("http://127.0.0.1:1", None)),
-    Page("another scheme, no Sec-Fetch-Site", False, headers=_from("https://{}", None)),
+    Page("the server's own page behind a proxy that ended TLS", True, headers=_from("https://{}", None)),
     Page("a file or a sandboxed frame", False, headers=_from("null")),
     Page("a file or a sandboxed frame, no Sec-Fetch-Site", False, headers=_from("null", None)),
     Page("a name that was rebound", False, "b.example", _from("http://b.example", "same-origin", "cors")),
