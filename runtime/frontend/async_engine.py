@@ -22,8 +22,8 @@ from runtime.errors import DeadlineExceeded, EngineDead, ModelError, PinRefused,
 from runtime.frontend.output import Output, Submission, expected_tokens, merge_outputs
 from runtime.frontend.processor import Frontend
 from runtime.frontend.text_work import TextWork
-from runtime.models.publishing import scratch
 from runtime.frontend.watchdog import Watchdog
+from runtime.models.publishing import scratch
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import (
