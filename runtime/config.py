@@ -184,6 +184,17 @@ class ServerConfig(Section):
     api_keys: Path | None = Field(
         None, description="file of API keys, a line each: NAME KEY and its permissions; also $RAMET_API_KEYS"
     )
+    allowed_hosts: str | None = Field(
+        None,
+        description="names by which clients call a server without keys, separated by commas; * allows all; "
+        "addresses, localhost and this machine's name are allowed anyway",
+    )
+    max_connections: int | None = Field(
+        None,
+        ge=4,
+        description="open connections, half of them from one address; default: 2 x (--max-running + --max-waiting), "
+        "or as many as descriptors allow",
+    )
     max_body_bytes: int = Field(
         8 << 20, ge=1024, description="most bytes of a request's body; larger ones are refused with 413"
     )

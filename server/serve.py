@@ -21,8 +21,10 @@ from runtime.logs import set_up_logs
 from server.admin.dashboard import Feed
 from server.auth.keys import Tenant, read_keys
 from server.http.app import create_app
-from server.http.connections import SEND_BUFFER_BYTES, patient
+from server.http.connections import SEND_BUFFER_BYTES, Connection
 from server.http.gate import Gate
+from server.http.listener import Listener
+from server.http.seats import Seat, most_connections
 from server.signals import Signals
 
 log = logging.getLogger("ramet.server")
@@ -60,6 +62,7 @@ def serve(config: Config) -> NoReturn:
     # Texts are tokenized one by one, and the library warns about each new process once it has threads of its own.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tenants = read_keys(config.server.api_keys)
+    config.server.max_connections = most_connections(config)
     with _bind(config) as listener:
         asyncio.run(_serve(config, listener, tenants))
 
@@ -73,6 +76,7 @@ def _bind(config: Config) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind((config.server.host, config.server.port))
+        listener.setblocking(False)
     except OSError as error:
         listener.close()
         raise CannotListen(config, error) from None
@@ -85,16 +89,35 @@ class _Server(uvicorn.Server):
     It keeps listening while it drains, so that new requests get a 503 and not a refused connection.
     """
 
-    def __init__(self, settings: uvicorn.Config, engine: AsyncEngine, gate: Gate, feed: Feed, drain_s: float):
+    def __init__(self, settings: uvicorn.Config, engine: AsyncEngine, gate: Gate, feed: Feed, config: Config):
         super().__init__(settings)
+        self.options = config.server
         self.engine = engine
         self.gate = gate
         self.feed = feed
-        self.drain_s = drain_s
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Leave the signals to `Signals`."""
         return nullcontext()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections by `Listener`, in place of asyncio's server, which knows no bound on them."""
+        options = self.options
+        assert sockets
+        assert options.max_connections  # `serve` has filled it in
+        await super().startup(sockets=[])
+        limits = (options.trusted_proxies, self.config.ssl, options.client_timeout)
+        listener = Listener(sockets[0], self._connect, options.max_connections, *limits)
+        self._accepting = asyncio.create_task(listener.accept())
+
+    def _connect(self, seat: Seat) -> Connection:
+        state = self.lifespan.state
+        return Connection(seat, self.options.client_timeout, state, config=self.config, server_state=self.server_state)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._accepting.cancel()
+        await asyncio.wait((self._accepting,))
+        await super().shutdown(sockets)
 
     async def drain(self) -> None:
         """Wait for the gate to close, then for open requests to end or `drain_s` to pass; then stop the server."""
@@ -102,7 +125,7 @@ class _Server(uvicorn.Server):
         self.feed.close()
         log.info("stopping: %d requests are running", self.engine.num_open)
         # An accepted request may not have reached the engine yet; its task counts as well.
-        await _wait_while(lambda: self.engine.num_open or self.server_state.tasks, self.drain_s)
+        await _wait_while(lambda: self.engine.num_open or self.server_state.tasks, self.options.drain_time)
         if self.engine.num_open:
             log.warning("%d requests did not end in time and are aborted", self.engine.num_open)
             self.engine.abort(None)
@@ -173,7 +196,6 @@ def _make_server(
     app = create_app(engine, config, tenants, gate)
     settings = uvicorn.Config(
         app,
-        http=patient(options.client_timeout),
         ws="none",
         log_level=options.log_level,
         log_config=None,
@@ -185,12 +207,11 @@ def _make_server(
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,
         server_header=False,
-        backlog=_BACKLOG,
     )
     _load(settings)
     scheme = "https" if options.ssl_certfile else "http"
     log.info("serving on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
-    return _Server(settings, engine, gate, app.state.feed, options.drain_time)
+    return _Server(settings, engine, gate, app.state.feed, config)
 
 
 def _load(settings: uvicorn.Config) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from loadgen.faults.amplify import amplify
 from loadgen.faults.clients import fuzz, large, slow, storm
+from loadgen.faults.descriptors import MOST, descriptors
 from loadgen.faults.endings import drain, kill
 from loadgen.faults.frozen import frozen
 from loadgen.faults.held import held
@@ -42,6 +43,7 @@ CASES = {
     "fuzz": Case(fuzz, (*_POOL, "--max-output-tokens", "64")),
     "kill": Case(kill, (*_POOL, "--on-engine-death", "restart")),
     "drain": Case(drain, _POOL),
+    "descriptors": Case(descriptors, (*_POOL, "--max-connections", str(MOST))),
     "held": Case(held, ("--pool-tokens", "16384")),
     # Equal answers are promised in float32. The pool is too small for the load, so that requests are retracted.
     "frozen": Case(frozen, (*_POOL, "--dtype", "float32", "--step-timeout", "2", "--on-engine-death", "restart")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
@@ -45,6 +45,8 @@ class Tokenizer:
         self._fast = fast
         self._config = config
         self.chat_template = chat_template
+        # The text of one token, special ones included.
+        self.token_text: Callable[[int], str] = _TokenTexts(self).__getitem__
 
     @classmethod
     def load(cls, directory: Path, chat_template: Path | None = None) -> Tokenizer:
@@ -153,6 +155,18 @@ class Tokenizer:
         values = {name: self._config.get(name) for name in _TOKEN_NAMES}
         texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
         return {name: text for name, text in texts.items() if text}
+
+
+class _TokenTexts(dict[int, str]):
+    """Texts of single tokens; each is decoded once."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> str:
+        text = self[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text
 
 
 class Detokenizer:

@@ -14,13 +14,14 @@ from pydantic import ConfigDict, Field
 from radix import Namespace
 from runtime.errors import InvalidRequest, PinRefused
 from runtime.frontend.output import Submission
+from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from server.auth.keys import Asker, CacheScope, Forbidden, Tenant
 from server.context import Context, Ctx
 from server.http import examples
 from server.http.errors import NotFound
 from server.http.wire import Body, CacheSalt, Text, TokenIds
-from server.openai.types import Message
+from server.openai.types import Message, Messages
 
 router = APIRouter(prefix="/cache", tags=["cache"])
 
@@ -34,7 +35,7 @@ class PinRequest(Body):
 
     text: Text | None = None
     input_ids: TokenIds | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     name: Text | None = Field(None, max_length=256)
     ttl_s: float | None = Field(None, gt=0, le=1e9, description="seconds until the pin expires; null: never")
     tenant: str | None = Field(
@@ -52,8 +53,7 @@ async def pin(context: Ctx, body: PinRequest, tenant: Asker) -> dict[str, Any]:
         raise InvalidRequest("exactly one of text, input_ids and messages must be given", param="text")
     prompt: str | list[int] | Callable[[], str]
     if body.messages is not None:
-        messages = [message.plain() for message in body.messages]
-        prompt = partial(context.engine.tokenizer.apply_chat_template, messages, add_generation_prompt=False)
+        prompt = partial(_render, body.messages, context.engine.tokenizer)
     else:
         prompt = body.text if body.text is not None else body.input_ids or []
     if body.tenant is not None:
@@ -66,6 +66,11 @@ async def pin(context: Ctx, body: PinRequest, tenant: Asker) -> dict[str, Any]:
         add_special_tokens=body.messages is None,
     )
     return await context.engine.pin(prefix, body.name, body.ttl_s)
+
+
+def _render(messages: list[Message], tokenizer: Tokenizer) -> str:
+    turns = [message.plain() for message in messages]
+    return tokenizer.apply_chat_template(turns, add_generation_prompt=False)
 
 
 def _named(name: str, context: Context) -> Tenant:

@@ -56,7 +56,6 @@ async def server_info(context: Ctx) -> dict[str, Any]:
     }
 
 
-@router.get("/flush_cache", include_in_schema=False)
 @router.post("/flush_cache", responses=examples.FLUSHED)
 async def flush_cache(context: Ctx, pins: bool = False) -> dict[str, Any]:
     """Drop every cached page that no live request uses; pinned pages only with `?pins=true`."""

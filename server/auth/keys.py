@@ -18,11 +18,10 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Request
 from fastapi.routing import APIRoute
 from pydantic import Field
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from radix import Namespace
 from runtime.errors import InvalidRequest, RametError
-from server.http.refusal import Refusal
 
 ENVIRONMENT = "RAMET_API_KEYS"
 # Routers and orchestrators probe health without a key. The dashboard's page is static; its data needs a key.
@@ -156,23 +155,15 @@ def admin_paths(routers: list[APIRouter]) -> tuple[str, ...]:
 
 
 class Guard:
-    """ASGI middleware: checks API keys; every route needs one but OPEN_PATHS, and `admin_paths` an admin's."""
+    """Checks API keys; every route needs one but OPEN_PATHS, and `admin_paths` an admin's. Without tenants, none."""
 
-    def __init__(self, app: ASGIApp, tenants: list[Tenant], admin_paths: tuple[str, ...], refuse: Refusal):
-        self.app = app
+    def __init__(self, tenants: list[Tenant], admin_paths: tuple[str, ...]):
         self.tenants = tenants
         self.admin_paths = admin_paths
-        self.refuse = refuse
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application with the request's tenant in its state."""
-        if scope["type"] == "http":
-            try:
-                scope.setdefault("state", {})["tenant"] = self._authenticate(scope)
-            except RametError as error:
-                await self.refuse(error, scope, receive, send)
-                return
-        await self.app(scope, receive, send)
+    def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Put the request's tenant into its state. Raises Unauthorized, Forbidden or InvalidRequest."""
+        scope["state"]["tenant"] = self._authenticate(scope)
 
     def _authenticate(self, scope: Scope) -> Tenant:
         if not self.tenants or scope["path"] in OPEN_PATHS:

@@ -19,12 +19,12 @@ from server.auth.keys import Guard, Tenant, admin_paths
 from server.context import Context
 from server.http import errors
 from server.http.access import AccessLog
+from server.http.door import Check, Door
 from server.http.errors import ErrorBody
 from server.http.gate import Gate
 from server.http.limits import BodyLimit
 from server.http.openapi import describe_keys
-from server.http.origins import Origins
-from server.http.refusal import Refusal
+from server.http.pages import Hosts, Origins
 from server.http.traces import add_traces
 
 
@@ -52,15 +52,19 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate:
     errors.install(app)
     if tenants:
         describe_keys(app)
-    # Middleware that is added last runs first: keys are checked before bodies are read.
-    refuse = Refusal(options.max_body_bytes, options.client_timeout)
-    app.add_middleware(BodyLimit, max_bytes=options.max_body_bytes, patience_s=options.client_timeout, refuse=refuse)
-    app.add_middleware(Guard, tenants=tenants, admin_paths=admin_paths(operators), refuse=refuse)
-    origins = options.cors_origins.split(",") if options.cors_origins else []
-    app.add_middleware(Origins, allowed=origins, refuse=refuse)
+    origins = _split(options.cors_origins)
+    checks: list[Check] = [Origins(origins).check, Guard(tenants, admin_paths(operators)).check]
+    if not tenants and "*" not in origins:
+        checks.append(Hosts(options.host, _split(options.allowed_hosts)).check)
+    # Middleware that is added last runs first.
+    app.add_middleware(Door, checks=checks, limit=BodyLimit(options.max_body_bytes, options.client_timeout))
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     if options.otlp_endpoint:
         add_traces(app, options.otlp_endpoint)
     app.add_middleware(AccessLog)
     return app
+
+
+def _split(names: str | None) -> list[str]:
+    return [name.strip() for name in names.split(",")] if names else []

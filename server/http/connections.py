@@ -14,6 +14,7 @@ from runtime.frontend.output import new_rid
 from runtime.logs import request_id
 from server.http.access import ID_HEADER
 from server.http.errors import error_response
+from server.http.seats import Seat
 
 # The kernel's buffer of a connection; by default it grows to megabytes for a client that does not read.
 SEND_BUFFER_BYTES = 128 << 10
@@ -50,14 +51,16 @@ class _Parser(h11.Connection):
 class Connection(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with a timeout for clients that do not send a head or do not read a response.
 
-    Attributes:
+    Args:
+        seat: its place among the connections; requests find it in their scope's state.
         patience_s: seconds until the connection is cut, which aborts its request.
+        uvicorn: arguments of uvicorn's protocol.
     """
 
-    patience_s: float = 30.0
-
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
+    def __init__(self, seat: Seat, patience_s: float, app_state: dict[str, Any], **uvicorn: Any):
+        super().__init__(app_state={**app_state, "seat": seat}, **uvicorn)
+        self.seat = seat
+        self.patience_s = patience_s
         self.conn = _Parser(h11.SERVER)
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -71,6 +74,7 @@ class Connection(H11Protocol):
         for timer in (self._head_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
+        self.seat.leave()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -86,6 +90,7 @@ class Connection(H11Protocol):
             self._watch_head()
 
     def on_response_complete(self) -> None:
+        self.seat.rest()
         super().on_response_complete()
         self._watch_head()  # part of the next head may have arrived
 
@@ -142,8 +147,3 @@ class Connection(H11Protocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
         self._head_timer = self.loop.call_later(self.patience_s, self.transport.abort)
-
-
-def patient(seconds: float) -> type[Connection]:
-    """A Connection class with `patience_s`."""
-    return type("PatientConnection", (Connection,), {"patience_s": seconds})

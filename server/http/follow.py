@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from fastapi import Request
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.async_engine import OutputStream
-from runtime.frontend.output import Output, Submission, join_logprobs
+from runtime.frontend.output import Output, Submission
 from server.admin.metrics import Metrics
 from server.context import Context
+from server.http.answers import write_logprobs
 from server.http.sse import while_there
 
 
@@ -50,13 +51,14 @@ async def follow(outputs: OutputStream, metrics: Metrics) -> AsyncIterator[Outpu
         yield output
 
 
-async def collect(outputs: OutputStream, metrics: Metrics) -> list[Output]:
-    """The last Output of every completion, with all its log-probabilities, by prompt, then by choice."""
+async def collect(
+    outputs: OutputStream, metrics: Metrics, write: Callable[[Output], None] | None = None
+) -> list[Output]:
+    """The last Output of every completion, by prompt, then by choice; `write` takes the log-probabilities of each."""
     done: dict[tuple[int, int], Output] = {}
     with outputs:
         async for output in follow(outputs, metrics):
-            if earlier := done.get((output.index, output.choice)):
-                output.logprobs = join_logprobs(earlier.logprobs, output.logprobs)
-                output.prompt_logprobs = join_logprobs(earlier.prompt_logprobs, output.prompt_logprobs)
+            if write is not None:
+                await write_logprobs(write, output)
             done[output.index, output.choice] = output
     return [done[key] for key in sorted(done)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -16,9 +17,10 @@ from runtime.protocol import TokenLogprob
 from server.auth.keys import Asker, CacheScope, Tenant
 from server.context import Context, Ctx
 from server.http import examples
+from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone
-from server.http.wire import MAX_BATCH, Body, CacheSalt, Diffusion, Priority, Rid, Sampling, Text, Timeout, TokenIds
+from server.http.wire import Body, CacheSalt, Diffusion, IdPrompts, OneOrMany, Priority, Rid, Sampling, Text, Timeout
 
 router = APIRouter(tags=["generate"])
 
@@ -39,15 +41,15 @@ class GenerateRequest(Body):
         }
     )
 
-    text: Text | list[Text] | None = None
-    input_ids: TokenIds | list[TokenIds] | None = None
-    sampling_params: Sampling | list[Sampling] = Field(default_factory=Sampling)
+    text: OneOrMany[Text] | None = None
+    input_ids: IdPrompts | None = None
+    sampling_params: OneOrMany[Sampling] = Field(default_factory=Sampling)
     stream: bool = False
     return_logprob: bool = False
     logprob_start_len: int = Field(-1, ge=-1, description="position from which prompt tokens are reported; -1: none")
     top_logprobs_num: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     return_text_in_logprobs: bool = False
-    rid: Rid | list[Rid] | None = None
+    rid: OneOrMany[Rid] | None = None
     priority: Priority = 0
     cache_salt: CacheSalt | None = None
     cache_scope: CacheScope = "private"
@@ -71,8 +73,8 @@ def submissions_of(body: GenerateRequest, tenant: Tenant) -> tuple[list[Submissi
     if (body.text is None) == (body.input_ids is None):
         raise InvalidRequest("exactly one of text and input_ids must be given", param="text")
     prompts, is_list = prompts_of(body.text if body.text is not None else body.input_ids or [])
-    if not 0 < len(prompts) <= MAX_BATCH:
-        raise InvalidRequest(f"a batch has 1 to {MAX_BATCH} prompts, not {len(prompts)}", param="text")
+    if not prompts:
+        raise InvalidRequest("a batch has at least one prompt", param="text")
     sampling = _for_each(body.sampling_params, len(prompts), "sampling_params")
     if isinstance(body.rid, str) and is_list:
         raise InvalidRequest("a batch needs a list of request ids", param="rid")
@@ -118,13 +120,9 @@ async def generate(body: GenerateRequest, request: Request, context: Ctx, tenant
 async def _answer(
     body: GenerateRequest, is_list: bool, outputs: OutputStream, context: Context
 ) -> dict[str, Any] | list[dict[str, Any]]:
-    done = await collect(outputs, context.metrics)
-    tokenizer = context.engine.tokenizer
-    answers = []
-    for output in done:
-        logprobs = _Logprobs(body, tokenizer)
-        logprobs.add(output)
-        answers.append(_result(output, output.text, output.token_ids, logprobs))
+    logprobs: dict[tuple[int, int], _Logprobs] = defaultdict(lambda: _Logprobs(body, context.engine.tokenizer))
+    done = await collect(outputs, context.metrics, lambda output: logprobs[output.index, output.choice].add(output))
+    answers = [_result(o, o.text, o.token_ids, logprobs[o.index, o.choice]) for o in done]
     return answers if is_list else answers[0]
 
 
@@ -149,7 +147,7 @@ async def _events(
         own = logprobs.setdefault(index, _Logprobs(body, context.engine.tokenizer))
         if incremental:
             own = _Logprobs(body, context.engine.tokenizer)
-        own.add(output)
+        await write_logprobs(own.add, output)
         _check_repeated(body, own.num_tokens)
         if incremental:
             event = _result(output, output.delta, output.new_token_ids, own)
@@ -194,36 +192,34 @@ class _Logprobs:
 
     def __init__(self, body: GenerateRequest, tokenizer: Tokenizer):
         self._body = body
-        self._tokenizer = tokenizer
-        self._output: list[TokenLogprob] = []
-        self._input: list[TokenLogprob] = []
+        self._text = tokenizer.token_text if body.return_text_in_logprobs else lambda token: None
+        self._output = JsonList(), JsonList()
+        self._input = JsonList(), JsonList()
 
     def add(self, output: Output) -> None:
-        self._output.extend(output.logprobs or [])
-        self._input.extend(output.prompt_logprobs or [])
+        self._add(self._output, output.logprobs or [])
+        self._add(self._input, output.prompt_logprobs or [])
+
+    def _add(self, lists: tuple[JsonList, JsonList], items: list[TokenLogprob]) -> None:
+        tokens, top = lists
+        for item in items:
+            tokens.append([item.logprob, item.token, self._text(item.token)])
+            if self._body.top_logprobs_num:
+                top.append([[value, token, self._text(token)] for token, value in item.top] or None)
 
     @property
     def num_tokens(self) -> int:
         """Tokens whose log-probabilities are held."""
-        return len(self._output) + len(self._input)
+        return len(self._output[0]) + len(self._input[0])
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, JsonList]:
         if not self._body.return_logprob:
             return {}
-        fields: dict[str, Any] = {"output_token_logprobs": self._tokens(self._output)}
+        fields = {"output_token_logprobs": self._output[0]}
         if self._body.top_logprobs_num:
-            fields["output_top_logprobs"] = self._top(self._output)
+            fields["output_top_logprobs"] = self._output[1]
         if self._body.logprob_start_len >= 0:
-            fields["input_token_logprobs"] = self._tokens(self._input)
+            fields["input_token_logprobs"] = self._input[0]
             if self._body.top_logprobs_num:
-                fields["input_top_logprobs"] = self._top(self._input)
+                fields["input_top_logprobs"] = self._input[1]
         return fields
-
-    def _text(self, token: int) -> str | None:
-        return self._tokenizer.decode([token], False) if self._body.return_text_in_logprobs else None
-
-    def _tokens(self, items: list[TokenLogprob]) -> list[list[Any]]:
-        return [[item.logprob, item.token, self._text(item.token)] for item in items]
-
-    def _top(self, items: list[TokenLogprob]) -> list[list[list[Any]] | None]:
-        return [[[value, token, self._text(token)] for token, value in item.top] or None for item in items]

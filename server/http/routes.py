@@ -17,7 +17,7 @@ from server.context import Ctx
 from server.http import examples
 from server.http.follow import collect
 from server.http.sse import unless_gone
-from server.http.wire import Body, Text, TokenIds
+from server.http.wire import Body, IdPrompts, OneOrMany, Text
 
 router = APIRouter(tags=["server"])
 
@@ -30,7 +30,7 @@ class TokenizeRequest(Body):
     model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The capital of France is"}})
 
     model: str | None = None
-    prompt: Text | list[Text]
+    prompt: OneOrMany[Text]
     add_special_tokens: bool = True
 
 
@@ -38,7 +38,7 @@ class DetokenizeRequest(Body):
     model_config = ConfigDict(json_schema_extra={"example": {"tokens": [504, 3575, 282, 4649, 314]}})
 
     model: str | None = None
-    tokens: TokenIds | list[TokenIds]
+    tokens: IdPrompts
     skip_special_tokens: bool = True
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from runtime.errors import RametError
+from server.http.answers import JsonAnswer, encode
 from server.http.errors import error_body
 
 log = logging.getLogger("ramet.server")
@@ -39,15 +40,13 @@ class EventStream(StreamingResponse):
         super().__init__((), headers=_HEADERS)
         self.events = events
         self.on_close = on_close
+        self._sent_s = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_wait_gone(receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            # Exited in reverse: the task that waits for an event ends before its generator is closed.
-            async with aclosing(self.events) as events, aclosing(_chunks(events, gone)) as chunks:
-                async for chunk in chunks:
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await self._send_all(gone, send)
             if not gone.done():
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:
@@ -56,36 +55,46 @@ class EventStream(StreamingResponse):
             gone.cancel()
             self.on_close()
 
-
-async def _chunks(events: Events, gone: asyncio.Future[None]) -> AsyncGenerator[bytes, None]:
-    while True:
-        step = asyncio.ensure_future(anext(events))
+    async def _send_all(self, gone: asyncio.Future[None], send: Send) -> None:
+        # A task of their own: one that waits for events within the request passes all middleware for each of them.
+        events = asyncio.ensure_future(self._send_events(send))
         try:
-            while not step.done():
-                await asyncio.wait((step, gone), timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
-                if gone.done():
-                    return
-                if not step.done():
-                    yield b": keep-alive\n\n"
-            yield _event(step.result())
-        except StopAsyncIteration:
-            break
-        except RametError as error:
-            yield _event(error_body(error))
-            break
-        except Exception as error:
-            # The status was sent; a stream that merely ends would look like a success.
-            log.error("a stream failed", exc_info=error)
-            yield _event(error_body(RametError("an internal error occurred")))
-            break
+            while not (gone.done() or events.done()):
+                left_s = self._sent_s + KEEP_ALIVE_S - time.monotonic()
+                if left_s <= 0:
+                    await self._send(b": keep-alive\n\n", send)
+                await asyncio.wait((gone, events), timeout=max(left_s, 0), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            step.cancel()
-            await asyncio.wait((step,))
+            events.cancel()
+            (ended,) = await asyncio.gather(events, return_exceptions=True)
+        if isinstance(ended, Exception):
+            raise ended
+
+    async def _send_events(self, send: Send) -> None:
+        async with aclosing(self.events) as events, aclosing(_chunks(events)) as chunks:
+            async for chunk in chunks:
+                await self._send(chunk, send)
+
+    async def _send(self, chunk: bytes, send: Send) -> None:
+        self._sent_s = time.monotonic()
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+
+async def _chunks(events: Events) -> AsyncGenerator[bytes, None]:
+    try:
+        async for data in events:
+            yield _event(data)
+    except RametError as error:
+        yield _event(error_body(error))
+    except Exception as error:
+        # The status was sent; a stream that merely ends would look like a success.
+        log.error("a stream failed", exc_info=error)
+        yield _event(error_body(RametError("an internal error occurred")))
     yield b"data: [DONE]\n\n"
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(',', ':'))}\n\n".encode()
+    return b"data: %b\n\n" % encode(data)
 
 
 async def _wait_gone(receive: Receive) -> None:
@@ -101,7 +110,7 @@ class ClientGone(RametError):
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any] | list[Any]]) -> Response:
     """The JSON response of `work`, which is cancelled when the client disconnects."""
-    return JSONResponse(await while_there(request, work))
+    return JsonAnswer(await while_there(request, work))
 
 
 async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -2,19 +2,53 @@
 
 One rule for all routes: an unknown field is refused, unless it is null or false (clients send fields that they do not
 use) or in the body's `IGNORED`. Null means the default. Types are strict: no number in a string, no `true` for 1.
+
+Validation ends at the first error of a list, and tries one branch of a union: a megabyte of errors costs a gigabyte.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from itertools import islice
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    Tag,
+    model_validator,
+)
+from pydantic_core import CoreSchema
 
 from runtime.params import DiffusionParams, SamplingParams
 from runtime.sampling.json_text import check_unicode
 
 # Prompts in one request.
 MAX_BATCH = 1024
+MAX_BIASES = 1024
+# Branches of unions in locations of errors, where `errors.py` leaves them out: they are no identifiers.
+_ONE, _MANY, _TEXTS, _IDS = "one of them", "a list", "as text", "as ids"
+
+T = TypeVar("T")
+Many = TypeVar("Many")
+
+
+def _bound(schema: Any, owner: str) -> None:
+    """End the validation of each list at its first error. Raises TypeError for lists of any length but those of ids."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+            if schema["items_schema"]["type"] != "int" and "max_length" not in schema:
+                raise TypeError(f"{owner} has a list without max_length")
+        for part in schema.values():
+            _bound(part, owner)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _bound(part, owner)
 
 
 class Body(BaseModel):
@@ -30,16 +64,27 @@ class Body(BaseModel):
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     NULL_COUNTS: ClassVar[frozenset[str]] = frozenset()
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _bound(schema, cls.__name__)
+        return schema
+
     @model_validator(mode="before")
     @classmethod
     def _drop_unused(cls, data: Any) -> Any:
-        return {k: v for k, v in data.items() if cls._is_used(k, v)} if isinstance(data, dict) else data
+        """The known fields, and the first unknown one, which is refused."""
+        fields = cls.__pydantic_fields__
+        if not isinstance(data, dict) or (data.keys() <= fields.keys() and None not in data.values()):
+            return data
+        known = {name: data[name] for name in fields if name in data}
+        used = {name: value for name, value in known.items() if value is not None or name in cls.NULL_COUNTS}
+        unknown = (item for item in data.items() if item[0] not in known and cls._counts(*item))
+        return used | dict(islice(unknown, 1))
 
     @classmethod
-    def _is_used(cls, name: str, value: Any) -> bool:
-        if value is None:
-            return name in cls.NULL_COUNTS
-        return name in cls.model_fields or (value is not False and name not in cls.IGNORED)
+    def _counts(cls, name: str, value: Any) -> bool:
+        return value is not None and value is not False and name not in cls.IGNORED
 
 
 def _unicode(text: str) -> str:
@@ -54,6 +99,8 @@ def _with_int_keys(value: Any) -> Any:
     """A dict with its decimal keys as integers, which JSON lacks; validation refuses the others."""
     if not isinstance(value, dict):
         return value
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"there may be {MAX_BIASES} biases, not {len(value)}")
     return {int(k) if isinstance(k, str) and k.isascii() and k[:20].isdigit() else k: v for k, v in value.items()}
 
 
@@ -62,9 +109,29 @@ def _unicode_within(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and value else None
+
+
 Text = Annotated[str, AfterValidator(_unicode)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_unicode_within)]
 TokenIds = list[Annotated[int, Field(ge=0)]]
+# One or a list; the latter of up to MAX_BATCH.
+OneOr = Annotated[
+    Annotated[T, Tag(_ONE)] | Annotated[Many, Tag(_MANY)],
+    Discriminator(lambda value: _MANY if isinstance(value, list) else _ONE),
+]
+OneOrMany = OneOr[T, Annotated[list[T], Field(max_length=MAX_BATCH)]]
+# One prompt of token ids, or a list of them.
+IdPrompts = Annotated[
+    Annotated[TokenIds, Tag(_ONE)] | Annotated[list[TokenIds], Field(max_length=MAX_BATCH), Tag(_MANY)],
+    Discriminator(lambda value: _MANY if isinstance(_first(value), list) else _ONE),
+]
+# Prompts as texts or token ids.
+Prompts = Annotated[
+    Annotated[OneOrMany[Text], Tag(_TEXTS)] | Annotated[IdPrompts, Tag(_IDS)],
+    Discriminator(lambda value: _IDS if isinstance(_first(value), int | list) else _TEXTS),
+]
 Rid = Annotated[str, Field(min_length=1, max_length=256)]
 CacheSalt = Annotated[
     str, Field(min_length=1, max_length=256, description="requests with different salts never share cached pages")
@@ -72,7 +139,7 @@ CacheSalt = Annotated[
 Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31, description="larger goes first among waiting requests")]
 Timeout = Annotated[float, Field(gt=0, le=86_400, description="seconds until the request fails with 408")]
 LogitBias = Annotated[
-    dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_with_int_keys), Field(max_length=1024)
+    dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES), BeforeValidator(_with_int_keys)
 ]
 
 

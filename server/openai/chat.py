@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,10 @@ from runtime.errors import InvalidRequest
 from runtime.frontend.async_engine import OutputStream
 from runtime.frontend.output import Output, Submission, new_rid
 from runtime.models.tokenizer import Tokenizer
-from runtime.protocol import TokenLogprob
-from server.auth.keys import Asker
+from server.auth.keys import Asker, Tenant
 from server.context import Context, Ctx
 from server.http import examples
+from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone
 from server.openai.common import check_model, envelope, finish_reason, usage
@@ -56,21 +57,7 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx, te
     """The assistant's next message in a conversation."""
     check_model(body.model, context)
     body.refuse_unsupported()
-    messages = [message.plain() for message in body.messages]
-    schema = body.schema_text()
-    tokenizer = context.engine.tokenizer
-    submission = Submission(
-        prompt=partial(render_chat, tokenizer, messages, body.offered, body.add_generation_prompt),
-        num_characters=sum(len(message["content"] or "") for message in messages),
-        sampling=body.sampling(body.max_completion_tokens or body.max_tokens, schema),
-        account=tenant.account,
-        namespace=tenant.namespace(body.cache_salt, body.cache_scope),
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        priority=tenant.priority(body.priority),
-        add_special_tokens=False,
-        diffusion=body.diffusion,
-        shared_text=partial(_system_text, messages, context),
-    )
+    submission = submission_of(body, tenant, context)
     outputs = await open_outputs(request, context, [submission], body.NAMES, body.timeout_s)
     rid = f"chatcmpl-{new_rid()}"
     if body.stream:
@@ -78,21 +65,43 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx, te
     return await unless_gone(request, _answer(body, rid, outputs, context))
 
 
-def _system_text(messages: list[dict[str, Any]], context: Context) -> str | None:
+def submission_of(body: ChatRequest, tenant: Tenant, context: Context) -> Submission:
+    """The submission of a conversation, which is rendered later: long ones take their time. Raises InvalidRequest."""
+    return Submission(
+        prompt=partial(_render, body, context.engine.tokenizer),
+        num_characters=body.num_characters,
+        sampling=body.sampling(body.max_completion_tokens or body.max_tokens, body.schema_text()),
+        account=tenant.account,
+        namespace=tenant.namespace(body.cache_salt, body.cache_scope),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        priority=tenant.priority(body.priority),
+        add_special_tokens=False,
+        diffusion=body.diffusion,
+        shared_text=partial(_system_text, body, context),
+    )
+
+
+def _render(body: ChatRequest, tokenizer: Tokenizer) -> str:
+    turns = [message.plain() for message in body.messages]
+    return render_chat(tokenizer, turns, body.offered, body.add_generation_prompt)
+
+
+def _system_text(body: ChatRequest, context: Context) -> str | None:
     """The prompt's part that ends with the system message, which other conversations have, too; None without one.
 
     Only diffusion models need to be told: what a causal model computes does not depend on where a prefix ends.
     """
-    if context.engine.info.diffusion is None or messages[0]["role"] != "system":
+    if context.engine.info.diffusion is None or body.messages[0].role != "system":
         return None
     try:
-        return context.engine.tokenizer.apply_chat_template(messages[:1], add_generation_prompt=False)
+        return context.engine.tokenizer.apply_chat_template([body.messages[0].plain()], add_generation_prompt=False)
     except InvalidRequest:  # a template may want a question
         return None
 
 
 async def _answer(body: ChatRequest, rid: str, outputs: OutputStream, context: Context) -> dict[str, Any]:
-    done = await collect(outputs, context.metrics)
+    logprobs: dict[int, _Logprobs] = defaultdict(lambda: _Logprobs(context.engine.tokenizer))
+    done = await collect(outputs, context.metrics, lambda output: logprobs[output.choice].add(output))
     choices = []
     for output in done:
         text, calls = _reader(body, context).push(output.text, last=True)
@@ -103,7 +112,7 @@ async def _answer(body: ChatRequest, rid: str, outputs: OutputStream, context: C
             {
                 "index": output.choice,
                 "message": message,
-                "logprobs": _logprobs(body, output, context.engine.tokenizer),
+                "logprobs": logprobs[output.choice].fields() if body.logprobs else None,
                 "finish_reason": _finish_reason(output, bool(calls)),
             }
         )
@@ -127,7 +136,9 @@ async def _events(body: ChatRequest, rid: str, outputs: OutputStream, context: C
         text, calls = reader.push(output.delta, last=output.finish is not None)
         delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
         finish = _finish_reason(output, bool(reader.num_calls))
-        yield chunk(output.choice, delta, _logprobs(body, output, context.engine.tokenizer), finish)
+        logprobs = _Logprobs(context.engine.tokenizer)
+        await write_logprobs(logprobs.add, output)
+        yield chunk(output.choice, delta, logprobs.fields() if body.logprobs else None, finish)
     if body.with_usage:
         yield {**envelope("chat.completion.chunk", rid, context), "choices": [], "usage": usage(last.values())}
 
@@ -146,22 +157,23 @@ def _finish_reason(output: Output, called: bool) -> str | None:
     return "tool_calls" if called and reason == "stop" else reason
 
 
-def _logprobs(body: ChatRequest, output: Output, tokenizer: Tokenizer) -> dict[str, Any] | None:
-    if not body.logprobs:
-        return None
-    return {"content": [_entry(item, tokenizer) for item in output.logprobs or []], "refusal": None}
+class _Logprobs:
+    """OpenAI's log-probabilities of a message."""
 
+    def __init__(self, tokenizer: Tokenizer):
+        self._text_of = tokenizer.token_text
+        self._content = JsonList()
 
-def _entry(item: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
-    top = [_token(token, value, tokenizer) for token, value in item.top]
-    return {**_token(item.token, item.logprob, tokenizer), "top_logprobs": top}
+    def add(self, output: Output) -> None:
+        for item in output.logprobs or ():
+            top = [self._token(token, value) for token, value in item.top]
+            self._content.append({**self._token(item.token, item.logprob), "top_logprobs": top})
 
+    def fields(self) -> dict[str, Any]:
+        return {"content": self._content, "refusal": None}
 
-def _token(token: int, logprob: float | None, tokenizer: Tokenizer) -> dict[str, Any]:
-    text = tokenizer.decode([token], False)
-    # A token may be part of a character; its bytes are unknown then.
-    return {
-        "token": text,
-        "logprob": logprob,
-        "bytes": None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode()),
-    }
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text = self._text_of(token)
+        # A token may be part of a character; its bytes are unknown then.
+        known = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+        return {"token": text, "logprob": logprob, "bytes": known}

@@ -10,13 +10,12 @@ from runtime.errors import InvalidRequest
 from runtime.frontend.async_engine import OutputStream
 from runtime.frontend.output import Output, Submission, new_rid, prompts_of
 from runtime.models.tokenizer import Tokenizer
-from runtime.protocol import TokenLogprob
 from server.auth.keys import Asker, Tenant
 from server.context import Context, Ctx
 from server.http import examples
+from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone
-from server.http.wire import MAX_BATCH
 from server.openai.common import check_model, envelope, finish_reason, usage
 from server.openai.types import CompletionRequest
 
@@ -32,8 +31,8 @@ def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:
     if body.echo and body.logprobs is not None and body.n > 1:
         raise InvalidRequest("echo with logprobs needs n = 1", param="echo")
     prompts, _ = prompts_of(body.prompt)
-    if not 0 < len(prompts) <= MAX_BATCH:
-        raise InvalidRequest(f"prompt must hold 1 to {MAX_BATCH} prompts, not {len(prompts)}", param="prompt")
+    if not prompts:
+        raise InvalidRequest("prompt holds no prompts", param="prompt")
     sampling = body.sampling(body.max_tokens)
     return [
         Submission(
@@ -65,11 +64,13 @@ async def completions(body: CompletionRequest, request: Request, context: Ctx, t
 async def _answer(
     body: CompletionRequest, rid: str, submissions: list[Submission], outputs: OutputStream, context: Context
 ) -> dict[str, Any]:
-    done = await collect(outputs, context.metrics)
-    choices = []
-    for output in done:
-        writer = _Choice(body, submissions[output.index], context.engine.tokenizer)
-        choices.append(writer.write(output, output.text))
+    writers = {
+        (index, choice): _Choice(body, submission, context.engine.tokenizer)
+        for index, submission in enumerate(submissions)
+        for choice in range(body.n)
+    }
+    done = await collect(outputs, context.metrics, lambda output: writers[output.index, output.choice].add(output))
+    choices = [writers[output.index, output.choice].write(output, output.text) for output in done]
     return {**envelope("text_completion", rid, context), "choices": choices, "usage": usage(done)}
 
 
@@ -83,6 +84,7 @@ async def _events(
         last[key] = output
         if key not in writers:
             writers[key] = _Choice(body, submissions[output.index], context.engine.tokenizer)
+        await write_logprobs(writers[key].add, output)
         event = {**envelope("text_completion", rid, context), "choices": [writers[key].write(output, output.delta)]}
         yield event | ({"usage": None} if body.with_usage else {})
     if body.with_usage:
@@ -98,35 +100,37 @@ class _Choice:
         self._tokenizer = tokenizer
         self._offset = 0
         self._started = False
+        self._fields = self._empty()
+
+    def _empty(self) -> dict[str, JsonList | None]:
+        top = JsonList() if self._body.logprobs else None
+        return {"tokens": JsonList(), "token_logprobs": JsonList(), "top_logprobs": top, "text_offset": JsonList()}
+
+    def add(self, output: Output) -> None:
+        """Add log-probabilities to those that are written next."""
+        text_of = self._tokenizer.token_text
+        for item in [*(output.prompt_logprobs or ()), *(output.logprobs or ())]:
+            text = text_of(item.token)
+            entry = {"tokens": text, "token_logprobs": item.logprob, "text_offset": self._offset}
+            entry["top_logprobs"] = {text_of(token): value for token, value in item.top} or None
+            for name, values in self._fields.items():
+                if values is not None:
+                    values.append(entry[name])
+            self._offset += len(text)
 
     def write(self, output: Output, text: str) -> dict[str, Any]:
-        logprobs = None
-        if self._body.logprobs is not None:
-            logprobs = self._logprobs([*(output.prompt_logprobs or []), *(output.logprobs or [])])
+        """The fields with `text`, and the log-probabilities that were added since the last call."""
+        fields, self._fields = self._fields, self._empty()
         if self._body.echo and not self._started:
             text = self._prompt() + text
         self._started = True
         return {
             "index": output.index * self._body.n + output.choice,
             "text": text,
-            "logprobs": logprobs,
+            "logprobs": fields if self._body.logprobs is not None else None,
             "finish_reason": finish_reason(output),
         }
 
     def _prompt(self) -> str:
         prompt = self._submission.prompt
         return self._tokenizer.decode(prompt, False) if isinstance(prompt, list) else str(prompt)
-
-    def _logprobs(self, items: list[TokenLogprob]) -> dict[str, Any]:
-        tokens = [self._tokenizer.decode([item.token], False) for item in items]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(token)
-        top = [{self._tokenizer.decode([t], False): value for t, value in item.top} for item in items]
-        return {
-            "tokens": tokens,
-            "token_logprobs": [item.logprob for item in items],
-            "top_logprobs": [entry or None for entry in top] if self._body.logprobs else None,
-            "text_offset": offsets,
-        }

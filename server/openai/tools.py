@@ -12,7 +12,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from runtime.models.tokenizer import Tokenizer
 from runtime.sampling.json_text import parse_json
@@ -67,19 +67,19 @@ class NamedTool(Body):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(Body):
     """The function of an earlier call; `arguments` is JSON text."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore")
 
     name: Text
     arguments: Text
 
 
-class ToolCall(BaseModel):
+class ToolCall(Body):
     """An earlier call, as clients send it back."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore")
 
     id: Text | None = None
     type: Literal["function"] = "function"

@@ -5,13 +5,30 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 
 from runtime.errors import InvalidRequest
 from runtime.params import SamplingParams
+from runtime.sampling.json_text import check_texts
 from server.auth.keys import CacheScope
-from server.http.wire import Body, CacheSalt, Diffusion, JsonObject, LogitBias, Priority, Text, Timeout, TokenIds
+from server.http.wire import (
+    Body,
+    CacheSalt,
+    Diffusion,
+    JsonObject,
+    LogitBias,
+    OneOr,
+    OneOrMany,
+    Priority,
+    Prompts,
+    Text,
+    Timeout,
+    TokenIds,
+)
 from server.openai.tools import MAX_TOOLS, NamedTool, Tool, ToolCall, ToolChoice, schema_of_call
+
+# Messages in a conversation, and parts in a message.
+MAX_MESSAGES = 4096
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 NewTokens = Annotated[int, Field(ge=1, le=1 << 20)]
@@ -42,7 +59,7 @@ class CommonRequest(Body):
     stream_options: StreamOptions | None = None
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
-    stop: str | list[str] | None = None
+    stop: OneOrMany[str] | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -96,7 +113,7 @@ class CompletionRequest(CommonRequest):
         }
     )
 
-    prompt: Text | list[Text] | TokenIds | list[TokenIds]
+    prompt: Prompts
     max_tokens: int = Field(16, ge=0, le=1 << 20, description="0 with echo: only the prompt, e.g. its logprobs")
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
@@ -104,23 +121,23 @@ class CompletionRequest(CommonRequest):
     suffix: str | None = None
 
 
-class TextPart(BaseModel):
+class TextPart(Body):
     """A text part of a message's content."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore")
 
     type: Literal["text"]
     text: Text
 
 
-class Message(BaseModel):
+class Message(Body):
     """A message of a conversation. Other fields are ignored, since clients send back servers' messages."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
-    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)
+    content: OneOr[Text, Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Text | None = None
 
     @model_validator(mode="after")
@@ -138,6 +155,18 @@ class Message(BaseModel):
         if self.tool_calls:
             turn["tool_calls"] = [call.plain() for call in self.tool_calls]
         return turn | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
+
+
+def _check_calls(messages: list[Message]) -> list[Message]:
+    calls = [call for message in messages for call in message.tool_calls or ()]
+    try:
+        check_texts(call.function.arguments for call in calls)
+    except ValueError as error:
+        raise ValueError(f"the arguments of tool calls have {error}") from None
+    return messages
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_check_calls)]
 
 
 class ResponseFormat(Body):
@@ -175,19 +204,25 @@ class ChatRequest(CommonRequest):
         }
     )
 
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    messages: Messages
     max_tokens: NewTokens | None = None
     max_completion_tokens: NewTokens | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     add_generation_prompt: bool = True
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
-    functions: list[Any] | None = None
+    functions: Any = None
     function_call: Any = None
-    modalities: list[str] | None = None
+    modalities: Any = None
+
+    @property
+    def num_characters(self) -> int:
+        """Characters of the messages' content."""
+        contents = (message.content or "" for message in self.messages)
+        return sum(len(c) if isinstance(c, str) else sum(len(part.text) for part in c) for c in contents)
 
     @property
     def offered(self) -> list[Tool]:

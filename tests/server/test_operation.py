@@ -239,24 +239,20 @@ def test_request_ids_origins_and_proxies(ask, operated):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "headers", "passes"),
+    ("path", "headers", "status"),
     [
-        ("POST", "/tokenize", {"sec-fetch-site": "cross-site", "origin": "https://b.example"}, False),
-        ("POST", "/tokenize", {"sec-fetch-site": "same-site", "origin": "http://127.0.0.1:8080"}, False),
-        ("POST", "/tokenize", {"sec-fetch-site": "cross-site", "origin": "null"}, False),
-        ("POST", "/tokenize", {"sec-fetch-site": "cross-site", "origin": "https://a.example"}, True),
-        ("POST", "/tokenize", {"sec-fetch-site": "same-origin", "origin": "http://127.0.0.1"}, True),
-        ("POST", "/tokenize", {"sec-fetch-site": "none"}, True),
-        ("POST", "/tokenize", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, False),
-        ("GET", "/flush_cache", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}, False),
-        ("GET", "/dashboard", {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, True),
+        ("/tokenize", {"sec-fetch-site": "cross-site"}, 403),
+        ("/tokenize", {"origin": "https://b.example"}, 403),
+        ("/shutdown", {"origin": "https://b.example"}, 403),
+        ("/tokenize", {"sec-fetch-site": "cross-site", "origin": "https://a.example"}, 200),
+        ("/tokenize", {"host": "ramet.example", "origin": "https://ramet.example", "x-forwarded-proto": "https"}, 200),
     ],
 )
-def test_pages_of_other_sites_make_nobody_ask(ask, method, path, headers, passes):
-    """A browser sends a plain request for any page, also to a server on its own machine that wants no key."""
-    answer = ask("root", method, path, headers=headers, **({"prompt": "x"} if method == "POST" else {}))
-    assert answer.status_code == (200 if passes else 403)
-    assert passes or "origin" in answer.json()["error"]["message"]
+def test_pages_of_other_sites_make_nobody_ask(ask, path, headers, status):
+    """Even with a key, which an extension or a client of theirs may have; `test_pages` has the whole table."""
+    answer = ask("root", "POST", path, headers=headers, prompt="x")
+    assert answer.status_code == status
+    assert status == 200 or "origin" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

@@ -16,7 +16,9 @@ from loadgen.faults.ties import TIE_NATS, apart, shortfall
 SMALL = ["--model", "{}", "--dtype", "float32", "--threads", "1"]
 
 
-@pytest.mark.parametrize("case", ["storm", "large", "fuzz", "kill", "drain", "frozen", "retraction", "signals"])
+@pytest.mark.parametrize(
+    "case", ["storm", "large", "fuzz", "kill", "drain", "descriptors", "frozen", "retraction", "signals"]
+)
 def test_a_server_stands(case, tiny_dir, tmp_path, monkeypatch):
     out = tmp_path / "out.json"
     options = [option.format(tiny_dir) for option in SMALL] + ["--step-timeout", "1"] * (case == "frozen")

@@ -161,7 +161,7 @@ def test_a_client_that_leaves_without_streaming_aborts_its_request(client, serve
     host, port = server.url.removeprefix("http://").split(":")
     body = json.dumps({"text": "Count:", "sampling_params": {"max_new_tokens": 4000}})
     with socket.create_connection((host, int(port))) as raw:
-        head = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         head += f"Content-Length: {len(body)}\r\n\r\n"
         raw.sendall((head + body).encode())
         server.wait(lambda s: s["running"] == 1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from server.http.door import Door
 from server.http.limits import BodyLimit
-from server.http.refusal import Refusal
 
 LIMIT = 1000
 CHUNKED = [(b"transfer-encoding", b"chunked")]
@@ -26,7 +26,7 @@ def exchange(chunks, headers=()):
         seen.append((dict(scope["headers"]), (await receive())["body"]))
 
     scope = {"type": "http", "method": "POST", "headers": list(headers)}
-    asyncio.run(BodyLimit(app, LIMIT, 5, Refusal(LIMIT, 5))(scope, receive, send))
+    asyncio.run(Door(app, (), BodyLimit(LIMIT, 5))(scope, receive, send))
     return sent, seen, len(chunks) - len(left)
 
 

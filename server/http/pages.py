@@ -1,0 +1,83 @@
+"""Requests that browsers send for foreign web pages, even to servers on their own machine or network."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Collection
+
+from starlette.types import Scope
+
+from server.auth.keys import OPEN_PATHS, Forbidden
+
+_FOREIGN = (b"cross-site", b"same-site")
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(?::\d*)?")
+# Names that public name servers do not have.
+_PRIVATE = (".local", ".internal")
+
+
+class Origins:
+    """Refuses requests that a browser sends for a page of another origin (403).
+
+    A plain POST, and any GET, is sent without a preflight; the browser only withholds the response from the page. On a
+    server without keys that is enough to stop it, or to make it compute. Navigation to the server is not refused.
+    Browsers send `Sec-Fetch-Site` only to this machine and over HTTPS, and `Origin` with every POST.
+
+    Args:
+        allowed: the origins of `--cors-origins`; `*` allows all.
+    """
+
+    def __init__(self, allowed: Collection[str]):
+        self.allowed = frozenset(origin.encode() for origin in allowed)
+
+    def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Raise Forbidden for a foreign page."""
+        origin = headers.get(b"origin")
+        if b"*" in self.allowed or origin in self.allowed:
+            return
+        follows_link = scope["method"] == "GET" and headers.get(b"sec-fetch-mode") == b"navigate"
+        crosses = headers.get(b"sec-fetch-site") in _FOREIGN and not follows_link
+        # Not the scheme: a proxy may have ended TLS before this server.
+        own = headers.get(b"host", b"").lower()
+        if crosses or (origin is not None and origin.lower().partition(b"://")[2] != own):
+            raise Forbidden("pages of this origin may not send requests; --cors-origins lists those that may")
+
+
+class Hosts:
+    """Refuses requests by names that may be an attacker's (403), for servers without keys.
+
+    A name that resolves to the attacker's server and then to this one makes a page of the attacker's one of this origin
+    (DNS rebinding). No page has a key, and over HTTPS the certificate would not fit.
+
+    Args:
+        bound: the address or name that the server is bound to. On one that others reach, names that are not public
+            are allowed as well: who can forge those is in this network, and needs no page.
+        allowed: the names of `--allowed-hosts`; `*` allows all.
+    """
+
+    def __init__(self, bound: str, allowed: Collection[str]):
+        self.names = {name.lower() for name in (*allowed, bound, "localhost", socket.gethostname())}
+        self.own_machine = bound == "localhost" or (_is_address(bound) and ipaddress.ip_address(bound).is_loopback)
+
+    def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Raise Forbidden for another server's name."""
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        if not host or scope["scheme"] == "https" or scope["path"] in OPEN_PATHS or "*" in self.names:
+            return
+        found = _HOST.fullmatch(host)
+        if found is None or not self._is_own(found[1].strip("[]").removesuffix(".")):
+            raise Forbidden("this server does not answer by this name; --allowed-hosts lists others")
+
+    def _is_own(self, name: str) -> bool:
+        if name in self.names or name.endswith(".localhost") or _is_address(name):
+            return True
+        return not self.own_machine and ("." not in name or name.endswith(_PRIVATE))
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
