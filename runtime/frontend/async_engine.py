@@ -9,7 +9,8 @@ import sys
 import tempfile
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -261,7 +262,7 @@ class AsyncEngine:
                     encoded = [await self._work.encode(frontend, submission) for submission in submissions]
         except TimeoutError:
             raise _too_late(timeout_s) from None
-        stream = OutputStream(self._running())
+        stream = OutputStream(self._running(), partial(self._work.run, account))
         if deadline_s is not None:
             stream.timer = loop.call_at(deadline_s, stream.expire, _too_late(timeout_s))
         try:
@@ -412,8 +413,12 @@ class OutputStream:
     as EngineDead, if a completion fails; an aborted completion ends with an Output.
     """
 
-    def __init__(self, frontend: Frontend):
+    def __init__(
+        self, frontend: Frontend, in_turn: Callable[[Callable[[], None]], Awaitable[None]] = asyncio.to_thread
+    ):
+        """`in_turn`: does work on Outputs in a thread."""
         self._frontend = frontend
+        self.in_turn = in_turn
         self._queue: asyncio.Queue[Output | RametError] = asyncio.Queue()
         self._ready: deque[Output | RametError] = deque()
         self._submissions: list[Submission] = []

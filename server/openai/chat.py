@@ -137,7 +137,7 @@ async def _events(body: ChatRequest, rid: str, outputs: OutputStream, context: C
         delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
         finish = _finish_reason(output, bool(reader.num_calls))
         logprobs = _Logprobs(context.engine.tokenizer)
-        await write_logprobs(logprobs.add, output)
+        await write_logprobs(outputs, logprobs.add, output)
         yield chunk(output.choice, delta, logprobs.fields() if body.logprobs else None, finish)
     if body.with_usage:
         yield {**envelope("chat.completion.chunk", rid, context), "choices": [], "usage": usage(last.values())}
