@@ -179,4 +179,4 @@ class Tenants(RuleBasedStateMachine):
 
 
 TestTenants = Tenants.TestCase
-TestTenants.settings = settings(max_examples=150, stateful_step_count=20, deadline=None)
+TestTenants.settings = settings(max_examples=80, stateful_step_count=20, deadline=None)

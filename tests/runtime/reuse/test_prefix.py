@@ -76,4 +76,4 @@ class Uses(RuleBasedStateMachine):
 
 
 TestUses = Uses.TestCase
-TestUses.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
+TestUses.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
