@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import zmq
@@ -51,10 +51,13 @@ from runtime.protocol import (
     encode,
     outbound_decoder,
 )
+from runtime.reuse.modules.compile import ModulePrompt
 
 log = logging.getLogger("ramet.client")
-
 _STOP_SECONDS = 10
+InTurn = Callable[[Callable[[], None]], Awaitable[None]]
+
+T = TypeVar("T")
 
 
 class AsyncEngine:
@@ -285,6 +288,11 @@ class AsyncEngine:
         with frontend.admit(account, 1, expected_tokens(sum(map(len, texts)))):
             return await self._work.each(account, lambda text: encode(text, add_special_tokens), texts)
 
+    async def in_turn(self, account: str, characters: int, work: Callable[[], T]) -> T:
+        """The result of work on an account's text of so many characters. Raises Overloaded, RateLimited."""
+        with self._running().admit(account, 1, expected_tokens(characters)):
+            return await self._work.run(account, work)
+
     async def detokenize(self, account: str, several: list[list[int]], skip_special_tokens: bool = True) -> list[str]:
         """Texts of token ids. Raises InvalidRequest for ids that cannot be, Overloaded or RateLimited."""
         frontend, decode = self._running(), self.tokenizer.decode
@@ -315,11 +323,25 @@ class AsyncEngine:
         frontend = self._running()
         with frontend.admit(prefix.account, 1, prefix.expected_tokens):
             key = array("i", await self._work.encode(frontend, prefix)).tobytes()
-            space, account = prefix.namespace, prefix.account
-            answer = await self._call(lambda call: AddPin(call, key, space, account, name, ttl_s))
+            answer = await self._call(lambda call: AddPin(call, key, prefix.namespace, prefix.account, name, ttl_s))
         if "refused" in answer:
             raise PinRefused(answer["refused"])
         return answer["pin"]
+
+    async def pin_modules(self, encoded: Submission, name: str, ttl_s: float | None) -> list[str]:
+        """Keep the KV of all modules that a submission read in the cache; ids of their pins.
+
+        Raises:
+            PinRefused: over the budget, or if the cache is too busy to keep them.
+            Overloaded, RateLimited: over the limits on open requests.
+        """
+        modules, space, account = encoded.prompt, encoded.namespace, encoded.account
+        assert isinstance(modules, ModulePrompt)
+        with self._running().admit(account, 1, modules.length):
+            answer = await self._call(lambda call: AddPin(call, b"", space, account, name, ttl_s, modules.reuse))
+        if "refused" in answer:
+            raise PinRefused(answer["refused"])
+        return [pin["id"] for pin in answer["pins"]]
 
     async def unpin(self, pin: str) -> bool:
         """Remove a pin; False if there is none of that id."""
@@ -413,9 +435,7 @@ class OutputStream:
     as EngineDead, if a completion fails; an aborted completion ends with an Output.
     """
 
-    def __init__(
-        self, frontend: Frontend, in_turn: Callable[[Callable[[], None]], Awaitable[None]] = asyncio.to_thread
-    ):
+    def __init__(self, frontend: Frontend, in_turn: InTurn = asyncio.to_thread):
         """`in_turn`: does work on Outputs in a thread."""
         self._frontend = frontend
         self.in_turn = in_turn
