@@ -45,12 +45,12 @@ CASES = {
     "drain": Case(drain, _POOL),
     "descriptors": Case(descriptors, (*_POOL, "--max-connections", str(MOST))),
     "held": Case(held, ("--pool-tokens", "16384")),
-    # Equal answers are promised in float32. The pool is too small for the load, so that requests are retracted.
     "frozen": Case(frozen, (*_POOL, "--dtype", "float32", "--step-timeout", "2", "--on-engine-death", "restart")),
     "signals": Case(signals),
     "pages": Case(pages, _POOL),
     "amplify": Case(amplify, _POOL),
     "retraction": Case(retraction),
+    # Equal answers are promised in float32. The pool is too small for the load, so that requests are retracted.
     "soak": Case(soak, ("--pool-tokens", "1024", "--max-running", "20", "--dtype", "float32", "--debug-invariants")),
 }
 

@@ -17,7 +17,8 @@ SMALL = ["--model", "{}", "--dtype", "float32", "--threads", "1"]
 
 
 @pytest.mark.parametrize(
-    "case", ["storm", "large", "fuzz", "kill", "drain", "descriptors", "frozen", "retraction", "signals"]
+    "case",
+    ["storm", "large", "fuzz", "kill", "drain", "descriptors", "frozen", "pages", "amplify", "retraction", "signals"],
 )
 def test_a_server_stands(case, tiny_dir, tmp_path, monkeypatch):
     out = tmp_path / "out.json"
