@@ -41,7 +41,7 @@ def is_allowed(checks, host, route, scheme="http", **headers) -> bool:
         (LAN, "http://a.example", None, None, GET, False),
         (LAN, "http://a.example", None, None, ("OPTIONS", "/generate"), False),
         (LAN, "http://192.168.1.5:8080", None, None, POST, False),
-        (LAN, "https://192.168.1.5:30000", None, None, POST, False),
+        (LAN, "https://192.168.1.5:30000", None, None, POST, True),
         (LAN, "http://192.168.1.5", None, None, POST, False),
         (LAN, "null", None, None, POST, False),
         (LAN, "", None, None, POST, False),
