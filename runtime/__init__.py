@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.frontend.output import Output, Submission
 from runtime.params import SamplingParams
+from runtime.reuse.modules.program import prompt_program, role
 
 if TYPE_CHECKING:
     from runtime.engine.offline import Engine
 
-__all__ = ["Engine", "Output", "SamplingParams", "Submission"]
+__all__ = ["Engine", "Output", "SamplingParams", "Submission", "prompt_program", "role"]
 
 
 def __getattr__(name: str) -> Any:

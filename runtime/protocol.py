@@ -60,7 +60,10 @@ class GetState(msgspec.Struct, tag="state"):
 
 
 class AddPin(msgspec.Struct, tag="pin"):
-    """Pin the whole pages of a prefix, computed first if need be. Answered by `Reply`: `{"pin"}` or `{"refused"}`."""
+    """Pin the whole pages of a prefix, computed first if need be. Answered by `Reply`: `{"pin"}` or `{"refused"}`.
+
+    With `reuse`, as of an `AddRequest`, its entries are pinned, and `tokens` may be empty: `{"pins"}` or `{"refused"}`.
+    """
 
     call: int
     tokens: bytes
@@ -68,6 +71,7 @@ class AddPin(msgspec.Struct, tag="pin"):
     account: str = ""
     name: str | None = None
     ttl_s: float | None = None
+    reuse: dict[str, Any] | None = None
 
 
 class RemovePin(msgspec.Struct, tag="unpin"):

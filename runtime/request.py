@@ -65,6 +65,7 @@ class Sequence:
         tokens: int32.
         start: leading tokens whose KV lies in the request's first segment; whole pages.
         num_computed: leading tokens that have KV, in that segment or in `pages`.
+        seconds: what computing those took that are not in the tree.
         pages: int32 page ids, for the tokens from `start` on; they belong to this request alone.
         anchors: (index, position) pairs, ascending: from each index on, positions are consecutive.
     """
@@ -72,6 +73,7 @@ class Sequence:
     tokens: array[int]
     start: int = 0
     num_computed: int = 0
+    seconds: float = 0.0
     pages: array[int] = field(default_factory=lambda: array("i"))
     anchors: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
 
@@ -96,9 +98,13 @@ class Sequence:
         if stop - first == 1:
             page, row = divmod(first - self.start, page_size)
             return np.array((self.pages[page] * page_size + row,))
-        rows = np.arange(first - self.start, stop - self.start)
-        pages = np.frombuffer(self.pages, dtype=np.int32)
-        return pages[rows // page_size].astype(np.int64) * page_size + rows % page_size
+        return slots_of(self.pages, np.arange(first - self.start, stop - self.start), page_size)
+
+
+def slots_of(pages: array[int], rows: np.ndarray, page_size: int) -> np.ndarray:
+    """The pool slots int64 [n] of rows int64 [n] of some pages."""
+    table = np.frombuffer(pages, dtype=np.int32)
+    return table[rows // page_size].astype(np.int64) * page_size + rows % page_size
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +115,9 @@ class Request:
         strategy: decides what the request reads and computes; `reuse` is the state that it keeps here.
         decoding: chooses the request's tokens; `canvas` is the state that it keeps here for a diffusion model.
         owner: whose quota the pages count against that the request leaves in the tree.
-        max_tokens: length of prompt and output at which the request ends.
+        entry_tokens: int32, tokens of the prompt whose KV the request reads from entries, beside `tokens`.
+        owed: rows of entries that it has yet to encode before its own.
+        max_tokens: length of prompt and output at which the request ends, without `entry_tokens`.
         prompt_logprobs_from: the first prompt index whose log-probability is still owed; None: none is.
         counts: int64 [vocab], how often each token was generated, and `prompt_ids`, those of the prompt; on the
             device of the logits, and only where a penalty needs them. None: to be made from `tokens`.
@@ -136,6 +144,8 @@ class Request:
     serial: int = 0
     segments: list[Segment] = field(default_factory=list)
     reuse: Any = None
+    entry_tokens: array[int] = field(default_factory=lambda: array("i"))
+    owed: int = 0
     canvas: Any = None
     logprobs: int | None = None
     prompt_logprobs_from: int | None = None
@@ -159,8 +169,18 @@ class Request:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens without KV: 1 while decoding, more while a prompt (or a retracted sequence) is prefilled."""
-        return len(self.sequence.tokens) - self.sequence.num_computed
+        """Rows to be computed: 1 while decoding, more while a prompt (or a retracted sequence) is prefilled."""
+        return len(self.sequence.tokens) - self.sequence.num_computed + self.owed
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt, those of entries included."""
+        return self.prompt_len + len(self.entry_tokens)
+
+    @property
+    def num_present(self) -> int:
+        """Tokens whose KV the request reads or has computed."""
+        return sum(segment.length for segment in self.segments) + self.sequence.num_computed - self.sequence.start
 
     @property
     def num_output(self) -> int:

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 
 from pydantic import ValidationError
 
 from runtime.errors import RametError
+from runtime.frontend.output import Prompt
 from server.options import add_options, config_from, options_table
 
 
@@ -43,6 +45,7 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="text to continue; - reads standard input")
+    parser.add_argument("--schema", metavar="FILE", help="a schema in PML; the prompt is PML too: <prompt schema=...>")
     parser.add_argument("--chat", action="store_true", help="apply the chat template to the prompt as a user's message")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
@@ -55,7 +58,9 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     from runtime.params import SamplingParams
 
     config = config_from(parser, arguments)
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if arguments.schema and arguments.chat:
+        parser.error("argument --chat: a schema says itself where the turns of a conversation are")
+    given = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     try:
         sampling = SamplingParams(
             max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, seed=arguments.seed
@@ -63,12 +68,43 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     except ValidationError as error:
         problem = error.errors()[0]
         parser.error(f"argument --{str(problem['loc'][0]).replace('_', '-')}: {problem['msg']}")
+    prompt: Prompt = given
     with Engine(config=config) as engine:
-        if arguments.chat:
-            prompt = engine.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+        if arguments.schema:
+            prompt = engine.schema(_read(parser, arguments.schema)).compile(given)
+        elif arguments.chat:
+            prompt = engine.tokenizer.apply_chat_template([{"role": "user", "content": given}])
         for output in engine.stream_all([Submission(prompt, sampling, add_special_tokens=not arguments.chat)]):
             print(output.delta, end="", flush=True)
     print()
+    return 0
+
+
+def _read(parser: argparse.ArgumentParser, name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"{name} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}")
+
+
+def _add_schema(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["check"], help="check: print the layout, or the first error")
+    parser.add_argument("file", help="a schema in PML")
+    add_options(parser, "model")
+
+
+def _schema(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from runtime.models.resolve import resolve_model
+    from runtime.models.spec import ModelSpec
+    from runtime.models.tokenizer import Tokenizer
+    from runtime.reuse.modules.schema import Schema
+    from server.schemas.table import print_layout
+
+    config = config_from(parser, arguments)
+    path = resolve_model(config.model)
+    tokenizer = Tokenizer.load(path, config.model.chat_template)
+    length = config.model.context_length or ModelSpec.load(path).context_length
+    print_layout(Schema.read(_read(parser, arguments.file), tokenizer, length))
     return 0
 
 
@@ -117,13 +153,14 @@ Command = tuple[
 _COMMANDS: dict[str, Command] = {
     "serve": ("serve a model over HTTP", add_options, _serve),
     "generate": ("generate from a prompt on the terminal, without a server", _add_generate, _generate),
+    "schema": ("check a schema of prompt modules, and print its layout", _add_schema, _schema),
     "fetch-model": ("fetch and convert a model, and print its directory", lambda p: add_options(p, "model"), _fetch),
     "profile": ("measure in how many layers a diffusion model's prefixes can be reused", _add_profile, _profile),
     "bench": ("measure a server or this machine", _add_bench, _bench),
     "options": ("print the options of `serve` as tables in Markdown", lambda parser: None, _options),
 }
 # The extra `load`; plots need matplotlib as well.
-_BENCH_PACKAGES = ("aiohttp", "httpx", "rich")
+_BENCH_PACKAGES = ("aiohttp", "httpx")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,6 +12,7 @@ from runtime.frontend.async_engine import AsyncEngine
 from server.admin.metrics import Metrics
 from server.auth.keys import PUBLIC, Tenant
 from server.http.gate import Gate
+from server.schemas.store import SchemaStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Context:
     metrics: Metrics
     tenants: list[Tenant]
     gate: Gate
+    schemas: SchemaStore
 
     def tenant_name(self, account: str) -> str:
         """A tenant of the cache as the operator calls its key; empty on an open server."""

@@ -35,8 +35,8 @@ class Drive:
         """Random tokens, none of them special."""
         return array("i", self._draw.choices(range(3, min(self.core.info.vocab_size, 290)), k=length))
 
-    def add(self, prompt: array[int], output: int, **diffusion: Any) -> None:
-        """Add a greedy request; `diffusion`: its fields for a diffusion model."""
+    def add(self, prompt: array[int], output: int, reuse: dict[str, Any] | None = None, **diffusion: Any) -> None:
+        """Add a greedy request; `reuse`: options of a strategy; `diffusion`: fields for a diffusion model."""
         self._count += 1
         sampling = SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=output)
         params = None
@@ -45,7 +45,7 @@ class Drive:
             params = DiffusionParams(gen_length=output, **diffusion).filled(algorithm, sampling)
         message = AddRequest(
             f"{self._count}", prompt.tobytes(), sampling.model_dump(),
-            diffusion=None if params is None else params.model_dump(),
+            diffusion=None if params is None else params.model_dump(), reuse=reuse,
         )  # fmt: skip
         self.core.handle(message)
 

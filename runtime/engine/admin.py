@@ -194,9 +194,9 @@ def _describe(request: Request, now_s: float) -> dict[str, Any]:
     return {
         "rid": request.rid,
         "tenant": request.namespace.tenant,
-        "prompt_tokens": request.prompt_len,
+        "prompt_tokens": request.num_prompt,
         "cached_tokens": max(request.cached_tokens, 0),
-        "computed_tokens": request.sequence.num_computed,
+        "computed_tokens": request.num_present,
         "output_tokens": request.num_output,
         "max_tokens": request.max_tokens - request.prompt_len,
         "age_s": now_s - request.arrival_s,

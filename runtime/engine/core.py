@@ -6,20 +6,18 @@ import logging
 import time
 from array import array
 from collections.abc import Mapping
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
 from radix import Namespace
-from radix.node import TOKEN_BYTES
 from runtime.batch import ForwardBatch
 from runtime.config import Config
 from runtime.diffusion.decoding import CanvasDecoding
 from runtime.engine.admin import Admin
 from runtime.engine.in_flight import InFlight
+from runtime.engine.pinning import Pinning
 from runtime.engine.scheduler import Scheduler
 from runtime.errors import EngineDead, InvalidRequest, RametError
 from runtime.execution.device import choose_device, choose_overlap, is_lost, is_out_of_memory
@@ -45,6 +43,7 @@ from runtime.protocol import (
 from runtime.request import Request, Sequence, Work
 from runtime.reuse.bicache.strategy import BiCache
 from runtime.reuse.build import build
+from runtime.reuse.modules.strategy import Modules
 from runtime.reuse.prefix import PrefixStrategy
 from runtime.reuse.strategy import Strategy
 from runtime.sampling.batched import make_sampler
@@ -97,9 +96,7 @@ class EngineCore:
         self.admin = Admin(self)
         self._in_flight: InFlight | None = None
         self._serial = 0
-        self._pinning: dict[str, AddPin] = {}
-        self._pin_serials = count(1)
-        self._replies: list[Reply] = []
+        self._pinning = Pinning(self)
 
     def _describe_model(self, path: Path) -> ModelInfo:
         executor, spec = self.executor, self.executor.spec
@@ -122,6 +119,7 @@ class EngineCore:
         executor, spec = self.executor, self.executor.spec
         if spec.diffusion is None:
             self.add_strategy(PrefixStrategy(self.cache, spec.num_layers))
+            self.add_strategy(Modules(self.cache, spec.num_layers, self.info))
             sampler = make_sampler(executor.backend_name, spec.vocab_size, executor.device, executor.argmax)
             return NextToken(sampler)
         bicache = BiCache.load(self.config.diffusion, path, spec, self.cache)
@@ -139,6 +137,13 @@ class EngineCore:
     def strategy(self) -> Strategy:
         """The strategy of requests that ask for none."""
         return next(iter(self.strategies.values()))
+
+    def strategy_of(self, asked: dict[str, Any]) -> Strategy:
+        """The strategy that the `reuse` fields of a message ask for. Raises InvalidRequest if there is none."""
+        strategy = self.strategies.get(str(asked.get("method", self.strategy.name)))
+        if strategy is None:
+            raise InvalidRequest(f"no reuse method {asked['method']!r} for this model", param="reuse.method")
+        return strategy
 
     def _make_publisher(self) -> EventPublisher | None:
         cache = self.config.cache
@@ -172,13 +177,12 @@ class EngineCore:
         if isinstance(message, Abort):
             return StepEvents(self.abort(message.rid))
         if isinstance(message, AddPin):
-            return self.pin(message)
+            return self._pinning.pin(message)
         return None if isinstance(message, Shutdown) else self.admin.handle(message)
 
     def take_replies(self) -> list[Reply]:
         """Answers to calls that took some steps, since the last call."""
-        taken, self._replies = self._replies, []
-        return taken
+        return self._pinning.take_replies()
 
     def add(self, message: AddRequest) -> StepEvents | None:
         """Accept a request; the front end has checked that it can be served and that its id is new."""
@@ -194,7 +198,7 @@ class EngineCore:
         else:
             self.scheduler.add(request)
         self.counters["requests"] += 1
-        self.counters["prompt_tokens"] += request.prompt_len
+        self.counters["prompt_tokens"] += request.num_prompt
         return None
 
     def _open(self, message: AddRequest) -> Request:
@@ -205,9 +209,7 @@ class EngineCore:
         room = min(self.info.context_length, self.info.pool_tokens) - len(tokens)
         limit = room if sampling.max_new_tokens is None else sampling.max_new_tokens
         asked = message.reuse or {}
-        strategy = self.strategies.get(asked.get("method", self.strategy.name))
-        if strategy is None:
-            raise InvalidRequest(f"no reuse method {asked['method']!r} for this model", param="reuse.method")
+        strategy = self.strategy_of(asked)
         self._serial += 1
         request = Request(
             rid=message.rid,
@@ -252,42 +254,6 @@ class EngineCore:
         self.counters["aborted_requests"] += 1
         return self._end(self.requests[rid], Finish("abort", message="aborted"))
 
-    def pin(self, message: AddPin) -> Reply | None:
-        """Keep the whole pages of a prefix; they are computed first where they are missing, and answered for then."""
-        whole = len(message.tokens) // TOKEN_BYTES // self.info.page_size * self.info.page_size
-        message = msgspec.structs.replace(message, tokens=message.tokens[: whole * TOKEN_BYTES])
-        answer = self._pin(message)
-        if "missing_tokens" in answer and not self.cache.enabled:
-            answer = {"refused": "the prefix cache is off"}
-        if "missing_tokens" not in answer:
-            return Reply(message.call, answer)
-        sampling = SamplingParams(max_new_tokens=0, temperature=0).model_dump(exclude={"stop"})
-        rid = f"(pin {next(self._pin_serials)})"
-        self._pinning[rid] = message
-        asked = AddRequest(rid, message.tokens, sampling, message.namespace, message.account, diffusion={})
-        refused = self.add(asked)
-        if refused is None:
-            return None
-        del self._pinning[rid]
-        finish = refused.events[0].finish
-        return Reply(message.call, {"refused": None if finish is None else finish.message})
-
-    def _answer_pin(self, message: AddPin, finish: Finish) -> None:
-        """Pin what was computed for it."""
-        answer: dict[str, Any] = {"refused": finish.message or "the prefix could not be computed"}
-        if finish.type not in ("error", "abort"):
-            answer = self._pin(message)
-        if "missing_tokens" in answer:
-            reason = "too much is running, or the tenant's quota is smaller than the prefix"
-            answer = {"refused": f"the prefix was evicted as soon as it was computed: {reason}"}
-        self._replies.append(Reply(message.call, answer))
-
-    def _pin(self, message: AddPin) -> dict[str, Any]:
-        """See `PinBoard.pin`."""
-        tokens = array("i", message.tokens)
-        namespace = self.strategy.entry(tokens.tobytes(), message.namespace)
-        return self.cache.pins.pin(tokens, namespace, message.name, message.ttl_s)
-
     # -- steps -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[TokenEvent]:
@@ -318,7 +284,7 @@ class EngineCore:
                 request.admitted_s = now
                 self.counters["queries"] += 1
                 self.counters["hits"] += request.cached_tokens > 0
-                self.counters["queried_tokens"] += request.prompt_len
+                self.counters["queried_tokens"] += request.num_prompt
                 self.counters["cached_tokens"] += request.cached_tokens
 
     def _is_live(self, item: Work) -> bool:
@@ -476,8 +442,6 @@ class EngineCore:
         if request.sampling.constrained and request.grammar is None:
             self.grammars.cancel(request.rid)
         self.scheduler.remove(request, keep)
-        if (message := self._pinning.get(request.rid)) is None:
-            return [event or TokenEvent(request.rid, [], finish, cached_tokens=max(request.cached_tokens, 0))]
-        del self._pinning[request.rid]
-        self._answer_pin(message, finish)
-        return []
+        if self._pinning.ended(request.rid, finish):
+            return []
+        return [event or TokenEvent(request.rid, [], finish, cached_tokens=max(request.cached_tokens, 0))]

@@ -17,6 +17,7 @@ from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import FlushCache, GetState, Inbound, Reply, Shutdown, StepEvents
+from runtime.reuse.modules.schema import Mode, Schema
 from runtime.sampling.grammar import check_grammar
 
 Sampling = SamplingParams | dict[str, Any] | None
@@ -59,13 +60,17 @@ class Engine:
         self.core.executor.on_death(self._die)
         self._thread.start()
 
+    def schema(self, pml: str, mode: Mode = "independent", scaffolds: Sequence[Sequence[str]] | None = None) -> Schema:
+        """A schema of prompt modules; its `compile` makes prompts for `generate`. Raises InvalidRequest."""
+        return Schema.read(pml, self.tokenizer, self.info.context_length, mode, scaffolds)
+
     def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = None
     ) -> list[Output]:
         """Complete prompts; returns the last Output of each completion, by prompt, then by choice.
 
         Args:
-            prompts: text or token ids, one or several.
+            prompts: text, token ids or prompts of a `schema`, one or several.
             sampling: parameters for all prompts, or for each; `SamplingParams` or their fields as a dict.
 
         Raises:

@@ -149,7 +149,7 @@ class WaitingQueue:
         return request.namespace, request.key(self._page_size)
 
     def _cost(self, request: Request) -> float:
-        return len(request.tokens) - request.matched_tokens + self._generated
+        return len(request.tokens) + len(request.entry_tokens) - request.matched_tokens + self._generated
 
 
 def _first(order: SortedKeyList, passed: set[Request]) -> Request | None:

@@ -11,7 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import zmq
@@ -50,10 +50,13 @@ from runtime.protocol import (
     encode,
     outbound_decoder,
 )
+from runtime.reuse.modules.compile import ModulePrompt
 
 log = logging.getLogger("ramet.client")
 
 _STOP_SECONDS = 10
+
+T = TypeVar("T")
 
 
 class AsyncEngine:
@@ -284,6 +287,11 @@ class AsyncEngine:
         with frontend.admit(account, 1, expected_tokens(sum(map(len, texts)))):
             return await self._work.each(account, lambda text: encode(text, add_special_tokens), texts)
 
+    async def in_turn(self, account: str, characters: int, work: Callable[[], T]) -> T:
+        """The result of work on an account's text of so many characters. Raises Overloaded, RateLimited."""
+        with self._running().admit(account, 1, expected_tokens(characters)):
+            return await self._work.run(account, work)
+
     async def detokenize(self, account: str, several: list[list[int]], skip_special_tokens: bool = True) -> list[str]:
         """Texts of token ids. Raises InvalidRequest for ids that cannot be, Overloaded or RateLimited."""
         frontend, decode = self._running(), self.tokenizer.decode
@@ -319,6 +327,21 @@ class AsyncEngine:
         if "refused" in answer:
             raise PinRefused(answer["refused"])
         return answer["pin"]
+
+    async def pin_modules(self, encoded: Submission, name: str, ttl_s: float | None) -> list[str]:
+        """Keep the KV of all modules that a submission read in the cache; ids of their pins.
+
+        Raises:
+            PinRefused: over the budget, or if the cache is too busy to keep them.
+            Overloaded, RateLimited: over the limits on open requests.
+        """
+        modules, space, account = encoded.prompt, encoded.namespace, encoded.account
+        assert isinstance(modules, ModulePrompt)
+        with self._running().admit(account, 1, modules.length):
+            answer = await self._call(lambda call: AddPin(call, b"", space, account, name, ttl_s, modules.reuse))
+        if "refused" in answer:
+            raise PinRefused(answer["refused"])
+        return [pin["id"] for pin in answer["pins"]]
 
     async def unpin(self, pin: str) -> bool:
         """Remove a pin; False if there is none of that id."""

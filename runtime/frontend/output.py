@@ -10,8 +10,9 @@ from typing import Any
 from radix import Namespace
 from runtime.params import DiffusionParams, SamplingParams
 from runtime.protocol import Finish, TokenLogprob
+from runtime.reuse.modules.compile import ModulePrompt
 
-Prompt = str | list[int]
+Prompt = str | list[int] | ModulePrompt
 Logprobs = list[TokenLogprob] | None
 
 
@@ -26,7 +27,7 @@ def new_rid() -> str:
 
 def prompts_of(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """The prompts as a list, and whether a list was given. A list of integers is one prompt, of token ids."""
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
+    if isinstance(given, str | ModulePrompt) or (given and isinstance(given[0], int)):
         return [given], False  # type: ignore[list-item]
     return list(given), True  # type: ignore[arg-type]
 
@@ -36,7 +37,7 @@ class Submission:
     """One prompt and its parameters; it has `sampling.n` completions.
 
     Attributes:
-        prompt: text, token ids, or a function that renders the text (a chat template), called in a thread.
+        prompt: text, token ids, or one that imports modules; or a function that makes one of these, called in a thread.
         sampling: its `max_new_tokens` may be None, for as many as fit in the context.
         rid: request id; unique among an account's live requests.
         account: the tenant; open requests are counted by it.
@@ -51,7 +52,7 @@ class Submission:
         num_characters: of a prompt that is still to be rendered, about.
     """
 
-    prompt: Prompt | Callable[[], str]
+    prompt: Prompt | Callable[[], Prompt]
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams())
     rid: str = field(default_factory=new_rid)
     account: str = ""
@@ -93,7 +94,7 @@ class Output:
         prompt_tokens, cached_tokens, completion_tokens: counts; cached tokens are prompt tokens read from the cache.
         finish: set on the last Output of a completion only.
         queue_s, prefill_s, e2e_s: seconds waiting, from admission to the first token, and since submission.
-        reuse: figures on the shared prefix of a diffusion model.
+        reuse: on the shared prefix of a diffusion model, or on modules: what was reused.
         canvas: all output positions of a diffusion model, decided or masked, if requested.
     """
 

@@ -17,6 +17,7 @@ from runtime.frontend.output import Output, Submission
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import DiffusionParams
 from runtime.protocol import Abort, AddRequest, Finish, Inbound, ModelInfo, TokenEvent, TokenLogprob
+from runtime.reuse.modules.compile import ModulePrompt
 
 OnOutput = Callable[[Output | RametError], None]
 
@@ -93,6 +94,8 @@ class Frontend:
         prompt, sampling = submission.prompt, submission.sampling
         if callable(prompt):
             prompt = submission.prompt = prompt()
+        if isinstance(prompt, ModulePrompt):
+            return self._check_modules(submission, prompt)
         if isinstance(prompt, str):
             self.check_text(len(prompt), "prompt")
         tokens = (
@@ -119,6 +122,16 @@ class Frontend:
             raise InvalidRequest("this model is no diffusion model", param="diffusion")
         self._check_length(len(tokens), sampling.max_new_tokens)
         return tokens
+
+    def _check_modules(self, submission: Submission, prompt: ModulePrompt) -> list[int]:
+        """The own tokens of a prompt that imports modules. Raises InvalidRequest if it can never be served."""
+        if self.info.diffusion is not None:
+            raise InvalidRequest("a diffusion model takes no modules", param="prompt")
+        if submission.prompt_logprobs_from is not None:
+            raise InvalidRequest("prompts with modules have no log-probabilities", param="prompt_logprobs_from")
+        submission.sampling.check(self.info.vocab_size)
+        self._check_length(prompt.length, submission.sampling.max_new_tokens, prompt.stop)
+        return prompt.tokens
 
     def check_ids(self, tokens: list[int], param: str) -> None:
         """Raise InvalidRequest for ids that the model does not have."""
@@ -152,7 +165,8 @@ class Frontend:
         filled.check(submission.sampling, info.num_layers, len(tokens))
         return filled
 
-    def _check_length(self, prompt: int, new: int | None) -> None:
+    def _check_length(self, prompt: int, new: int | None, positions: int | None = None) -> None:
+        """`positions`: of the prompt, if there are others than tokens."""
         config = self._config
         if config.max_prompt_tokens is not None and prompt > config.max_prompt_tokens:
             raise InvalidRequest(
@@ -164,14 +178,14 @@ class Frontend:
             raise InvalidRequest(
                 f"{new} new tokens are asked for; this server gives {config.max_output_tokens}", param="max_new_tokens"
             )
-        for limit, what in (
-            (self.info.context_length, "the model's context is"),
-            (self.info.pool_tokens, "the KV pool holds"),
+        for used, limit, what in (
+            (prompt if positions is None else positions, self.info.context_length, "the model's context is"),
+            (prompt, self.info.pool_tokens, "the KV pool holds"),
         ):
-            if prompt + (wanted := 1 if new is None else new) > limit:
+            if used + (wanted := 1 if new is None else new) > limit:
                 raise InvalidRequest(
-                    f"the prompt has {prompt} tokens and {wanted} new ones may follow, but {what} {limit} tokens",
-                    param="prompt" if prompt >= limit else "max_new_tokens",
+                    f"the prompt has {used} tokens and {wanted} new ones may follow, but {what} {limit} tokens",
+                    param="prompt" if used >= limit else "max_new_tokens",
                     code="context_length_exceeded",
                 )
 
@@ -200,8 +214,10 @@ class Frontend:
             InvalidRequest: if the request id is in use.
             Overloaded, RateLimited: if too much is open.
         """
+        modules = submission.prompt if isinstance(submission.prompt, ModulePrompt) else None
+        length = len(tokens) if modules is None else modules.length
         if self._bounded:
-            self._admission.check(submission.account, submission.sampling.n, len(tokens))
+            self._admission.check(submission.account, submission.sampling.n, length)
         if submission.key in self._by_submission:
             raise InvalidRequest(f"request id {submission.rid!r} is in use", param="rid")
         key = array("i", tokens).tobytes()
@@ -209,7 +225,7 @@ class Frontend:
         now = time.monotonic()
         fields = sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
         if sampling.max_new_tokens is None:
-            fields["max_new_tokens"] = self._most_output(len(tokens))
+            fields["max_new_tokens"] = self._most_output(length, length if modules is None else modules.stop)
         self._by_submission[submission.key] = rids = set()
         self._serial += 1
         for choice in range(sampling.n):
@@ -217,8 +233,8 @@ class Frontend:
             rid = f"{submission.rid}/{choice}#{self._serial}"
             seed = None if sampling.seed is None else (sampling.seed + choice) % (1 << 63)
             text = TextStream(self.tokenizer, sampling)
-            waiting = 0 if choice else len(tokens)
-            self._open[rid] = Choice(submission, index, choice, len(tokens), text, on_output, now, waiting)
+            waiting = 0 if choice else length
+            self._open[rid] = Choice(submission, index, choice, length, text, on_output, now, waiting)
             self._admission.enter(submission.account, waiting)
             rids.add(rid)
             self._send(
@@ -232,14 +248,15 @@ class Frontend:
                     prompt_logprobs_from=submission.prompt_logprobs_from if choice == 0 else None,
                     priority=submission.priority,
                     diffusion=None if submission.diffusion is None else submission.diffusion.model_dump(),
+                    reuse=None if modules is None else modules.reuse,
                 )
             )
 
-    def _most_output(self, prompt: int) -> int | None:
+    def _most_output(self, prompt: int, positions: int) -> int | None:
         """Most output tokens of a request that sets no limit; None: as many as the context holds."""
         if self._config.max_output_tokens is None:
             return None
-        return min(self._config.max_output_tokens, self.info.context_length - prompt, self.info.pool_tokens - prompt)
+        return min(self._config.max_output_tokens, self.info.context_length - positions, self.info.pool_tokens - prompt)
 
     def abort(self, rid: str | None) -> None:
         """Abort the submissions of an id, of any account, or all (None); each still gets its last Output."""

@@ -42,6 +42,10 @@ class TextWork:
             await self._grammars.run(submission.account, partial(self._processes.check, submission.sampling))
         return tokens
 
+    async def run(self, account: str, work: Callable[[], T]) -> T:
+        """The result of other work on texts."""
+        return await self._texts.run(account, work)
+
     async def each(self, account: str, work: Callable[[Item], T], items: list[Item]) -> list[T]:
         """The results of `work` for texts or lists of tokens; a turn takes one long item, or several short ones."""
         results: list[list[T]] = []

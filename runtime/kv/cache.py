@@ -87,13 +87,13 @@ class PagedCache:
         sequence = request.sequence
         self.allocator.release(sequence.pages)
         self.allocator.release(self.tree.make_room(request.owner, 0))
-        request.segments = []
+        request.segments, request.owed = [], 0
         sequence.pages, sequence.start, sequence.num_computed = array("i"), 0, 0
 
     def num_own_tokens(self, request: Request) -> int:
         """Computed tokens of a request that no other request and no pin keeps."""
         kept = sum(self._kept_pages(segment.node) for segment in request.segments) * self.page_size
-        return request.sequence.num_computed - min(kept, request.sequence.num_computed)
+        return max(request.num_present - kept, 0)
 
     def _kept_pages(self, node: Node | None) -> int:
         """Pages on the path to a node that stay locked without one of its requests."""

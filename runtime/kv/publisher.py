@@ -96,7 +96,8 @@ class EventPublisher:
     def _wire(self, event: Event) -> BlockStored | BlockRemoved:
         if not isinstance(event, Stored):
             return BlockRemoved(list(event.hashes), self._medium)
-        tokens = array("i", event.tokens).tolist() if self._with_tokens else []
+        # The last page of a module is filled up with -1.
+        tokens = [token for token in array("i", event.tokens) if token >= 0] if self._with_tokens else []
         return BlockStored(list(event.hashes), event.parent, tokens, self._block_size, None, self._medium)
 
     def _send(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:

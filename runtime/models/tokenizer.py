@@ -74,6 +74,11 @@ class Tokenizer:
             # Unlike `encode`, this releases the interpreter lock; megabytes take seconds.
             return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def encode_each(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of many texts, each alone and without special tokens around it."""
+        with _no_panic():
+            return [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
+
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         with _no_panic():
             if len(ids) > _LONG:  # as `encode_batch_fast`
@@ -103,6 +108,23 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Ids of the tokens that `skip_special_tokens` skips."""
         return frozenset(i for i, t in self._fast.get_added_tokens_decoder().items() if t.special)
+
+    @cached_property
+    def leading_ids(self) -> list[int]:
+        """The tokens that `encode` puts before a text: the model's BOS, if it has one."""
+        text, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        return next(whole[:i] for i in range(len(whole)) if whole[i : i + len(text)] == text)
+
+    @cached_property
+    def placeholder(self) -> int:
+        """The token that stands for text that is not known yet: the tokenizer's own unknown token, else a space.
+
+        Byte-level tokenizers know every text. The `unk_token` in their configuration is the end of a text, which would
+        tell a model that a new document begins.
+        """
+        unknown = getattr(self._fast.model, "unk_token", None)
+        token = None if unknown is None else self.token_to_id(unknown)
+        return self.encode(" ", add_special_tokens=False)[-1] if token is None else token
 
     # -- chat ------------------------------------------------------------------------------------------------
 

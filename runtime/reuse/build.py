@@ -199,7 +199,8 @@ def _attend(members: Sequence[_Member], num_rows: int, page_size: int, least_sav
             else:
                 pages = read.pages[found.start : found.stop]
                 rows = _union([members[i].rows(other) for _, i, other in sharing])
-                plan.add(rows, Span(pages, len(pages) * page_size, shift))
+                length = min(found.stop * page_size, read.length) - found.start * page_size
+                plan.add(rows, Span(pages, length, shift))
     for member, reads in zip(members, alone, strict=True):
         for read in reads if len(reads) == 1 else _merge(reads, page_size):
             plan.add(member.rows(read), Span(read.pages, read.length, read.shift, read.keep), read.visible)
@@ -207,11 +208,16 @@ def _attend(members: Sequence[_Member], num_rows: int, page_size: int, least_sav
 
 
 def _shareable(read: Read, page_size: int) -> bytes:
-    """The leading whole pages that every row of a read sees, as bytes."""
+    """The leading pages that every row of a read sees, as bytes; a last one used in part is no whole one's equal."""
     if read.keep is not None:
         return b""
-    seen = read.length if read.visible is None else int(read.visible.min())
-    return read.pages[: seen // page_size].tobytes()
+    if read.visible is not None:
+        return read.pages[: int(read.visible.min()) // page_size].tobytes()
+    whole, rest = divmod(read.length, page_size)
+    if not rest:
+        return read.pages.tobytes()
+    slot = int(read.pages[whole]) * page_size + rest
+    return read.pages[:whole].tobytes() + (-slot).to_bytes(TOKEN_BYTES, "little", signed=True)
 
 
 def _union(ranges: Sequence[slice]) -> slice | torch.Tensor:

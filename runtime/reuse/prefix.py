@@ -65,8 +65,7 @@ class PrefixStrategy(Strategy):
         cache.tree.use(node)
         whole = len(match.pages) * cache.page_size
         request.segments = [Segment(match.pages, whole, node=node)] if node is not None else []
-        request.reuse = 0.0  # seconds that rows took which are not committed
-        sequence.start, sequence.pages, sequence.num_computed = whole, fresh, whole + rows
+        sequence.start, sequence.pages, sequence.num_computed, sequence.seconds = whole, fresh, whole + rows, 0.0
         if rows:
             cache.pool.copy_rows(match.partial_page, fresh[0], rows)
         if request.cached_tokens < 0:
@@ -76,7 +75,7 @@ class PrefixStrategy(Strategy):
     def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
         prefills = work.prefills
         work.request.sequence.num_computed += work.count
-        work.request.reuse += seconds
+        work.request.sequence.seconds += seconds
         if prefills:
             self._commit(work.request)
         return True
@@ -88,16 +87,17 @@ class PrefixStrategy(Strategy):
         before = sequence.start // cache.page_size
         if not cache.enabled or full <= before:
             return
-        segment = request.segments[0] if request.segments else Segment(sequence.pages[:0], 0)
+        own = request.segments[:1] if sequence.start else []
+        segment = own[0] if own else Segment(sequence.pages[:0], 0)
         pages = segment.pages + sequence.pages[: full - before]
         key = request.key(full * cache.page_size)
-        node, held = cache.insert(key, pages, request.namespace, request.reuse, owner=request.owner)
-        request.reuse = 0.0
+        node, held = cache.insert(key, pages, request.namespace, sequence.seconds, owner=request.owner)
+        sequence.seconds = 0.0
         cache.tree.lock(node)
         cache.tree.unlock(segment.node)
         sequence.pages = sequence.pages[full - before :]
         sequence.start = full * cache.page_size
-        request.segments = [Segment(held, sequence.start, node=node)]
+        request.segments = [Segment(held, sequence.start, node=node), *request.segments[len(own) :]]
 
     def release(self, request: Request, keep: bool) -> None:
         if keep:
@@ -105,8 +105,8 @@ class PrefixStrategy(Strategy):
         self.cache.release(request)
 
     def distrust(self, request: Request) -> None:
-        """Drop the whole path that the request read and wrote, and all below: any page of it may be the damaged one."""
-        top = list(path(request.segments[0].node))[-1:] if request.segments else []
+        """Drop the whole paths that the request read and wrote, and all below: any page may be the damaged one."""
+        tops = [top for segment in request.segments for top in list(path(segment.node))[-1:]]
         self.cache.release(request)
-        for node in top:
+        for node in tops:
             self.cache.drop(node)

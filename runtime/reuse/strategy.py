@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,14 @@ class Found:
 
     tokens: int = 0
     detail: Any = None
+
+
+class Run(NamedTuple):
+    """Tokens int32 under which KV lies in the tree, from the root of a namespace on."""
+
+    tokens: array[int]
+    namespace: Namespace
+    name: str | None = None
 
 
 class Strategy(ABC):
@@ -64,14 +73,18 @@ class Strategy(ABC):
             InvalidRequest: for fields that do not fit.
         """
 
-    def entry(self, key: bytes, namespace: Namespace) -> Namespace:
-        """The namespace in which the KV of a prompt lies in the tree, once it is computed.
+    def runs(self, tokens: array[int], namespace: Namespace, asked: dict[str, Any]) -> list[Run]:
+        """The runs of the tree in which the KV of a prompt lies, once it is computed.
 
         Args:
-            key: its tokens, int32 little-endian.
+            tokens: int32, the prompt's whole pages.
             namespace: of its requests.
+            asked: as of `open`.
+
+        Raises:
+            InvalidRequest: for fields that do not fit.
         """
-        return namespace
+        return [Run(tokens, namespace)]
 
     @abstractmethod
     def find(self, request: Request) -> Found:
@@ -190,7 +203,7 @@ class Strategy(ABC):
         return "decode" if request.num_output else "prefill"
 
     def report(self, request: Request) -> dict[str, Any] | None:
-        """The `reuse` field of the request's answers; None: there is none."""
+        """The `reuse` field of the request's next event; None: it has nothing new to say."""
         return None
 
 

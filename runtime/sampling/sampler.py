@@ -172,9 +172,9 @@ class Sampler:
         params = request.sampling
         if request.counts is None:
             # From here on they are kept on the device, as the host may not have read the last token.
-            ids = torch.tensor(request.tokens, dtype=torch.int64)
-            request.prompt_ids = upload(ids[: request.prompt_len].unique(), self.device)
-            counts = torch.bincount(ids[request.prompt_len :], minlength=self.vocab_size)
+            ids = torch.tensor(request.entry_tokens + request.tokens, dtype=torch.int64)
+            request.prompt_ids = upload(ids[: request.num_prompt].unique(), self.device)
+            counts = torch.bincount(ids[request.num_prompt :], minlength=self.vocab_size)
             request.counts = upload(counts, self.device)
         counts = request.counts
         if params.repetition_penalty != 1:

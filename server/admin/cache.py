@@ -161,11 +161,11 @@ async def tree(
 def _show(node: dict[str, Any], context: Context) -> dict[str, Any]:
     """A node with its tenant's name instead of the namespace, which holds a digest and a salt."""
     tenant = context.tenant_name(Namespace(*node.pop("namespace")).tenant)
-    tokens = array("i")
-    tokens.frombytes(node.pop("preview"))
+    tokens = preview_tokens(node.pop("preview"))
     shown = {**node, "tenant": tenant}
-    return (
-        {**shown, "preview": context.engine.tokenizer.decode(tokens.tolist(), skip_special_tokens=False)}
-        if tokens
-        else shown
-    )
+    return {**shown, "preview": context.engine.tokenizer.decode(tokens, skip_special_tokens=False)} if tokens else shown
+
+
+def preview_tokens(run: bytes) -> list[int]:
+    """The tokens of a run's beginning, without the -1 that fills up the last page of a module."""
+    return [token for token in array("i", run) if token >= 0]

@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import re
 import time
-from array import array
 from collections.abc import AsyncGenerator, Callable
 from functools import lru_cache
 from importlib.resources import files
@@ -19,6 +18,7 @@ from fastapi.responses import HTMLResponse, Response
 
 from radix import Namespace
 from runtime.errors import Overloaded, RametError
+from server.admin.cache import preview_tokens
 from server.context import Context
 from server.http.sse import EventStream
 
@@ -148,8 +148,7 @@ class Feed:
             self._tree, self._version = tree, self._version + 1
 
     def _show(self, block: dict[str, Any]) -> dict[str, Any]:
-        tokens = array("i")
-        tokens.frombytes(block.pop("preview"))
+        tokens = preview_tokens(block.pop("preview"))
         text = self._decode(tuple(tokens)) if tokens else ""
         # Whole seconds suffice for the colour; fractions would make every tree differ.
         idle = round(block["idle_s"])

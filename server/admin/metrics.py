@@ -41,6 +41,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "denoise_steps": ("Denoising steps of all requests", ("ramet:denoise_steps",)),
     "refreshes": ("Denoising steps that refreshed a shared prefix", ("ramet:prefix_refreshes",)),
     "encoded_prefixes": ("Shared prefixes encoded for a diffusion model", ("ramet:encoded_prefixes",)),
+    "encoded_modules": ("Prompt modules encoded", ("ramet:encoded_modules",)),
     "partial_matches": ("Requests that reused the beginning of a longer encoding", ("ramet:partial_matches",)),
     "prefill_tokens": ("Token rows computed by prefill", ("ramet:prefill_tokens",)),
 }

@@ -12,7 +12,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from runtime.config import Config
 from runtime.frontend.async_engine import AsyncEngine
-from server import admin, http, openai
+from server import admin, http, openai, schemas
 from server.admin import dashboard
 from server.admin.metrics import Metrics
 from server.auth.keys import Guard, Tenant, admin_paths
@@ -26,6 +26,7 @@ from server.http.limits import BodyLimit
 from server.http.openapi import describe_keys
 from server.http.pages import Hosts, Origins
 from server.http.traces import add_traces
+from server.schemas.store import SchemaStore
 
 
 def find_routers(package: ModuleType) -> list[APIRouter]:
@@ -44,10 +45,10 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate:
         redirect_slashes=False,  # a redirect would lead where the client's Host header says
     )
     options = config.server
-    app.state.context = Context(engine, config, Metrics(engine.info.name), tenants, gate or Gate())
+    app.state.context = Context(engine, config, Metrics(engine.info.name), tenants, gate or Gate(), SchemaStore())
     app.state.feed = dashboard.Feed(app.state.context)
     operators = find_routers(admin)
-    for router in (*find_routers(http), *find_routers(openai), *operators):
+    for router in (*find_routers(http), *find_routers(openai), *find_routers(schemas), *operators):
         app.include_router(router)
     errors.install(app)
     if tenants:

@@ -64,6 +64,17 @@ MODELS = answers({"object": "list", "data": [_MODEL]})
 _PIN = {"id": "pin-1", "name": "system", "tokens": 512, "hits": 1, "expires_in_s": 3600}
 PIN = answers(_PIN)
 PINS = answers({"pins": [_PIN], "pinned_tokens": 512, "budget_tokens": 23296})
+_SCHEMA: dict[str, Any] = {
+    **{"id": "cities", "object": "schema", "mode": "independent", "length": 128, "tokens": 190},
+    **{"pins": [], "expires_in_s": None},
+}
+_PLAN = {
+    **{"path": "/plan", "start": 6, "stop": 27, "tokens": 17, "union": None},
+    "parameters": [{"name": "days", "start": 11, "length": 4}],
+}
+_TEXT_OF_ALL = {"path": "/", "start": 0, "stop": 128, "tokens": 18, "union": None, "parameters": []}
+SCHEMA = answers({**_SCHEMA, "modules": [_TEXT_OF_ALL, _PLAN]})
+SCHEMAS = answers({"object": "list", "data": [_SCHEMA]})
 SUCCESS = answers({"success": True})
 STOPPING = answers({"success": True}, 202)
 UNPINNED = answers({"unpinned": 1})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -10,7 +12,7 @@ from pydantic import ConfigDict, Field
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.async_engine import OutputStream
-from runtime.frontend.output import Output, Submission, new_rid, prompts_of
+from runtime.frontend.output import Output, Prompt, Submission, new_rid, prompts_of
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import TokenLogprob
@@ -21,6 +23,7 @@ from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone
 from server.http.wire import Body, CacheSalt, Diffusion, IdPrompts, OneOrMany, Priority, Rid, Sampling, Text, Timeout
+from server.schemas.store import SchemaStore
 
 router = APIRouter(tags=["generate"])
 
@@ -30,7 +33,7 @@ MAX_REPEATED = 1 << 16
 
 
 class GenerateRequest(Body):
-    """One prompt or several; exactly one of `text` and `input_ids`."""
+    """One prompt or several; exactly one of `text`, `input_ids` and `pml`."""
 
     # Fields that SGLang's clients and router send.
     IGNORED = frozenset({"log_metrics", "background"})
@@ -43,6 +46,9 @@ class GenerateRequest(Body):
 
     text: OneOrMany[Text] | None = None
     input_ids: IdPrompts | None = None
+    pml: OneOrMany[Text] | None = Field(
+        None, description="prompts that import modules of a schema: <prompt schema=...>"
+    )
     sampling_params: OneOrMany[Sampling] = Field(default_factory=Sampling)
     stream: bool = False
     return_logprob: bool = False
@@ -59,8 +65,12 @@ class GenerateRequest(Body):
     def names(self) -> dict[str, str]:
         """The request's fields by the engine's names for them."""
         sampling = {name: f"sampling_params.{name}" for name in SamplingParams.model_fields}
-        names = {"prompt": "input_ids" if self.text is None else "text", "prompt_logprobs_from": "logprob_start_len"}
-        return {**sampling, **names}
+        return {**sampling, "prompt": self.given[0], "prompt_logprobs_from": "logprob_start_len"}
+
+    @property
+    def given(self) -> list[str]:
+        """The fields that hold prompts."""
+        return [name for name in ("text", "input_ids", "pml") if getattr(self, name) is not None]
 
     @property
     def prompt_logprobs_from(self) -> int | None:
@@ -68,11 +78,13 @@ class GenerateRequest(Body):
         return self.logprob_start_len if self.return_logprob and self.logprob_start_len >= 0 else None
 
 
-def submissions_of(body: GenerateRequest, tenant: Tenant) -> tuple[list[Submission], bool]:
+def submissions_of(body: GenerateRequest, tenant: Tenant, schemas: SchemaStore) -> tuple[list[Submission], bool]:
     """The submissions of a request, and whether it was a list. Raises InvalidRequest."""
-    if (body.text is None) == (body.input_ids is None):
-        raise InvalidRequest("exactly one of text and input_ids must be given", param="text")
-    prompts, is_list = prompts_of(body.text if body.text is not None else body.input_ids or [])
+    if len(body.given) != 1:
+        raise InvalidRequest("exactly one of text, input_ids and pml must be given", param="text")
+    prompts: Sequence[Prompt | Callable[[], Prompt]]
+    texts, is_list = prompts_of(getattr(body, body.given[0]))
+    prompts = texts if body.pml is None else [partial(schemas.compile, tenant.account, str(text)) for text in texts]
     if not prompts:
         raise InvalidRequest("a batch has at least one prompt", param="text")
     sampling = _for_each(body.sampling_params, len(prompts), "sampling_params")
@@ -82,6 +94,7 @@ def submissions_of(body: GenerateRequest, tenant: Tenant) -> tuple[list[Submissi
     submissions = [
         Submission(
             prompt=prompt,
+            num_characters=len(text) if isinstance(text, str) else 0,
             sampling=params.plain(),
             rid=rid or new_rid(),
             account=tenant.account,
@@ -91,7 +104,7 @@ def submissions_of(body: GenerateRequest, tenant: Tenant) -> tuple[list[Submissi
             priority=tenant.priority(body.priority),
             diffusion=body.diffusion,
         )
-        for prompt, params, rid in zip(prompts, sampling, rids, strict=True)
+        for prompt, text, params, rid in zip(prompts, texts, sampling, rids, strict=True)
     ]
     return submissions, is_list or any(s.sampling.n > 1 for s in submissions)
 
@@ -107,7 +120,7 @@ def _for_each(value: Any, count: int, param: str) -> list[Any]:
 @router.post("/generate", response_model=None, responses=examples.GENERATE)
 async def generate(body: GenerateRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """Complete one prompt or several; with `stream`, as server-sent events that end with `[DONE]`."""
-    submissions, is_list = submissions_of(body, tenant)
+    submissions, is_list = submissions_of(body, tenant, context.schemas)
     if body.stream and not context.config.server.incremental_output:
         for submission in submissions:
             _check_repeated(body, submission.sampling.max_new_tokens or 0)
@@ -183,7 +196,8 @@ def _result(output: Output, text: str, token_ids: list[int], logprobs: _Logprobs
         "prefill_time": output.prefill_s,
         "e2e_latency": output.e2e_s,
     }
-    meta |= output.reuse or {}
+    if output.reuse is not None:
+        meta |= {"reuse": output.reuse} if "strategy" in output.reuse else output.reuse
     return {"text": text, "output_ids": list(token_ids), "meta_info": meta | logprobs.fields()}
 
 

@@ -57,12 +57,19 @@ class Body(BaseModel):
     Attributes:
         IGNORED: fields that are accepted and have no effect.
         NULL_COUNTS: fields for which null is a value of its own.
+        KNOWN: the fields, by their names in JSON.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     IGNORED: ClassVar[frozenset[str]] = frozenset()
     NULL_COUNTS: ClassVar[frozenset[str]] = frozenset()
+
+    KNOWN: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.KNOWN = frozenset(info.alias or name for name, info in cls.__pydantic_fields__.items())
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -74,8 +81,8 @@ class Body(BaseModel):
     @classmethod
     def _drop_unused(cls, data: Any) -> Any:
         """The known fields, and the first unknown one, which is refused."""
-        fields = cls.__pydantic_fields__
-        if not isinstance(data, dict) or (data.keys() <= fields.keys() and None not in data.values()):
+        fields = cls.KNOWN
+        if not isinstance(data, dict) or (data.keys() <= fields and None not in data.values()):
             return data
         known = {name: data[name] for name in fields if name in data}
         used = {name: value for name, value in known.items() if value is not None or name in cls.NULL_COUNTS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import defaultdict
 from functools import partial
@@ -11,16 +12,17 @@ from fastapi import APIRouter, Request, Response
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.async_engine import OutputStream
-from runtime.frontend.output import Output, Submission, new_rid
+from runtime.frontend.output import Output, Prompt, Submission, new_rid
 from runtime.models.tokenizer import Tokenizer
+from runtime.reuse.modules.pml import Prompt as ModuleText
 from server.auth.keys import Asker, Tenant
 from server.context import Context, Ctx
 from server.http import examples
 from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone
-from server.openai.common import check_model, envelope, finish_reason, usage
-from server.openai.tools import CallReader, render_chat, writes_tags
+from server.openai.common import check_model, envelope, finish_reason, module_reuse, usage
+from server.openai.tools import CallReader, render_chat, with_tools, writes_tags
 from server.openai.types import ChatRequest
 
 router = APIRouter(prefix="/v1", tags=["openai"])
@@ -57,7 +59,10 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx, te
     """The assistant's next message in a conversation."""
     check_model(body.model, context)
     body.refuse_unsupported()
-    submission = submission_of(body, tenant, context)
+    if body.must_call or body.response_format:  # a schema may be as long as the body
+        submission = await asyncio.to_thread(submission_of, body, tenant, context)
+    else:
+        submission = submission_of(body, tenant, context)
     outputs = await open_outputs(request, context, [submission], body.NAMES, body.timeout_s)
     rid = f"chatcmpl-{new_rid()}"
     if body.stream:
@@ -68,7 +73,7 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx, te
 def submission_of(body: ChatRequest, tenant: Tenant, context: Context) -> Submission:
     """The submission of a conversation, which is rendered later: long ones take their time. Raises InvalidRequest."""
     return Submission(
-        prompt=partial(_render, body, context.engine.tokenizer),
+        prompt=partial(_render, body, tenant, context),
         num_characters=body.num_characters,
         sampling=body.sampling(body.max_completion_tokens or body.max_tokens, body.schema_text()),
         account=tenant.account,
@@ -81,9 +86,19 @@ def submission_of(body: ChatRequest, tenant: Tenant, context: Context) -> Submis
     )
 
 
-def _render(body: ChatRequest, tokenizer: Tokenizer) -> str:
-    turns = [message.plain() for message in body.messages]
-    return render_chat(tokenizer, turns, body.offered, body.add_generation_prompt)
+def _render(body: ChatRequest, tenant: Tenant, context: Context) -> Prompt:
+    """The prompt of a conversation; behind a schema, it imports modules. Raises InvalidRequest and NotFound."""
+    tokenizer, turns = context.engine.tokenizer, [message.plain() for message in body.messages]
+    if body.schema_name is None:
+        return render_chat(tokenizer, turns, body.offered, body.add_generation_prompt)
+    schema = context.schemas.get(tenant.account, body.schema_name).schema
+    if not schema.roles:
+        raise InvalidRequest("a schema without <system>, <user> and <assistant> is for /generate", param="schema")
+    # A message that only imports is no turn.
+    turns = [m for m, given in zip(turns, body.messages, strict=True) if m["content"] or not given.imports]
+    imports = [one for message in body.messages for one in message.imports]
+    modules = ModuleText(schema.name, imports, messages=with_tools(tokenizer, turns, body.offered))
+    return schema.compile(modules, body.add_generation_prompt)
 
 
 def _system_text(body: ChatRequest, context: Context) -> str | None:
@@ -116,7 +131,11 @@ async def _answer(body: ChatRequest, rid: str, outputs: OutputStream, context: C
                 "finish_reason": _finish_reason(output, bool(calls)),
             }
         )
-    return {**envelope("chat.completion", rid, context), "choices": choices, "usage": usage(done)}
+    return {
+        **envelope("chat.completion", rid, context),
+        **{"choices": choices, "usage": usage(done)},
+        **module_reuse(done[0]),
+    }
 
 
 async def _events(body: ChatRequest, rid: str, outputs: OutputStream, context: Context) -> Events:
@@ -138,7 +157,8 @@ async def _events(body: ChatRequest, rid: str, outputs: OutputStream, context: C
         finish = _finish_reason(output, bool(reader.num_calls))
         logprobs = _Logprobs(context.engine.tokenizer)
         await write_logprobs(logprobs.add, output)
-        yield chunk(output.choice, delta, logprobs.fields() if body.logprobs else None, finish)
+        reuse = module_reuse(output) if finish else {}
+        yield chunk(output.choice, delta, logprobs.fields() if body.logprobs else None, finish) | reuse
     if body.with_usage:
         yield {**envelope("chat.completion.chunk", rid, context), "choices": [], "usage": usage(last.values())}
 

@@ -46,6 +46,11 @@ def usage(outputs: Iterable[Output]) -> dict[str, Any]:
     }
 
 
+def module_reuse(output: Output) -> dict[str, Any]:
+    """The field `reuse` of answers to prompts that import modules."""
+    return {"reuse": output.reuse} if output.reuse and "strategy" in output.reuse else {}
+
+
 def finish_reason(output: Output) -> str | None:
     """`stop`, `length` or `abort`; None before the end."""
     return None if output.finish is None else output.finish.type

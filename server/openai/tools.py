@@ -98,13 +98,18 @@ def render_chat(
     tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[Tool], add_generation_prompt: bool = True
 ) -> str:
     """The prompt of a conversation with tools. Raises InvalidRequest."""
-    template = tokenizer.chat_template or ""
-    described = [tool.plain() for tool in tools]
-    if "tool_calls" not in template:
+    if "tools" not in (tokenizer.chat_template or ""):
+        messages, tools = with_tools(tokenizer, messages, tools), []
+    else:
+        messages = with_tools(tokenizer, messages, [])
+    return tokenizer.apply_chat_template(messages, add_generation_prompt, [tool.plain() for tool in tools] or None)
+
+
+def with_tools(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[Tool]) -> list[dict[str, Any]]:
+    """A conversation whose system message describes tools; calls are text where the chat template has none."""
+    if "tool_calls" not in (tokenizer.chat_template or ""):
         messages = [_without_calls(message) for message in messages]
-    if described and "tools" not in template:
-        messages, described = _described(messages, described), []
-    return tokenizer.apply_chat_template(messages, add_generation_prompt, described or None)
+    return _described(messages, [tool.plain() for tool in tools]) if tools else messages
 
 
 def _without_calls(message: dict[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from runtime.errors import InvalidRequest
 from runtime.params import SamplingParams
+from runtime.reuse.modules.pml import Import
 from runtime.sampling.json_text import check_texts
 from server.auth.keys import CacheScope
 from server.http.wire import (
@@ -130,13 +131,33 @@ class TextPart(Body):
     text: Text
 
 
+class ModuleImport(Body):
+    """A module of the request's schema."""
+
+    path: Text = Field(max_length=4096, description="names from the schema on, such as plan/miami")
+    args: dict[str, Text] = Field(default_factory=dict, max_length=1024, description="arguments of its parameters")
+
+
+class ModulePart(Body):
+    """An import, as a part of a message's content."""
+
+    type: Literal["module"]
+    module: ModuleImport
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("a text")] | Annotated[ModulePart, Tag("a module")],
+    Discriminator(lambda part: "a module" if isinstance(part, dict) and part.get("type") == "module" else "a text"),
+]
+
+
 class Message(Body):
     """A message of a conversation. Other fields are ignored, since clients send back servers' messages."""
 
     model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: OneOr[Text, Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]] | None = None
+    content: OneOr[Text, Annotated[list[Part], Field(max_length=MAX_MESSAGES)]] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Text | None = None
 
@@ -150,11 +171,18 @@ class Message(Body):
         """The chat template's dict: role, content as one string, tool calls or the id of the call it answers."""
         content = self.content or ""
         if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
+            content = "\n".join(part.text for part in content if isinstance(part, TextPart))
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if self.tool_calls:
             turn["tool_calls"] = [call.plain() for call in self.tool_calls]
         return turn | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
+
+    @property
+    def imports(self) -> list[Import]:
+        """The modules that the message imports."""
+        parts = self.content if isinstance(self.content, list) else []
+        modules = [part.module for part in parts if isinstance(part, ModulePart)]
+        return [Import(tuple(module.path.strip("/").split("/")), module.args) for module in modules]
 
 
 def _check_calls(messages: list[Message]) -> list[Message]:
@@ -192,7 +220,10 @@ class ChatRequest(CommonRequest):
 
     # Fields that SGLang's router sends; no supported model marks its reasoning.
     IGNORED = CommonRequest.IGNORED | {"separate_reasoning", "stream_reasoning"}
-    NAMES: ClassVar[dict[str, str]] = {**CommonRequest.NAMES, "prompt": "messages", "json_schema": "response_format"}
+    NAMES: ClassVar[dict[str, str]] = {
+        **CommonRequest.NAMES,
+        **{"prompt": "messages", "pml": "messages", "json_schema": "response_format"},
+    }
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -205,6 +236,9 @@ class ChatRequest(CommonRequest):
     )
 
     messages: Messages
+    schema_name: Text | None = Field(
+        None, alias="schema", description="a schema that the messages follow; their parts may import its modules"
+    )
     max_tokens: NewTokens | None = None
     max_completion_tokens: NewTokens | None = None
     logprobs: bool = False
@@ -222,7 +256,10 @@ class ChatRequest(CommonRequest):
     def num_characters(self) -> int:
         """Characters of the messages' content."""
         contents = (message.content or "" for message in self.messages)
-        return sum(len(c) if isinstance(c, str) else sum(len(part.text) for part in c) for c in contents)
+        return sum(
+            len(c) if isinstance(c, str) else sum(len(part.text) for part in c if isinstance(part, TextPart))
+            for c in contents
+        )
 
     @property
     def offered(self) -> list[Tool]:
@@ -248,6 +285,8 @@ class ChatRequest(CommonRequest):
 
     def refuse_unsupported(self) -> None:
         """Raise InvalidRequest for unsupported fields, which are never ignored silently."""
+        if self.schema_name is None and any(message.imports for message in self.messages):
+            raise InvalidRequest("parts of type module need a schema", param="schema")
         if self.functions or self.function_call not in (None, "none", "auto"):
             raise InvalidRequest("functions are not supported; use tools", param="functions")
         if self.must_call and not self.tools:

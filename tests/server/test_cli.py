@@ -57,6 +57,38 @@ def test_generate_prints_the_text(tiny_dir, capsys):
     assert main(["generate", "Hello", "--chat", *options]) == 0
 
 
+SCHEMA = """<schema name="cities">Trips.
+<module name="plan">For <parameter name="days" length="2"/> days
+<union><module name="rome">in Rome</module></union></module>
+</schema>"""
+
+
+def test_schema_check_prints_the_layout_or_the_first_error(tiny_dir, tmp_path, capsys):
+    (tmp_path / "cities.pml").write_text(SCHEMA)
+    assert main(["schema", "check", str(tmp_path / "cities.pml"), "--model", str(tiny_dir)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+    assert [row[0] for row in rows] == ["/", "/plan", "/plan/rome"]
+    assert rows[1][3:] == ["days 6 to 7", ""]
+    assert rows[2] == ["/plan/rome", "10 to 11", "2", "", "10 to 11"]
+    (tmp_path / "cities.pml").write_text(SCHEMA.replace("</union>", ""))
+    assert main(["schema", "check", str(tmp_path / "cities.pml"), "--model", str(tiny_dir)]) == 1
+    assert "ramet: line 3: this is no XML: mismatched tag" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["schema", "check", str(tmp_path / "none.pml"), "--model", str(tiny_dir)])
+    assert "none.pml cannot be read: No such file" in capsys.readouterr().err
+
+
+def test_generate_imports_modules(tiny_dir, tmp_path, capsys):
+    (tmp_path / "cities.pml").write_text(SCHEMA)
+    options = ["--model", str(tiny_dir), "--dtype", "float32", "--pool-tokens", "1024", "--max-new-tokens", "4"]
+    prompt = '<prompt schema="cities"><plan days="3"/> I</prompt>'
+    assert main(["generate", prompt, "--schema", str(tmp_path / "cities.pml"), *options]) == 0
+    assert capsys.readouterr().out.endswith("\n")
+    assert main(["generate", "Hello", "--schema", str(tmp_path / "cities.pml"), *options]) == 1
+    assert "ramet: line 1: this is no XML" in capsys.readouterr().err
+
+
 def test_fetch_model_prints_the_directory(tiny_dir, capsys):
     assert main(["fetch-model", "--model", str(tiny_dir)]) == 0
     assert Path(capsys.readouterr().out.strip()) == tiny_dir

@@ -22,7 +22,7 @@ from runtime.reuse.bicache.encodings import Beginning, Encodings, encoding_of
 from runtime.reuse.bicache.plan import Share, next_work, plan_rows
 from runtime.reuse.bicache.shallow_meta import ShallowMeta, meet_all
 from runtime.reuse.build import RowSet
-from runtime.reuse.strategy import Found, Strategy
+from runtime.reuse.strategy import Found, Run, Strategy
 
 # The paper's R.
 _INTERVAL = 16
@@ -84,8 +84,8 @@ class BiCache(Strategy):
             interval=params.refresh_interval or self._default_interval(params.depth),
         )
 
-    def entry(self, key: bytes, namespace: Namespace) -> Namespace:
-        return encoding_of(key, namespace)
+    def runs(self, tokens: array[int], namespace: Namespace, asked: dict[str, Any]) -> list[Run]:
+        return [Run(tokens, encoding_of(tokens.tobytes(), namespace))]
 
     # -- which prefix ----------------------------------------------------------------------------------------
 

@@ -32,6 +32,21 @@ def test_one_and_several_prompts(engine):
     assert engine.generate([ids], GREEDY)[0].token_ids == one.token_ids
 
 
+def test_modules_of_a_schema_are_read_from_the_cache(engine):
+    schema = engine.schema(
+        "<schema name='cities'>Cities.<module name='paris'> Paris is the capital of France.</module></schema>"
+    )
+    prompt = schema.compile("<prompt schema='cities'><paris/> The capital of France is</prompt>")
+    first, second = (engine.generate(prompt, GREEDY)[0] for _ in range(2))
+    (plain,) = engine.generate("Cities. Paris is the capital of France. The capital of France is", GREEDY)
+    assert first.text == second.text
+    assert first.prompt_tokens == second.prompt_tokens == plain.prompt_tokens
+    assert second.cached_tokens == second.reuse["reused_tokens"] == sum(prompt.rows)
+    assert engine.generate([prompt, "Once"], GREEDY)[0].text == first.text
+    with pytest.raises(InvalidRequest, match="but the model's context is"):
+        engine.generate(prompt, {"max_new_tokens": 9000})
+
+
 def test_streamed_deltas_are_the_text(engine):
     outputs = list(engine.stream("Once upon a time", GREEDY))
     assert "".join(output.delta for output in outputs) == outputs[-1].text

@@ -211,3 +211,12 @@ def test_who_gives_way_is_cheap_to_compute_again(tiny_dir):
     driver.run()
     assert retracted[0] == "shares"
     assert "first" not in retracted
+
+
+def test_cached_modules_cost_nothing():
+    """Nor do they earn credit: what is matched may be more than the request's own tokens."""
+    queue = Queue("balanced")
+    queue.found = {1: 5000}
+    request = queue.add("a", [1, 2, 3])
+    request.entry_tokens.extend([9] * 5000)
+    assert queue.waiting._cost(request) == 3

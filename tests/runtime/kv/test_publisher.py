@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from array import array
 
 import msgspec
 import pytest
 import zmq
 
+from radix import Namespace, Stored
 from runtime import Engine
 from runtime.errors import ModelError
+from runtime.kv.publisher import EventPublisher
 
 
 class Consumer:
@@ -111,3 +114,10 @@ def test_a_process_that_published_events_ends(tiny_dir, tmp_path):
         "    engine.generate([[5, 6, 7]], {'max_new_tokens': 2})\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_padding_of_a_module_is_no_token():
+    publisher = EventPublisher("inproc://events", None, 4, "CPU", with_tokens=True)
+    wire = publisher._wire(Stored((1, 2), None, array("i", [5, 6, 7, 8, 9, -1, -1, -1]).tobytes(), Namespace()))
+    publisher.close()
+    assert (wire.token_ids, wire.block_hashes) == ([5, 6, 7, 8, 9], [1, 2])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
+
+from server.admin.cache import preview_tokens
 
 TEXT = "A long system prompt that every request of this service begins with, word for word. " * 4
 
@@ -56,3 +60,7 @@ def test_bad_pins_are_client_errors(client, body):
 def test_nodes_that_cannot_be(client, page, start, status):
     for method, path in (("POST", "/pin"), ("DELETE", "/pin"), ("DELETE", "")):
         assert client.request(method, f"/cache/nodes/{page}{path}?start={start}").status_code == status
+
+
+def test_the_preview_of_a_module_has_no_padding():
+    assert preview_tokens(array("i", [7, 0, 9, -1, -1]).tobytes()) == [7, 0, 9]

@@ -56,6 +56,7 @@ def cached(answer: httpx.Response) -> int:
 OPEN = {"/health", "/ready", "/", "/dashboard"}
 ANY_KEY = {
     *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}"),
+    *("/v1/schemas", "/v1/schemas/{name}"),
     *("/tokenize", "/detokenize", "/health_generate", "/model_info", "/get_model_info", "/cache/tree"),
     *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
 }
@@ -91,6 +92,27 @@ def test_every_route_has_its_guard(ask):
     assert "sglang:" in ask("scraper", "GET", "/metrics").text
     assert ask(None, "GET", "/no/such/route").status_code == 401
     assert ask("root", "GET", "/server_info").status_code == 200
+
+
+def test_a_schema_of_another_key_does_not_exist(ask):
+    mine, theirs = ({"pml": f"<schema name='own'>{text}</schema>"} for text in ("Mine.", "Theirs."))
+    assert ask("alice", path="/v1/schemas", **mine).status_code == 200
+    prompt = {"pml": "<prompt schema='own'>x</prompt>", "sampling_params": {"max_new_tokens": 1}}
+    chat = {"model": "llama", "messages": [{"role": "user", "content": "x"}], "schema": "own"}
+    chat["model"] = ask("bob", "GET", "/v1/models").json()["data"][0]["id"]
+    for asked in (
+        ("GET", "/v1/schemas/own", {}),
+        ("DELETE", "/v1/schemas/own", {}),
+        ("POST", "/generate", prompt),
+        ("POST", "/v1/chat/completions", chat),
+    ):
+        answer = ask("bob", asked[0], asked[1], **asked[2])
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "schema_not_found"), asked
+    assert ask("bob", "GET", "/v1/schemas").json()["data"] == []
+    assert ask("bob", path="/v1/schemas", **theirs).status_code == 200
+    assert ask("alice", **prompt).json()["meta_info"]["reuse"]["computed_tokens"] > 1
+    assert ask("bob", path="/v1/schemas", **theirs, pin=True).status_code == 403
+    assert ask("bob", path="/v1/schemas", **theirs, cache_scope="public").status_code == 403
 
 
 def test_the_document_says_who_needs_a_key(ask):

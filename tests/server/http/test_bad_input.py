@@ -239,7 +239,14 @@ def test_the_openapi_document_is_complete(client):
             assert all(content["example"] for content in success["content"].values()), f"{method} {path}"
             assert {"4XX", "5XX"} <= operation["responses"].keys()
             assert "422" not in operation["responses"]
-    for name in ("GenerateRequest", "ChatRequest", "CompletionRequest", "TokenizeRequest", "PinRequest"):
+    for name in (
+        "GenerateRequest",
+        "ChatRequest",
+        "CompletionRequest",
+        "TokenizeRequest",
+        "PinRequest",
+        "SchemaRequest",
+    ):
         assert document["components"]["schemas"][name]["example"]
     for path in ("/generate", "/v1/chat/completions", "/v1/completions"):
         content = document["paths"][path]["post"]["responses"]["200"]["content"]
@@ -254,6 +261,7 @@ def test_the_openapi_document_is_complete(client):
 def test_answers_look_as_the_document_says(client):
     document = client.get("/openapi.json").json()
     pin = client.post("/cache/pin", json={"text": "Once upon a time, " * 8}).json()
+    client.post("/v1/schemas", json={"pml": "<schema name='smollm2'>Once</schema>"})
     seen = 0
     for path, methods in document["paths"].items():
         if "get" not in methods or path == "/health_generate":
@@ -267,6 +275,7 @@ def test_answers_look_as_the_document_says(client):
             assert content["example"].split()[0] in answer.text
         seen += 1
     assert client.delete(f"/cache/pins/{pin['id']}").status_code == 200
+    assert client.delete("/v1/schemas/smollm2").status_code == 200
     assert seen >= 8
 
 

@@ -1,0 +1,192 @@
+"""The layout of a schema: positions of its tokens (section 3.3 of the paper), and the entries that hold their KV."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from runtime.models.tokenizer import Tokenizer
+from runtime.reuse.modules.markup import PmlError, Text
+from runtime.reuse.modules.pml import Content, Module, Parameter, Union
+
+# In a schema, members of unions and placeholders included.
+MAX_TOKENS = 1 << 20
+
+
+@dataclass(slots=True)
+class Run:
+    """Tokens at consecutive positions; those of a parameter are placeholders, which are not kept."""
+
+    position: int
+    tokens: array[int]
+    kept: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """The positions of a union, as long as its longest member; `scaffold`: the member that scaffolds hold."""
+
+    start: int
+    scaffold: str
+    stop: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Scope:
+    """The place of a module, or of the schema itself, without its children's.
+
+    Attributes:
+        path: names from the schema on, `/` for the schema.
+        start, stop: positions from its first token to behind its last one, children included.
+        union: of which the module is a member.
+        parameters: runs of placeholders by name.
+    """
+
+    path: str
+    start: int
+    line: int | None = None
+    parent: Scope | None = None
+    union: Place | None = None
+    stop: int = 0
+    children: dict[str, Scope] = field(default_factory=dict)
+    runs: list[Run] = field(default_factory=list)
+    parameters: dict[str, Run] = field(default_factory=dict)
+
+    @property
+    def num_kept(self) -> int:
+        return sum(len(run.tokens) for run in self.runs if run.kept)
+
+    def lineage(self) -> Iterator[Scope]:
+        """The scope and all around it."""
+        scope: Scope | None = self
+        while scope is not None:
+            yield scope
+            scope = scope.parent
+
+    def walk(self) -> Iterator[Scope]:
+        """The scope and all within it, in the order of the schema."""
+        yield self
+        for child in self.children.values():
+            yield from child.walk()
+
+
+def make_entry(scopes: Sequence[Scope]) -> dict[str, Any]:
+    """The message of scopes that are encoded together; what only placeholders follow ends with the last kept token."""
+    runs = sorted(chain.from_iterable(scope.runs for scope in scopes), key=lambda run: run.position)
+    while runs and not runs[-1].kept:
+        runs.pop()
+    tokens, anchors = in_order(runs)
+    holes: list[list[int]] = []
+    index = 0
+    for run in runs:
+        if not run.kept:
+            holes.append([index, index + len(run.tokens)])
+        index += len(run.tokens)
+    name = " + ".join(scope.path for scope in scopes)
+    return {"name": name, "tokens": tokens.tobytes(), "anchors": anchors, "holes": holes}
+
+
+def in_order(runs: Iterable[Run]) -> tuple[array[int], list[list[int]]]:
+    """The tokens of runs, int32, and their anchors: [index, position], from which on positions are consecutive."""
+    tokens = array("i")
+    anchors: list[list[int]] = []
+    behind = -1
+    for run in runs:
+        if run.position != behind:
+            anchors.append([len(tokens), run.position])
+        tokens.extend(run.tokens)
+        behind = run.position + len(run.tokens)
+    return tokens, anchors
+
+
+def lay_out(content: Content, tokenizer: Tokenizer, limit: int, bos: array[int]) -> Scope:
+    """The schema's scope, with all modules in it.
+
+    Args:
+        content: of the schema.
+        tokenizer: every text is tokenized alone.
+        limit: positions.
+        bos: tokens before everything else.
+
+    Raises:
+        PmlError: if the layout exceeds `limit`, or a parameter's scaffold text its parameter.
+    """
+    texts = iter(tokenizer.encode_each(list(_texts(content))))
+    root = Scope("/", 0)
+    if bos:
+        root.runs.append(Run(0, bos))
+    root.start = len(bos)
+    _Placer(texts, tokenizer.placeholder, limit).place(root, content)
+    return root
+
+
+def _texts(content: Content) -> Iterator[str]:
+    """All texts, in the order in which `_Placer` meets them."""
+    for node in content:
+        match node:
+            case Text():
+                yield node.text
+            case Parameter():
+                yield node.scaffold
+            case Module():
+                yield from _texts(node.content)
+            case Union():
+                for member in node.members:
+                    yield from _texts(member.content)
+
+
+@dataclass(slots=True)
+class _Placer:
+    """Gives positions to the nodes of a schema; `texts`: their tokens, in the same order."""
+
+    texts: Iterator[list[int]]
+    placeholder: int
+    limit: int
+    num_tokens: int = 0
+
+    def place(self, scope: Scope, content: Content) -> None:
+        """Lay out the content of a scope from its start on."""
+        position = scope.start
+        for node in content:
+            match node:
+                case Text():
+                    run = Run(position, array("i", next(self.texts)))
+                    position = self._add(scope, run, node.line)
+                case Parameter():
+                    run = Run(position, self._stand_in(scope, node), kept=False)
+                    scope.parameters[node.name] = run
+                    position = self._add(scope, run, node.line)
+                case Module():
+                    position = self._child(scope, node, position)
+                case Union():
+                    union = Place(position, node.scaffold)
+                    union.stop = position = max(self._child(scope, one, position, union) for one in node.members)
+        scope.stop = position
+
+    def _child(self, parent: Scope, module: Module, start: int, union: Place | None = None) -> int:
+        path = f"{parent.path.rstrip('/')}/{module.name}"
+        scope = parent.children[module.name] = Scope(path, start, module.line, parent, union)
+        self.place(scope, module.content)
+        return scope.stop
+
+    def _add(self, scope: Scope, run: Run, line: int | None) -> int:
+        stop = run.position + len(run.tokens)
+        if stop > self.limit:
+            raise PmlError(f"the schema reaches position {stop}; {self.limit} are to be had", scope.path, line)
+        self.num_tokens += len(run.tokens)
+        if self.num_tokens > MAX_TOKENS:
+            raise PmlError(f"the schema has more than {MAX_TOKENS} tokens, placeholders included", scope.path, line)
+        if run.tokens:
+            scope.runs.append(run)
+        return stop
+
+    def _stand_in(self, scope: Scope, parameter: Parameter) -> array[int]:
+        tokens, length = array("i", next(self.texts)), parameter.length
+        if len(tokens) > length:
+            message = f"the scaffold of {parameter.name!r} has {len(tokens)} tokens; the parameter takes {length}"
+            raise PmlError(message, scope.path, parameter.line)
+        # The length alone may ask for gigabytes.
+        return tokens + array("i", [self.placeholder]) * (min(length, self.limit + 1) - len(tokens))

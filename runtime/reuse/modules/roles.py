@@ -1,0 +1,76 @@
+"""Messages of a schema and of a prompt, in the model's own chat template.
+
+The template is rendered with random contents that nobody can guess, and cut there: so no text of a user is ever taken
+for the template's, nor the other way round.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from runtime.errors import InvalidRequest
+from runtime.models.tokenizer import Tokenizer
+from runtime.reuse.modules.markup import PmlError
+
+_ANSWER = {"role": "assistant", "content": "Yes."}
+_QUESTION = {"role": "user", "content": "Is it so?"}
+
+
+def template_pieces(tokenizer: Tokenizer, roles: Sequence[str]) -> list[str]:
+    """The template's text before, between and behind the messages of a schema.
+
+    Raises:
+        PmlError: if the model has no template, or one that writes these messages differently when others follow.
+    """
+    pieces = _render(tokenizer, roles, [], False)
+    # Many templates take a user's turn only behind an assistant's, and the other way round.
+    if roles[-1] == "user":
+        ways = [(True, []), (False, [_ANSWER, _QUESTION])]
+    else:
+        ways = [(True, [_QUESTION]), (False, [_QUESTION, _ANSWER, _QUESTION])]
+    for generate, messages in ways:
+        longer = _render(tokenizer, roles, messages, generate)
+        if longer[:-1] != pieces[:-1] or not longer[-1].startswith(pieces[-1]):
+            raise PmlError("this model's chat template writes these messages differently when others follow", "/")
+    return pieces
+
+
+def continue_chat(
+    tokenizer: Tokenizer, roles: Sequence[str], end: str, messages: list[dict[str, Any]], generate: bool
+) -> str:
+    """The template's text of messages that follow those of a schema.
+
+    Args:
+        roles: of the schema's messages.
+        end: the last of its `template_pieces`.
+        messages: that follow.
+        generate: whether the assistant's turn begins at the end.
+
+    Raises:
+        PmlError: if the template refuses them, or would have to change what lies before them.
+    """
+    last = _render(tokenizer, roles, messages, generate)[-1]
+    if not last.startswith(end):
+        raise PmlError("this model's chat template writes the schema's messages differently before these", "/")
+    return last[len(end) :]
+
+
+def _render(tokenizer: Tokenizer, roles: Sequence[str], messages: list[dict[str, Any]], generate: bool) -> list[str]:
+    """The text around the contents of `roles`, len(roles) + 1 pieces; the last one includes `messages`."""
+    marks = [secrets.token_hex(16) for _ in roles]
+    known = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+    try:
+        rest = tokenizer.apply_chat_template([*known, *messages], generate)
+    except InvalidRequest as error:
+        raise PmlError(error.message, "/") from None
+    pieces = []
+    for mark in marks:
+        before, found, rest = rest.partition(mark)
+        pieces.append(before)
+        if not found or mark in rest:
+            raise PmlError(
+                "this model's chat template leaves out messages, or writes them twice or in another order", "/"
+            )
+    return [*pieces, rest]

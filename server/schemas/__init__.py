@@ -1,0 +1,1 @@
+"""Schemas of prompt modules: their store and routes."""

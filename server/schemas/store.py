@@ -1,0 +1,138 @@
+"""Schemas by account and name. They live in the server's process; their KV lives in the tree, found by content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from runtime.errors import RametError
+from runtime.models.tokenizer import Tokenizer
+from runtime.reuse.modules.compile import ModulePrompt
+from runtime.reuse.modules.pml import read_prompt
+from runtime.reuse.modules.schema import Mode, Schema
+from server.http.answers import JsonList
+from server.http.errors import NotFound
+
+# Bounds for one account.
+MAX_SCHEMAS = 256
+MAX_SIZE = 1 << 22
+# Memory of a module beside its tokens.
+_TOKENS_OF_MODULE = 256
+
+
+class SchemaConflict(RametError):
+    """Another schema has the name, or the account has too many (HTTP 409)."""
+
+    status = 409
+    type = "conflict_error"
+
+
+@dataclass(slots=True)
+class Stored:
+    """A schema of an account.
+
+    Attributes:
+        digest: of all that it was made from.
+        modules: its layout.
+        num_tokens: of all modules.
+        expires_s: on the store's clock; None: never.
+        pins: ids of the pins of its KV.
+    """
+
+    schema: Schema
+    digest: str
+    mode: Mode
+    modules: JsonList
+    num_tokens: int
+    expires_s: float | None = None
+    pins: list[str] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """The memory that it takes, in tokens."""
+        return self.num_tokens + len(self.modules) * _TOKENS_OF_MODULE
+
+    def describe(self, now_s: float) -> dict[str, Any]:
+        return {
+            "id": self.schema.name,
+            "object": "schema",
+            "mode": self.mode,
+            "length": self.schema.length,
+            "tokens": self.num_tokens,
+            "pins": self.pins,
+            "expires_in_s": None if self.expires_s is None else round(self.expires_s - now_s, 1),
+        }
+
+
+def make(
+    pml: str, mode: Mode, scaffolds: Sequence[Sequence[str]] | None, tokenizer: Tokenizer, context_length: int
+) -> Stored:
+    """A schema that is in no store yet. Raises PmlError."""
+    schema = Schema.read(pml, tokenizer, context_length, mode, scaffolds)
+    modules = JsonList()
+    for module in schema.modules():
+        modules.append(module)
+    num_tokens = sum(len(run.tokens) for scope in schema.root.walk() for run in scope.runs)
+    digest = hashlib.sha256(json.dumps([pml, mode, scaffolds]).encode()).hexdigest()
+    return Stored(schema, digest, mode, modules, num_tokens)
+
+
+class SchemaStore:
+    """The schemas of all accounts; a schema that has expired, or is another account's, does not exist."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self.clock = clock
+        self._schemas: dict[str, dict[str, Stored]] = {}
+
+    def of(self, account: str) -> list[Stored]:
+        """The schemas of an account, oldest first."""
+        return [stored for stored in self._schemas.get(account, {}).values() if self._lives(stored)]
+
+    def get(self, account: str, name: str) -> Stored:
+        """A schema by its name; thread-safe. Raises NotFound."""
+        stored = self._schemas.get(account, {}).get(name)
+        if stored is None or not self._lives(stored):
+            raise NotFound(f"there is no schema {name!r}", param="schema", code="schema_not_found")
+        return stored
+
+    def put(self, account: str, new: Stored, ttl_s: float | None) -> tuple[Stored, bool]:
+        """Keep a schema, from now on for `ttl_s`; returns the kept one, and whether it is new.
+
+        Raises:
+            SchemaConflict: if a different schema has the name, or over the account's bounds.
+        """
+        kept = {stored.schema.name: stored for stored in self.of(account)}
+        known = kept.get(new.schema.name)
+        if known is not None and known.digest != new.digest:
+            message = f"there is another schema {new.schema.name!r}; delete it first"
+            raise SchemaConflict(message, param="pml", code="schema_exists")
+        if known is None:
+            size = sum(stored.size for stored in kept.values()) + new.size
+            if len(kept) == MAX_SCHEMAS or size > MAX_SIZE:
+                message = (
+                    f"one client may keep {MAX_SCHEMAS} schemas with {MAX_SIZE} tokens in all, "
+                    f"where a module counts for {_TOKENS_OF_MODULE} more than it has"
+                )
+                raise SchemaConflict(message, param="pml", code="too_many_schemas")
+        stored = kept[new.schema.name] = known or new
+        stored.expires_s = None if ttl_s is None else self.clock() + ttl_s
+        self._schemas[account] = kept
+        return stored, known is None
+
+    def remove(self, account: str, name: str) -> Stored:
+        """Forget a schema and return it; requests that use it go on. Raises NotFound."""
+        stored = self.get(account, name)
+        del self._schemas[account][name]
+        return stored
+
+    def compile(self, account: str, pml: str) -> ModulePrompt:
+        """The request of a prompt, by the schema that it names; thread-safe. Raises PmlError and NotFound."""
+        prompt = read_prompt(pml)
+        return self.get(account, prompt.schema).schema.compile(prompt)
+
+    def _lives(self, stored: Stored) -> bool:
+        return stored.expires_s is None or self.clock() < stored.expires_s

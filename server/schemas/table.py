@@ -1,0 +1,28 @@
+"""The layout of a schema as a table on the terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from runtime.reuse.modules.schema import Schema
+
+
+def print_layout(schema: Schema) -> None:
+    """Print a row for the schema's own text and each module: its positions, tokens, parameters and union."""
+    modules = schema.modules()
+    table = Table("path", "positions", "tokens", "parameters", "union", title=f"schema {schema.name}")
+    for module in modules:
+        parameters = ", ".join(
+            f"{p['name']} {_span(p['start'], p['start'] + p['length'])}" for p in module["parameters"]
+        )
+        union = module["union"]
+        shown = _span(union["start"], union["stop"]) if union else ""
+        table.add_row(module["path"], _span(module["start"], module["stop"]), str(module["tokens"]), parameters, shown)
+    total = sum(module["tokens"] for module in modules)
+    table.caption = f"{len(modules) - 1} modules, {total} tokens; text of prompts begins at position {schema.length}"
+    Console().print(table)
+
+
+def _span(start: int, stop: int) -> str:
+    return f"{start} to {stop - 1}" if stop > start else "none"

@@ -1,0 +1,12 @@
+"""The default model's tokenizer."""
+
+from __future__ import annotations
+
+import pytest
+
+from runtime.models.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer(default_model_dir) -> Tokenizer:
+    return Tokenizer.load(default_model_dir)

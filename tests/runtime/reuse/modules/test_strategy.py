@@ -1,0 +1,418 @@
+"""The life of entries: computed once, shared, evicted, retracted, pinned; and what is refused."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+import torch
+
+from radix import Namespace
+from runtime.protocol import AddPin, GetPins, GetTree, RemovePin
+from tests.runtime.reuse.modules.plain import Module, ModuleDriver, Prompt, Reference, draw_tokens
+from tests.tiny import VOCAB
+
+LAYERS = 3
+NEW = 4
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_dir) -> Reference:
+    return Reference(tiny_dir)
+
+
+def module(draw: random.Random, length: int, at: int = 0, holes: tuple[int, ...] = (), name: str = "/m") -> Module:
+    return Module(name, draw_tokens(draw, length), list(range(at, at + length)), list(holes))
+
+
+def behind(draw: random.Random, modules: list[Module], length: int = 5) -> Prompt:
+    """A prompt of modules and some tokens behind them."""
+    at = max((m.positions[-1] + 1 for m in modules), default=0)
+    return Prompt(modules, draw_tokens(draw, length), list(range(at, at + length)))
+
+
+def check(driver: ModuleDriver, reference: Reference, count: int = NEW) -> None:
+    """All requests gave the tokens of the reference."""
+    for rid, prompt in driver.prompts.items():
+        assert len(driver.tokens[rid]) == count
+        assert driver.tokens[rid] == reference.best(prompt, driver.tokens[rid]), rid
+
+
+def row_layers(driver: ModuleDriver) -> int:
+    return driver.core.counters["row_layers"]
+
+
+# -- what it equals ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("length", [48, 53])
+def test_a_module_at_0_equals_prefix_caching(tiny_dir, native, length):
+    """As many rows are computed, and the tokens are the same."""
+    draw = random.Random(1)
+    prompts = [behind(draw, [one], 9) for one in [module(draw, length)] for _ in range(3)]
+    found = []
+    for kind in ("modules", "prefix"):
+        driver = ModuleDriver(tiny_dir, native_kernels=native)
+        for i, prompt in enumerate(prompts):
+            if kind == "modules":
+                driver.ask(f"{i}", prompt, NEW)
+            else:
+                driver.add(f"{i}", prompt.modules[0].tokens + prompt.tokens, max_new_tokens=NEW)
+            driver.run()
+        cached = [driver.events[f"{i}"][-1].cached_tokens for i in range(3)]
+        found.append((list(driver.tokens.values()), cached, row_layers(driver)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_everything_in_one_entry_equals_full_prefill(tiny_dir, native):
+    """All but the last token in a scaffold, or nothing in one."""
+    draw = random.Random(2)
+    tokens = draw_tokens(draw, 90)
+    whole = Prompt([Module("/all", tokens[:-1], list(range(89)))], tokens[-1:], [89])
+    driver = ModuleDriver(tiny_dir, native_kernels=native, chunk_tokens=16)
+    driver.ask("modules", whole, 8)
+    driver.ask("none", Prompt([], tokens, list(range(90))), 8)
+    driver.add("prefill", tokens, max_new_tokens=8)
+    driver.run()
+    assert driver.tokens["modules"] == driver.tokens["none"] == driver.tokens["prefill"]
+
+
+def test_penalties_count_the_tokens_of_modules(tiny_dir):
+    draw = random.Random(3)
+    prompt = behind(draw, [module(draw, 30)])
+    driver = ModuleDriver(tiny_dir)
+    driver.ask("modules", prompt, 12, {"repetition_penalty": 1.8})
+    driver.add("prefix", prompt.modules[0].tokens + prompt.tokens, max_new_tokens=12, repetition_penalty=1.8)
+    driver.add("without", prompt.modules[0].tokens + prompt.tokens, max_new_tokens=12)
+    driver.run()
+    assert driver.tokens["modules"] == driver.tokens["prefix"] != driver.tokens["without"]
+
+
+# -- computed once -------------------------------------------------------------------------------------------
+
+
+def test_two_requests_that_import_a_module_at_once_compute_it_once(tiny_dir, reference):
+    draw = random.Random(4)
+    shared, other = module(draw, 50, 3, (7, 8, 9)), module(draw, 20, 53)
+    prompts = [behind(draw, [shared]), behind(draw, [shared, other]), behind(draw, [other, shared])]
+    driver = ModuleDriver(tiny_dir, chunk_tokens=16, page_size=16)
+    for i, prompt in enumerate(prompts):
+        driver.ask(f"{i}", prompt, NEW)
+    blocked, run = [], driver.core.executor.run
+    driver.core.executor.run = lambda batch: blocked.append(len(driver.core.scheduler.blocked)) or run(batch)
+    driver.run()
+    check(driver, reference)
+    assert blocked[:4] == [2] * 4, "while the shared module is encoded, in four chunks"
+    assert driver.core.counters["encoded_modules"] == 2
+    assert row_layers(driver) == LAYERS * (50 + 20 + 3 * (5 + NEW - 1))
+    assert [driver.events[str(i)][-1].cached_tokens for i in range(3)] == [0, 47, 67]
+    assert [driver.results(str(i))[1] for i in (0, 2)] == [
+        {"strategy": "modules", "exact": True, "modules": ["/m"], "reused_tokens": 0, "computed_tokens": 52},
+        {"strategy": "modules", "exact": True, "modules": ["/m"] * 2, "reused_tokens": 67, "computed_tokens": 5},
+    ]
+    assert driver.core.counters["prompt_tokens"] == driver.core.counters["queried_tokens"] == 52 + 72 + 72
+
+
+def test_several_missing_modules_are_encoded_in_one_step(tiny_dir, reference):
+    draw = random.Random(5)
+    driver = ModuleDriver(tiny_dir, step_tokens=64)
+    driver.ask("a", behind(draw, [module(draw, 10, 10 * i) for i in range(5)]), NEW)
+    driver.step()
+    assert driver.core.counters["encoded_modules"] == 5
+    driver.run()
+    check(driver, reference)
+    assert driver.core.counters["steps"] == 1 + 1 + NEW - 1
+
+
+def test_a_prompt_of_one_token_is_not_taken_for_decoding(tiny_dir, reference):
+    draw = random.Random(6)
+    driver = ModuleDriver(tiny_dir, overlap="on", step_tokens=32)
+    driver.ask("a", behind(draw, [module(draw, 100)], 1), NEW)
+    driver.run()
+    check(driver, reference)
+    assert driver.core.counters["steps"] == 4 + NEW
+
+
+def test_pages_of_a_module_exist_once_for_many_requests(tiny_dir):
+    draw = random.Random(7)
+    modules = [module(draw, 40), module(draw, 33, 40)]
+    driver = ModuleDriver(tiny_dir, page_size=16, max_running=16)
+    for i in range(12):
+        driver.ask(f"{i}", behind(draw, modules[:: 1 if i % 2 else -1]), 16)
+    for _ in range(8):
+        driver.step()
+    assert len(driver.core.scheduler.running) == 12
+    state = driver.core.admin.state()
+    assert state["pages_tree"] == 3 + 3
+    assert state["pages_private"] == 12
+    driver.run()
+
+
+def test_equal_reads_become_one_edge_with_their_last_pages(tiny_dir):
+    """Two modules whose last pages are used in part, in another order in each request."""
+    draw = random.Random(8)
+    modules = [module(draw, 301), module(draw, 37, 301)]
+    plans = []
+    driver = ModuleDriver(tiny_dir, page_size=16, pool_tokens=8192, max_running=16)
+    run = driver.core.executor.run
+    driver.core.executor.run = lambda batch: plans.append(batch.groups[0].attention) or run(batch)
+    for i in range(10):
+        driver.ask(f"{i}", behind(draw, modules[:: 1 if i % 2 else -1], 3), NEW)
+    driver.run()
+    decode = next(plan for plan in reversed(plans) if plan.num_rows == 10)
+    spans = sorted(decode.spans[edge.span].length for edge in decode.edges)
+    assert spans[-2:] == [37, 301]
+    assert len(spans) == 12, "each module once, and the own rows of each request"
+
+
+# -- later -----------------------------------------------------------------------------------------------------
+
+
+def test_a_later_turn_finds_the_modules_and_its_own_rows(tiny_dir, reference):
+    draw = random.Random(9)
+    one = module(draw, 30, 0, (4, 5))
+    first = Prompt([one], draw_tokens(draw, 40), [4, 5, *range(30, 68)])
+    driver = ModuleDriver(tiny_dir, page_size=16)
+    driver.ask("1", first, NEW)
+    driver.run()
+    more = first.tokens + driver.tokens["1"] + draw_tokens(draw, 8)
+    second = Prompt([one], more, [4, 5, *range(30, 28 + len(more))])
+    driver.ask("2", second, NEW)
+    other = Prompt([one], more, [4, *range(30, 29 + len(more))])
+    driver.ask("moved", other, NEW)
+    driver.run()
+    check(driver, reference)
+    assert driver.events["2"][-1].cached_tokens == 28 + 32, "the whole pages of its own rows"
+    assert driver.events["moved"][-1].cached_tokens == 28, "at other positions they are other rows"
+
+
+def test_own_rows_behind_other_modules_are_other_rows(tiny_dir, reference):
+    draw = random.Random(21)
+    first, second = (behind(draw, [module(draw, 16)], 40) for _ in range(2))
+    second.tokens = first.tokens
+    driver = ModuleDriver(tiny_dir)
+    for i, prompt in enumerate([first, second, first]):
+        driver.ask(f"{i}", prompt, NEW)
+        driver.run()
+    check(driver, reference)
+    assert [driver.events[f"{i}"][-1].cached_tokens for i in range(3)] == [0, 0, 16 + 32]
+
+
+def test_a_module_whose_end_was_evicted_is_encoded_from_there(tiny_dir, reference):
+    draw = random.Random(10)
+    plain, with_hole = module(draw, 64), module(draw, 64, 64, (20,))
+    driver = ModuleDriver(tiny_dir, page_size=16, pool_tokens=320)
+    driver.ask("a", behind(draw, [plain, with_hole]), NEW)
+    driver.run()
+    tree = driver.core.cache.tree
+    for node in [n for n in tree.nodes() if n.namespace.entry.startswith("module")]:
+        driver.core.cache.allocator.release(tree._evict(2, "room", iter([node]).__next__))
+    before = row_layers(driver)
+    driver.ask("b", behind(draw, [plain, with_hole]), NEW)
+    driver.run()
+    check(driver, reference)
+    encoded = (64 - 32) + (64 - 16)  # the page in which the hole lies, and those behind it, need the placeholder
+    assert row_layers(driver) - before == LAYERS * (encoded + 5 + NEW - 1)
+
+
+def test_a_pool_that_is_too_small_retracts(tiny_dir, reference):
+    draw = random.Random(11)
+    driver = ModuleDriver(tiny_dir, page_size=1, pool_tokens=150, max_running=16)
+    for i in range(4):
+        driver.ask(str(i), behind(draw, [module(draw, 20, i, (3, 4))], 14), 30)
+    driver.run()
+    assert driver.core.scheduler.num_retracted > 0
+    assert driver.core.counters["encoded_modules"] > 4, "evicted modules are encoded again"
+    check(driver, reference, 30)
+    kinds = {namespace.entry.partition(":")[0] for namespace, _ in driver.core.cache.tree.roots()}
+    assert kinds <= {"module", "rows"}, "nothing of them lies under exact keys"
+
+
+def test_without_a_cache_every_request_encodes_for_itself(tiny_dir, reference):
+    draw = random.Random(12)
+    prompt = behind(draw, [module(draw, 40, 0, (1,))])
+    driver = ModuleDriver(tiny_dir, prefix_cache=False)
+    driver.ask("a", prompt, NEW)
+    driver.ask("b", prompt, NEW)
+    driver.run()
+    check(driver, reference)
+    assert driver.core.counters["encoded_modules"] == 2
+    assert driver.core.cache.tree.num_pages == 0
+
+
+def test_tenants_and_salts_share_no_module(tiny_dir):
+    draw = random.Random(13)
+    prompt = behind(draw, [module(draw, 40)])
+    driver = ModuleDriver(tiny_dir)
+    for i, namespace in enumerate([Namespace("a"), Namespace("b"), Namespace("a", "salt"), Namespace("a")]):
+        driver.ask(str(i), prompt, NEW, namespace=namespace)
+    driver.run()
+    assert [driver.events[str(i)][-1].cached_tokens for i in range(4)] == [0, 0, 0, 40]
+    assert driver.core.counters["encoded_modules"] == 3
+    assert {namespace.tenant for namespace, _ in driver.core.cache.tree.roots()} == {"a", "b"}
+
+
+def test_entries_are_found_by_content_not_by_name(tiny_dir, reference):
+    """Other positions or placeholders make another entry of the same tokens; another name does not."""
+    draw = random.Random(18)
+    places = [list(range(20)), [*range(10), *range(15, 25)], list(range(20)), list(range(20))]
+    holes = [[4], [4], [12], [4]]
+    driver = ModuleDriver(tiny_dir)
+    for i in range(4):
+        one = Module(f"/{i}", [77] * 20, places[i], holes[i])
+        driver.ask(f"{i}", Prompt([one], draw_tokens(draw, 3), [25, 26, 27]), NEW)
+        driver.run()
+    check(driver, reference)
+    assert [driver.events[f"{i}"][-1].cached_tokens for i in range(4)] == [0, 0, 0, 19]
+    assert driver.core.counters["encoded_modules"] == 3
+
+
+def test_log_probabilities_are_those_of_what_the_model_saw(tiny_dir, reference):
+    draw = random.Random(19)
+    prompt = behind(draw, [module(draw, 20, 0, (3, 4)), module(draw, 9, 30)])
+    driver = ModuleDriver(tiny_dir)
+    driver.ask("a", prompt, NEW, logprobs=2)
+    driver.run()
+    expected = reference.logits(prompt, driver.tokens["a"]).log_softmax(-1)
+    found = [one for event in driver.events["a"] for one in event.logprobs or []]
+    assert len(found) == NEW
+    for row, one in zip(expected, found, strict=False):
+        assert one.logprob == pytest.approx(float(row[one.token]), abs=1e-3)
+        assert [token for token, _ in one.top] == row.topk(2).indices.tolist()
+
+
+def test_a_tenant_over_its_quota_is_served(tiny_dir, reference):
+    draw = random.Random(20)
+    driver = ModuleDriver(tiny_dir, tenant_quota=2, page_size=16)
+    for i in range(3):
+        driver.ask(f"{i}", behind(draw, [module(draw, 50, 0, (7,))], 20), NEW, namespace=Namespace("a"))
+        driver.run()
+    check(driver, reference)
+    assert driver.core.cache.tree.num_pages <= 2
+
+
+def test_bad_numbers_take_the_modules_with_them(tiny_dir, reference):
+    draw = random.Random(14)
+    prompt = behind(draw, [module(draw, 40)])
+    driver = ModuleDriver(tiny_dir)
+    driver.ask("a", prompt, NEW)
+    driver.run()
+    (node,) = [n for n in driver.core.cache.tree.nodes() if n.namespace.entry.startswith("module")]
+    driver.core.executor.pool.v[:, node.pages[0] * 16] = torch.nan
+    driver.ask("bad", prompt, NEW)
+    driver.run()
+    assert "finite" in driver.finish["bad"].message
+    del driver.prompts["bad"]
+    driver.ask("again", prompt, NEW)
+    driver.run()
+    check(driver, reference)
+    assert driver.core.counters["encoded_modules"] == 2
+
+
+# -- pins ------------------------------------------------------------------------------------------------------
+
+
+def pin(driver: ModuleDriver, modules: list[Module], **fields) -> dict:
+    asked = {"method": "modules", "entries": [one.asked() for one in modules]}
+    reply = driver.core.handle(AddPin(7, b"", reuse=asked, **fields))
+    if reply is None:
+        driver.run()
+        (reply,) = driver.core.take_replies()
+    assert reply.call == 7
+    return reply.result
+
+
+def test_modules_are_encoded_ahead_and_pinned(tiny_dir, reference):
+    draw = random.Random(15)
+    modules = [module(draw, 40, 0, (5,), "/a"), module(draw, 16, 40, name="/b")]
+    driver = ModuleDriver(tiny_dir, pool_tokens=640, pin_budget=0.5, page_size=16)
+    pins = pin(driver, modules, ttl_s=60)["pins"]
+    assert sorted((one["name"], one["tokens"]) for one in pins) == [("/a", 48), ("/b", 16)]
+    driver.flush()
+    for i in range(12):
+        driver.add(f"flood {i}", draw_tokens(draw, 60), max_new_tokens=2)
+    driver.run()
+    driver.ask("a", behind(draw, modules), NEW)
+    driver.run()
+    check(driver, reference)
+    assert driver.events["a"][-1].cached_tokens == 39 + 16
+    assert pin(driver, [module(draw, 400)])["refused"].startswith("all pins together")
+    assert "no reuse method" in driver.core.handle(AddPin(7, b"", reuse={"method": "x"})).result["refused"]
+    assert len(driver.core.handle(GetPins(1)).result["pins"]) == 2, "nothing of a refused call stays"
+    for one in pins:
+        assert driver.core.handle(RemovePin(1, one["id"])).result["found"]
+    assert driver.flush()["live_tokens"] == 0
+
+
+def test_the_tree_names_modules_and_fills_up_their_last_page(tiny_dir):
+    draw = random.Random(16)
+    one = module(draw, 20, 0, (3,), "/city/paris")
+    driver = ModuleDriver(tiny_dir, page_size=16)
+    driver.ask("a", behind(draw, [one]), NEW)
+    driver.run()
+    (node,) = driver.core.handle(GetTree(1, preview_tokens=64)).result["nodes"]
+    assert node["meta"] == {"module": "/city/paris", "module_tokens": 19}
+    assert array("i", node["preview"]).tolist() == [one.tokens[i] for i in one.kept] + [-1] * 13
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------
+
+
+def entry(**fields) -> dict:
+    tokens = array("i", [5] * 8).tobytes()
+    return {"name": "/m", "tokens": tokens, "anchors": [[0, 0]], "holes": []} | fields
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"entries": "all"}, "entries"),
+        ({"entries": [{"tokens": b""}]}, "anchors"),
+        ({"entries": [entry(tokens=b"12345")]}, "5 bytes"),
+        ({"entries": [entry(tokens=array("i", [VOCAB]).tobytes())]}, "token outside"),
+        ({"entries": [entry(tokens=array("i", [-1]).tobytes())]}, "token outside"),
+        ({"entries": [entry(anchors=[])]}, "no anchors"),
+        ({"entries": [entry(anchors=[[1, 0]])]}, "out of order"),
+        ({"entries": [entry(anchors=[[0, 9], [4, 11]])]}, "out of order"),
+        ({"entries": [entry(anchors=[[0, 0], [9, 50]])]}, "out of order"),
+        ({"entries": [entry(anchors=[[0, -1]])]}, "out of order"),
+        ({"entries": [entry(anchors=[[0, 1 << 62]])]}, "context"),
+        ({"entries": [entry(anchors=[[0, 505]])]}, "context"),
+        ({"entries": [entry(holes=[[4, 9]])]}, "hole"),
+        ({"entries": [entry(holes=[[4, 6], [5, 7]])]}, "hole"),
+        ({"entries": [entry(), entry(name="/n")]}, "twice"),
+        ({"anchors": [[0, 0], [0, 4]]}, "out of order"),
+        ({"anchors": [[0, 508]]}, "context"),
+        ({"anchors": []}, "no anchors"),
+        ({"anchors": [[0, "x"]]}, "anchors"),
+        ({"method": ["modules"]}, "no reuse method"),
+    ],
+)
+def test_bad_fields_are_refused(tiny_dir, asked, why):
+    driver = ModuleDriver(tiny_dir)
+    driver.ask("a", Prompt([], [5, 6], [8, 9]), NEW, asked=asked)
+    assert driver.finish["a"].refused
+    assert why in driver.finish["a"].message
+    assert not driver.core.requests
+    driver.check_idle()
+
+
+def test_refusals_beside_the_fields(tiny_dir):
+    draw = random.Random(17)
+    driver = ModuleDriver(tiny_dir, pool_tokens=160)
+    driver.ask("logprobs", behind(draw, [module(draw, 9)]), NEW, prompt_logprobs_from=0)
+    driver.ask("pages", behind(draw, [module(draw, 100)]), 100)
+    driver.ask("nothing", Prompt([module(draw, 9)], [], []), NEW, asked={"anchors": []})
+    assert [driver.finish[rid].refused for rid in ("logprobs", "pages", "nothing")] == [True] * 3
+    assert "KV pool has 10" in driver.finish["pages"].message
+    driver.ask("placeholders alone", Prompt([module(draw, 9, 0, tuple(range(9)))], [5], [9]), 1)
+    driver.ask("no bound", behind(draw, [module(draw, 100)]), sampling={"max_new_tokens": None})
+    driver.run()
+    assert len(driver.tokens["no bound"]) == 160 - 112 - 5, "as many tokens as there are pages"
+    assert driver.results("placeholders alone") == (
+        0,
+        {"strategy": "modules", "exact": True, "modules": [], "reused_tokens": 0, "computed_tokens": 1},
+    )

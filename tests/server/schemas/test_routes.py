@@ -1,0 +1,223 @@
+"""Schemas and prompts over HTTP: what is registered, what requests with modules give, and errors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+GREEDY = {"max_new_tokens": 8, "temperature": 0}
+CITIES = """<schema name="cities">You plan trips to cities, and you answer in one short sentence.
+<module name="plan">Plan a trip of <parameter name="days" length="4"/> days.
+<union><module name="miami">Miami has long beaches.</module><module name="rome">Rome is old.</module></union></module>
+<module name="food">Eat well.</module></schema>"""
+TALK = """<schema name="talk"><system>You are kind.</system>
+<user>Read<module name="a"> the first letter, alpha.</module><module name="b"> the second letter, beta.</module></user>
+<assistant>I have read both.</assistant></schema>"""
+PROMPT = '<prompt schema="cities"><plan days="3"><miami/></plan><food/> The best beach is</prompt>'
+PARTS = [{"type": "module", "module": {"path": "/a"}}, {"type": "module", "module": {"path": "b"}}]
+
+
+@pytest.fixture
+def add(client):
+    """Registers schemas, and forgets them at the end."""
+    names = []
+
+    def add(pml: str, **fields) -> dict:
+        response = client.post("/v1/schemas", json={"pml": pml, **fields})
+        assert response.status_code == 200, response.text
+        names.append(response.json()["id"])
+        return response.json()
+
+    yield add
+    for name in set(names):
+        assert client.delete(f"/v1/schemas/{name}").status_code == 200
+
+
+def generate(client, pml: str = PROMPT, **fields) -> dict:
+    response = client.post("/generate", json={"pml": pml, "sampling_params": GREEDY, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_register_list_and_delete(client, add):
+    made = add(CITIES, ttl_s=60)
+    assert (made["id"], made["mode"], made["pins"]) == ("cities", "independent", [])
+    assert [module["path"] for module in made["modules"]] == ["/", "/plan", "/plan/miami", "/plan/rome", "/food"]
+    again = add(CITIES)
+    assert 0 < made.pop("expires_in_s") <= 60
+    assert again.pop("expires_in_s") is None
+    assert again == made
+    add(TALK)
+    listed = client.get("/v1/schemas").json()["data"]
+    assert [one["id"] for one in listed] == ["cities", "talk"]
+    assert (listed[0]["length"], "modules" in listed[0]) == (made["length"], False)
+    assert client.get("/v1/schemas/cities").json()["modules"] == made["modules"]
+    other = client.post("/v1/schemas", json={"pml": CITIES.replace("Eat", "Drink")})
+    assert (other.status_code, other.json()["error"]["code"]) == (409, "schema_exists")
+
+
+@pytest.mark.parametrize(
+    ("body", "words", "param"),
+    [
+        ({"pml": "<schema name='x'>\n<module/></schema>"}, "/, line 2: <module> needs the attribute 'name'", "pml"),
+        ({"pml": CITIES, "scaffolds": [["/"]]}, "scaffolds need the mode scaffold", "pml"),
+        ({"pml": CITIES, "mode": "all"}, "mode: ", "mode"),
+        ({"pml": CITIES, "mode": "scaffold", "scaffolds": [["/x"]]}, "/x: a scaffold names a module", "pml"),
+        ({"pml": CITIES, "ttl_s": -1}, "ttl_s: ", "ttl_s"),
+        ({"pml": "<schema name='x'>" + "word " * 9000 + "</schema>", "encode": True}, "reaches position", "pml"),
+        ({}, "pml: Field required", "pml"),
+    ],
+)
+def test_a_schema_that_cannot_be_served_is_not_registered(client, body, words, param):
+    response = client.post("/v1/schemas", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert words in error["message"]
+    assert client.get("/v1/schemas").json()["data"] == []
+
+
+def test_modules_are_computed_once_and_read_by_all_ways_to_ask(client, add):
+    add(CITIES, encode=True)
+    whole = generate(client)
+    meta = whole["meta_info"]
+    reuse = meta["reuse"]
+    assert (reuse["strategy"], sorted(reuse["modules"])) == ("modules", ["/", "/food", "/plan", "/plan/miami"])
+    assert reuse["reused_tokens"] == meta["cached_tokens"] == meta["prompt_tokens"] - reuse["computed_tokens"]
+    assert reuse["computed_tokens"] == 5  # the argument, and the text behind the modules
+    batch = generate(client, [PROMPT, PROMPT.replace("miami", "rome")])
+    assert batch[0]["text"] == whole["text"]
+    assert [sorted(one["meta_info"]["reuse"]["modules"])[-1] for one in batch] == ["/plan/miami", "/plan/rome"]
+    response = client.post("/generate", json={"pml": PROMPT, "sampling_params": GREEDY, "stream": True})
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    assert events[-1]["text"] == whole["text"]
+    assert events[-1]["meta_info"]["reuse"]["modules"] == reuse["modules"]
+
+
+def test_options_of_a_request_hold_with_modules_too(client, add):
+    add(CITIES)
+    text = generate(client)["text"]
+    stopped = generate(client, sampling_params={**GREEDY, "stop": [text[5:9]]})
+    assert stopped["text"] == text[: text.index(text[5:9])]
+    several = generate(client, sampling_params={**GREEDY, "n": 2}, return_logprob=True, priority=1)
+    assert [one["text"] for one in several] == [text, text]
+    assert len(several[0]["meta_info"]["output_token_logprobs"]) == 8
+    shaped = generate(client, sampling_params={**GREEDY, "regex": "[a-c]{3}"})
+    assert len(shaped["text"]) == 3
+    salted = generate(client, cache_salt="mine")
+    assert (salted["text"], salted["meta_info"]["cached_tokens"]) == (text, 0)
+    assert generate(client, cache_salt="mine")["meta_info"]["cached_tokens"] > 0
+
+
+def test_a_pinned_schema_survives_a_flush(client, add):
+    made = add(CITIES, pin=True)
+    held = client.get("/cache/pins").json()
+    assert {pin["id"] for pin in held["pins"]} == set(made["pins"])
+    assert {pin["name"] for pin in held["pins"]} == {"cities"}
+    client.post("/flush_cache")
+    meta = generate(client)["meta_info"]
+    assert meta["reuse"]["computed_tokens"] == 5
+    assert len(add(CITIES, pin=True)["pins"]) == len(made["pins"]) == len(client.get("/cache/pins").json()["pins"])
+    client.delete("/v1/schemas/cities")
+    assert client.get("/cache/pins").json()["pins"] == []
+    add(CITIES)
+
+
+@pytest.mark.parametrize(
+    ("pml", "status", "words"),
+    [
+        (PROMPT.replace("miami", "oslo"), 400, "/plan/oslo, line 1: there is no module 'oslo'"),
+        (PROMPT.replace("cities", "towns"), 404, "there is no schema 'towns'"),
+        (PROMPT[:-4], 400, "this is no XML"),
+        (PROMPT.replace("best", "best " * 9000), 400, "but the model's context is 8192 tokens"),
+    ],
+)
+def test_a_prompt_that_does_not_fit(client, add, pml, status, words):
+    add(CITIES)
+    response = client.post("/generate", json={"pml": [PROMPT, pml], "sampling_params": GREEDY})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (status, "pml" if status == 400 else "schema")
+    assert words in error["message"]
+
+
+def test_modules_and_log_probabilities_of_the_prompt_exclude_each_other(client, add):
+    add(CITIES)
+    response = client.post("/generate", json={"pml": PROMPT, "return_logprob": True, "logprob_start_len": 0})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "logprob_start_len")
+    response = client.post("/generate", json={"pml": PROMPT, "text": "x"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "text")
+
+
+# -- chat
+
+
+def chat(api, messages: list, **fields):
+    extra = {"schema": "talk", **fields.pop("extra", {})}
+    return api.chat.completions.create(
+        model="smollm2", messages=messages, max_tokens=8, temperature=0, extra_body=extra, **fields
+    )
+
+
+def test_a_conversation_that_imports_all_modules_of_a_scaffold_is_the_plain_conversation(api, client, add):
+    add(TALK, mode="scaffold")
+    question = {"type": "text", "text": "Which is the second?"}
+    answer = chat(api, [{"role": "user", "content": [*PARTS, question]}])
+    spoken = [
+        {"role": "system", "content": "You are kind."},
+        {"role": "user", "content": "Read the first letter, alpha. the second letter, beta."},
+        {"role": "assistant", "content": "I have read both."},
+        {"role": "user", "content": "Which is the second?"},
+    ]
+    plain = api.chat.completions.create(model="smollm2", messages=spoken, max_tokens=8, temperature=0)
+    assert answer.choices[0].message.content == plain.choices[0].message.content
+    assert answer.usage.prompt_tokens == plain.usage.prompt_tokens
+    assert answer.reuse["modules"] == ["/ + /a + /b"]
+    chunks = list(chat(api, [{"role": "user", "content": [*PARTS, question]}], stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == plain.choices[0].message.content
+    assert chunks[-1].reuse["reused_tokens"] > 0
+    assert not hasattr(chunks[0], "reuse")
+
+
+def test_later_turns_read_the_earlier_ones(api, client, add):
+    add(TALK)
+    first = [{"role": "user", "content": PARTS[:1]}, {"role": "user", "content": "Which is it?"}]
+    answer = chat(api, first)
+    assert answer.reuse["modules"] == ["/", "/a"]
+    said = answer.choices[0].message.content
+    second = chat(api, [*first, {"role": "assistant", "content": said}, {"role": "user", "content": "Sure?"}])
+    assert second.reuse["reused_tokens"] >= answer.usage.prompt_tokens // 16 * 16
+
+
+def test_tools_follow_the_schema(api, client, add):
+    add(TALK)
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    answer = api.chat.completions.create(
+        model="smollm2", messages=[{"role": "user", "content": "Weather?"}], tools=[tool], tool_choice="required",
+        extra_body={"schema": "talk"}, max_tokens=64,
+    )  # fmt: skip
+    (call,) = answer.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"city": "Rome"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "content", "status", "param"),
+    [
+        ({"schema": "nobody"}, "x", 404, "schema"),
+        ({"schema": "cities"}, "x", 400, "schema"),
+        ({}, PARTS, 400, "schema"),
+        ({"schema": "talk"}, [{"type": "module", "module": {"path": "c"}}], 400, "messages"),
+        ({"schema": "talk"}, [*PARTS, *PARTS], 400, "messages"),
+        ({"schema": "talk"}, [{"type": "module", "module": {"path": ""}}], 400, "messages"),
+        ({"schema": "talk"}, [{"type": "module", "module": {"path": "a", "args": {"x": "y"}}}], 400, "messages"),
+        ({"schema": "talk"}, [{"type": "module", "module": {}}], 400, "messages.0.content.0.module.path"),
+        ({"schema": "talk"}, [{"type": "module", "module": {"path": 1}}], 400, "messages.0.content.0.module.path"),
+        ({"schema": "talk"}, [{"type": "modul", "module": {"path": "a"}}], 400, "messages.0.content.0.type"),
+    ],
+)  # fmt: skip
+def test_a_conversation_that_does_not_fit(client, add, fields, content, status, param):
+    add(TALK)
+    add(CITIES)
+    body = {"model": "smollm2", "messages": [{"role": "user", "content": content}], "max_tokens": 2, **fields}
+    response = client.post("/v1/chat/completions", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param)

@@ -1,0 +1,95 @@
+"""The store of schemas: names, accounts, times to live and bounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from runtime.models.tokenizer import Tokenizer
+from runtime.reuse.modules.markup import PmlError
+from server.http.errors import NotFound
+from server.schemas import store as room
+from server.schemas.store import SchemaConflict, SchemaStore, make
+
+
+@pytest.fixture(scope="module")
+def tokenizer(default_model_dir) -> Tokenizer:
+    return Tokenizer.load(default_model_dir)
+
+
+@pytest.fixture
+def schema(tokenizer):
+    def schema(name: str, text: str = "Some text.", mode: str = "independent"):
+        return make(f"<schema name='{name}'>{text}</schema>", mode, None, tokenizer, 8192)
+
+    return schema
+
+
+def test_the_same_schema_is_kept_once_and_another_one_of_its_name_is_refused(schema):
+    store = SchemaStore()
+    first, is_new = store.put("alice", schema("a"), None)
+    assert is_new
+    again, is_new = store.put("alice", schema("a"), None)
+    assert again is first
+    assert not is_new
+    for other in (schema("a", "Other text."), schema("a", mode="scaffold")):
+        with pytest.raises(SchemaConflict) as error:
+            store.put("alice", other, None)
+        assert (error.value.status, error.value.code) == (409, "schema_exists")
+    assert store.of("alice") == [first]
+    assert store.remove("alice", "a") is first
+    store.put("alice", schema("a", "Other text."), None)
+
+
+def test_a_schema_of_another_account_does_not_exist(schema):
+    store = SchemaStore()
+    store.put("alice", schema("a"), None)
+    store.put("bob", schema("a", "Other text."), None)
+    store.put("alice", schema("b"), None)
+    errors = []
+    for account, name in (("bob", "b"), ("bob", "never")):
+        for act in (store.get, store.remove):
+            with pytest.raises(NotFound) as error:
+                act(account, name)
+            errors.append(error.value.message.replace(name, "?"))
+    assert len(set(errors)) == 1
+    with pytest.raises(NotFound):
+        store.compile("bob", "<prompt schema='b'>x</prompt>")
+    assert store.compile("alice", "<prompt schema='b'>x</prompt>").rows == [3]
+    with pytest.raises(PmlError):
+        store.compile("alice", "<prompt schema='b'><c/>x</prompt>")
+    assert [stored.schema.name for stored in store.of("alice")] == ["a", "b"]
+
+
+def test_a_schema_expires_and_the_same_one_again_renews_it(schema):
+    now = 0.0
+    store = SchemaStore(lambda: now)
+    store.put("", schema("a"), 10)
+    store.put("", schema("b"), 10)
+    now = 9.0
+    assert store.get("", "a").describe(now)["expires_in_s"] == 1
+    store.put("", schema("b"), 10)
+    now = 10.0
+    with pytest.raises(NotFound):
+        store.get("", "a")
+    assert [stored.schema.name for stored in store.of("")] == ["b"]
+    _, is_new = store.put("", schema("a", "Other text."), None)
+    assert is_new
+    now = 1e9
+    assert [stored.schema.name for stored in store.of("")] == ["a"]
+
+
+def test_an_account_is_bounded(schema, monkeypatch):
+    monkeypatch.setattr(room, "MAX_SCHEMAS", 2)
+    store = SchemaStore()
+    store.put("alice", schema("a"), None)
+    store.put("alice", schema("b"), None)
+    with pytest.raises(SchemaConflict) as error:
+        store.put("alice", schema("c"), None)
+    assert error.value.code == "too_many_schemas"
+    store.put("alice", schema("b"), None)
+    store.put("bob", schema("c"), None)
+    store.remove("alice", "a")
+    store.put("alice", schema("c"), None)
+    monkeypatch.setattr(room, "MAX_SIZE", 500)
+    with pytest.raises(SchemaConflict):
+        store.put("bob", schema("d"), None)
