@@ -33,6 +33,7 @@ _PAGES = [
     Page("no page: curl, a client library", True),
     Page("the server's own page", True, headers=_from("http://{}", "same-origin", "cors")),
     Page("the server's own page, no Sec-Fetch-Site", True, headers=_from("http://{}", None)),
+    Page("the server's own page behind a proxy that ends TLS", True, headers=_from("https://{}", None)),
     Page("the address typed into a browser", True, headers=_from("", "none", "navigate")),
     Page("another site", False, headers=_from("https://b.example")),
     Page("another site, no Sec-Fetch-Site", False, headers=_from("http://b.example", None)),

@@ -391,7 +391,7 @@ def test_a_signal_while_the_model_is_loaded(tiny_dir, tmp_path, number, code):
             command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(tmp_path / "tmp")}, process_group=0
         )
     deadline = time.monotonic() + 60
-    while not list((tmp_path / "tmp").glob("ramet-*/inbox-1")):
+    while not list((tmp_path / "tmp").glob("ramet-*/inbox")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     os.killpg(process.pid, number)
