@@ -114,9 +114,9 @@ class Request:
     Attributes:
         strategy: decides what the request reads and computes; `reuse` is the state that it keeps here.
         decoding: chooses the request's tokens; `canvas` is the state that it keeps here for a diffusion model.
+        owner: whose quota the pages count against that the request leaves in the tree.
         entry_tokens: int32, tokens of the prompt whose KV the request reads from entries, beside `tokens`.
         owed: rows of entries that it has yet to encode before its own.
-        owner: whose quota the pages count against that the request leaves in the tree.
         max_tokens: length of prompt and output at which the request ends, without `entry_tokens`.
         prompt_logprobs_from: the first prompt index whose log-probability is still owed; None: none is.
         counts: int64 [vocab], how often each token was generated, and `prompt_ids`, those of the prompt; on the

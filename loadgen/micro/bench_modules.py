@@ -187,7 +187,7 @@ def _ratio(base: Sequence[float], mine: Sequence[float]) -> str:
     """The ratio of two medians with its 95 % interval."""
     rng = np.random.default_rng(0)
     low, high = ratio_interval(np.array(base), np.array(mine), np.median, 1000, rng)
-    return f"{np.median(base) / np.median(mine):.1f} [{low:.1f}, {high:.1f}]"
+    return f"{np.median(base) / np.median(mine):.3g} [{low:.3g}, {high:.3g}]"
 
 
 def _first_table(first: dict[int, dict[str, Samples]], arguments: argparse.Namespace) -> Table:

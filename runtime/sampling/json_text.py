@@ -45,11 +45,13 @@ def _refuse(name: str) -> NoReturn:
 
 
 def check_shape(text: bytes) -> None:
-    """Raise ValueError for JSON text that is too deep or has too many nodes or values to be parsed.
+    """Raise ValueError for JSON text that is not UTF-8, too deep, or has too many nodes or values to be parsed.
 
     A megabyte of `[]` takes a fifth of a second and 30 MiB to parse; to count them takes milliseconds. The counts of
     text that is no JSON mean nothing, but up to its first error they are right.
     """
+    if b"\0" in text:  # UTF-16, whose letters look like quotation marks, and which Python's parser takes
+        raise ValueError("NUL bytes: JSON is UTF-8")
     if len(text) <= _SHORT and text.count(b"[") + text.count(b"{") <= MAX_DEPTH:
         return
     marks = _outside_strings(_without_escapes(text))

@@ -33,13 +33,14 @@ class Origins:
 
     def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Raise Forbidden for a foreign page."""
-        own = scope["scheme"].encode() + b"://" + headers.get(b"host", b"")
         origin = headers.get(b"origin")
         if b"*" in self.allowed or origin in self.allowed:
             return
         follows_link = scope["method"] == "GET" and headers.get(b"sec-fetch-mode") == b"navigate"
         crosses = headers.get(b"sec-fetch-site") in _FOREIGN and not follows_link
-        if crosses or (origin is not None and origin.lower() != own.lower()):
+        # Not the scheme: a proxy may have ended TLS before this server.
+        own = headers.get(b"host", b"").lower()
+        if crosses or (origin is not None and origin.lower().partition(b"://")[2] != own):
             raise Forbidden("pages of this origin may not send requests; --cors-origins lists those that may")
 
 

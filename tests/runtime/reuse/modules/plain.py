@@ -102,6 +102,7 @@ class ModuleDriver(Driver):
     def __init__(self, path: Path, **options: Any):
         super().__init__(make_core(path, **options))
         self.prompts: dict[str, Prompt] = {}
+        self.wanted: dict[str, int] = {}
 
     def ask(self, rid: str, prompt: Prompt, count: int = 3, sampling: dict[str, Any] | None = None, **fields: Any):
         """Add a request; `fields` of its message."""

@@ -1,0 +1,94 @@
+"""The shape of JSON text is counted as the parser sees it, before it is parsed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.sampling import json_text
+from runtime.sampling.json_text import MAX_DEPTH, MAX_NODES, MAX_VALUES, check_shape, check_texts, parse_json
+
+TRICKY = st.text(st.sampled_from('"\\[]{}:,.eE a\u2200'))
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TRICKY
+JSON = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(TRICKY, inner), max_leaves=20)
+
+
+def nodes(value) -> int:
+    """Lists, objects, names, and the points and exponents of numbers and truth values."""
+    if isinstance(value, list):
+        return 1 + sum(map(nodes, value))
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(nodes, value.values()))
+    if isinstance(value, str) or value is None:
+        return 0
+    return sum(json.dumps(value).count(mark) for mark in ".eE")
+
+
+def commas(value) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return max(len(inner) - 1, 0) + sum(map(commas, inner))
+
+
+def depth(value) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(depth, inner), default=0)
+
+
+@settings(max_examples=60)
+@given(value=JSON, ascii_only=st.booleans())
+def test_every_bound_is_met_exactly(value, ascii_only):
+    text = json.dumps(value, ensure_ascii=ascii_only).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_text, "_SHORT", 0)
+        for name, count in (("NODES", nodes(value)), ("VALUES", commas(value) + 1), ("DEPTH", depth(value))):
+            patch.setattr(json_text, f"MAX_{name}", count)
+            check_shape(text)
+            if count > (name == "VALUES"):
+                patch.setattr(json_text, f"MAX_{name}", count - 1)
+                with pytest.raises(ValueError, match="more than"):
+                    check_shape(text)
+            patch.undo()
+            patch.setattr(json_text, "_SHORT", 0)
+
+
+@settings(max_examples=30)
+@given(values=st.lists(JSON), broken=TRICKY)
+def test_texts_are_counted_together(values, broken):
+    """A text that is no JSON hides nothing of the others."""
+    texts = [json.dumps(value) for value in values]
+    total = sum(map(nodes, values))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_text, "MAX_NODES", total - 1)
+        if total:
+            with pytest.raises(ValueError, match="more than"):
+                check_texts([f'"{broken}', *texts])
+        patch.setattr(json_text, "MAX_NODES", total)
+        check_texts(texts)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[" * (MAX_DEPTH + 1), "levels"),
+        ('{"":' * (MAX_DEPTH + 1), "levels"),
+        ("[" + "[]," * MAX_NODES, "lists"),
+        ("[" + "0.1," * MAX_NODES, "fractions"),
+        ('{"":0' + ',"":0' * MAX_NODES, "names"),
+        ("[0" + ",0" * MAX_VALUES + "]", "values"),
+        ("[]" + "]" * 5000 + "[" * 70, "Extra data"),
+        ('"' + "[" * 100 + '"x', "Extra data"),
+        ('["\\\\\\"' + "[" * 100 + '", NaN]', "NaN is not JSON"),
+    ],
+)
+def test_what_is_refused(text, problem):
+    with pytest.raises(ValueError, match=problem):
+        parse_json(text)
+
+
+@pytest.mark.parametrize("coding", ["utf-16", "utf-16-le", "utf-32"])
+def test_other_encodings_hide_nothing(coding):
+    with pytest.raises(ValueError, match="UTF-8"):
+        check_shape(('{"\u2200": ' + "[" * 100).encode(coding))

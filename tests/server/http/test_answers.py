@@ -1,0 +1,118 @@
+"""Long answers are encoded in slices; they are what they would be in one piece."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.frontend.output import Output
+from runtime.models.tokenizer import Tokenizer
+from runtime.protocol import Finish, TokenLogprob
+from server.admin.metrics import Metrics
+from server.http.answers import JsonAnswer, JsonList, encode, write_logprobs
+from server.http.generate import GenerateRequest, _answer
+
+VALUES = st.recursive(st.none() | st.booleans() | st.integers(0, 9) | st.text(), st.lists, max_leaves=5)
+
+
+@settings(max_examples=30)
+@given(st.dictionaries(st.text(), VALUES | st.lists(VALUES).map(tuple)))
+def test_lists_in_slices(answer):
+    """Tuples stand for the lists that are encoded before the rest."""
+
+    def sliced(value):
+        if not isinstance(value, tuple):
+            return value
+        made = JsonList()
+        for element in value:
+            made.append(element)
+        assert len(made) == len(value)
+        return made
+
+    assert json.loads(encode({name: sliced(value) for name, value in answer.items()})) == json.loads(json.dumps(answer))
+
+
+def output(index: int, top: int, logprob: float = -1.0) -> Output:
+    items = [TokenLogprob(i, logprob, [(i + j, -0.1 * j) for j in range(top)]) for i in range(3)]
+    return Output(index, 0, "r", "x", "x", [5], [5], items, items, 3, 0, 1, Finish("length"), 0, 0, 0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_no_answer_has_numbers_that_json_lacks(value):
+    with pytest.raises(ValueError, match="log-probability"):
+        asyncio.run(write_logprobs(print, output(0, 2, value)))
+
+
+def test_a_long_answer_is_sent_in_pieces():
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(JsonAnswer(["x" * (1 << 20)])({"type": "http"}, None, send))
+    assert json.loads(b"".join(message.get("body", b"") for message in sent)) == ["x" * (1 << 20)]
+    assert int(dict(sent[0]["headers"])[b"content-length"]) == (1 << 20) + 4
+    assert [message["more_body"] for message in sent[1:]] == [True] * (len(sent) - 2) + [False]
+    assert len(sent) > 4
+
+
+class Outputs:
+    """A stream of Outputs that have all arrived."""
+
+    def __init__(self, outputs):
+        self._left = list(outputs)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        pass
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        if not self._left:
+            raise StopAsyncIteration
+        return self._left.pop()
+
+
+def test_a_large_answer_leaves_the_event_loop_to_others(default_model_dir):
+    """256 prompts with 128 alternatives for each of their tokens: they took 1 s at a stretch."""
+    tokenizer = Tokenizer.load(default_model_dir)
+    body = GenerateRequest(
+        input_ids=[[0] * 3] * 256,
+        return_logprob=True,
+        logprob_start_len=0,
+        top_logprobs_num=128,
+        return_text_in_logprobs=True,
+    )
+    context = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), metrics=Metrics("x"))
+    turns = []
+
+    async def tick():
+        while True:
+            turns.append(time.process_time())
+            await asyncio.sleep(0.001)
+
+    async def main():
+        ticker = asyncio.create_task(tick())
+        await asyncio.sleep(0)
+        answer = encode(await _answer(body, True, Outputs(output(i, 128) for i in range(256)), context))
+        turns.append(time.process_time())
+        ticker.cancel()
+        return json.loads(answer)
+
+    entries = asyncio.run(main())
+    assert len(entries) == 256
+    first = [-1.0, 0, tokenizer.decode([0], False)]
+    assert entries[7]["meta_info"]["input_token_logprobs"][0] == first
+    assert len(entries[7]["meta_info"]["output_top_logprobs"][2]) == 128
+    assert max(later - earlier for earlier, later in pairwise(turns)) < 0.25

@@ -1,0 +1,294 @@
+"""No body costs more than its length allows: the worst value for each field of each route, a mebibyte long.
+
+The application runs in process, with the real validation, tokenizer and chat template, up to the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+from fastapi import FastAPI
+
+from runtime.config import Config
+from runtime.errors import Overloaded
+from runtime.frontend.async_engine import AsyncEngine
+from runtime.frontend.processor import Frontend
+from runtime.models.tokenizer import Tokenizer
+from runtime.protocol import ModelInfo
+from runtime.sampling.json_text import MAX_NODES
+from server.http.app import create_app
+
+MIB = 1 << 20
+# For each body: processor seconds in all, and between two turns of the event loop; bytes.
+MOST_CPU_S, MOST_GAP_S, MOST_BYTES = 0.3, 0.1, 64 * MIB
+# The same processor parses a mebibyte of numbers so fast, unless it is busy.
+NUMBERS_S = 0.015
+# Room for the other fields of a body, and for their nodes.
+SIZE, NODES = MIB - 300, MAX_NODES - 100
+ROUTES = ("/generate", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/completions", "/cache/pin")
+ROUTES = (*ROUTES, "/abort_request")
+
+
+def fill(element: str, ends: str = "[]", most: int = MIB, last: str = "") -> str:
+    """A list of as many equal elements as fit, and another last one."""
+    count = min((SIZE - 2 - len(last)) // (len(element) + 1), most)
+    return f"{ends[0]}{','.join([element] * count + [last] * bool(last))}{ends[1]}"
+
+
+def names(element: str, most: int) -> str:
+    return "{" + ",".join(element % i for i in range(most)) + "}"
+
+
+def padded(short: str) -> str:
+    """A list, made longer by numbers."""
+    return f"{short[:-1]},{fill('0')[1 : SIZE - len(short)].rstrip(',')}]"
+
+
+NUMBERS = fill("0")
+WORST = {
+    "lists": padded(fill("[]", most=NODES)),
+    "objects": padded(fill("{}", most=NODES)),
+    "deep lists": padded(fill("[" * 50 + "]" * 50, most=NODES // 50)),
+    "deep objects": padded(fill('{"":' * 50 + "0" + "}" * 50, most=NODES // 100)),
+    "too many lists": fill("[]"),
+    "unknown": names('"%x":0', NODES),
+    "null": names('"%x":null', NODES),
+    "decimal": names('"%d":0', NODES),
+    "repeated": fill('"a":0', "{}", NODES),
+    "fractions": '{"enum":' + padded(fill("2.2250738585072011e-308", most=NODES // 2)) + "}",
+    "texts": fill('""'),
+    "negative": fill("-1"),
+    "digits": fill("9" * 4300),
+    "late": fill("0", last='""'),
+    "late text": fill('"a"', last="0"),
+    "late in a batch": f"[{fill('0', last='')[:-1000]}0,-1]]",
+    "batch": fill(fill("0", most=600), most=2000),
+    "one number": "9" * SIZE,
+    "one fraction": "0." + "1" * (SIZE - 2),
+    "long": f'"{"a" * (SIZE - 2)}"',
+    "escapes": '"' + "\\u20ac" * (SIZE // 6 - 1) + '"',
+    "surrogates": '"' + "\\ud800" * (SIZE // 6 - 1) + '"',
+    "quoted": '"' + fill("[]")[2:-2] + '"',
+    "quoted braces": '"' + "{" * (SIZE - 2) + '"',
+}
+ANY = ("unknown",)
+SCALARS = ("integer", "number", "boolean", "any")
+TEXTS = (*ANY, "lists", "texts", "late text", "long")
+IDS = ("lists", "objects", "deep lists", "negative", "late", "digits", "batch", "late in a batch")
+OBJECTS = ("objects", "deep objects", "unknown", "null", "repeated")
+# The worst values that were found, for each kind of field in the OpenAPI document.
+TABLE = {
+    "body": (*OBJECTS, "too many lists", "decimal", "one number", "texts"),
+    "integer": ANY,
+    "number": ANY,
+    "boolean": ANY,
+    "string": (*ANY, "escapes"),
+    "any": ("deep lists",),
+    "object": OBJECTS,
+    "map": (*OBJECTS, "decimal", "fractions"),
+    "list of string": TEXTS,
+    "list of string|string": TEXTS,
+    "list of integer": IDS,
+    "list of integer|list of list of integer": IDS,
+    "list of integer|list of list of integer|list of string|string": {*TEXTS, *IDS},
+    "list of object": OBJECTS,
+    "list of object|object": OBJECTS,
+    "list of object|string": (*OBJECTS, "quoted", "quoted braces", "surrogates"),
+    "object|string": OBJECTS,
+}
+
+
+def conversation(*arguments: str, **fields) -> bytes:
+    calls = [{"function": {"name": "f", "arguments": text}} for text in arguments]
+    turns = [{"role": "assistant", "tool_calls": calls[i : i + 128]} for i in range(0, len(calls), 128)]
+    body = {"model": "smollm2-135m-instruct", "messages": turns or [{"role": "user", "content": "x"}], **fields}
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def tool(**schema) -> dict:
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+PART = {"type": "text", "text": ""}
+# Worst bodies whose fields are worst together.
+WHOLE = {
+    "many calls": conversation(*["{}"] * 10_000),
+    "nested arguments": conversation(*["[" * 33 + "]" * 33] * 9_000),
+    "deep arguments": conversation(*[fill("[" * 50 + "]" * 50, most=1300)] * 7),
+    "arguments of fractions": conversation(fill("0.1")[: SIZE - 1000] + "1]"),
+    "arguments of numbers": conversation(fill("0", most=500_000)),
+    "many messages": conversation(messages=[{"role": "user", "content": "x"}] * 4096),
+    "many parts": conversation(messages=[{"role": "user", "content": [PART] * 4000}] * 5),
+    "tools of fractions": conversation(tools=[tool(enum=[0.1] * 400)] * 128, tool_choice="required"),
+    "tools of references": conversation(tools=[tool(a=[{"$ref": "#/"}] * 150)] * 128, tool_choice="required"),
+    "tools of numbers": conversation(tools=[tool(enum=[0] * 3900)] * 128, tool_choice="required"),
+    "ignored": conversation(metadata=[0] * 500_000),
+}
+
+
+class Unreached(AsyncEngine):
+    """An engine that takes no requests. Its context is short, so that long texts are refused by their length."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        super().__init__(Config())
+        self.info = ModelInfo("smollm2-135m-instruct", "", "", 49152, 512, [2], "", "", "", 16, 4096)
+        self.tokenizer = tokenizer
+        self._frontend = Frontend(self.info, tokenizer, self._send, self.config.scheduler)
+
+    def _send(self, message) -> None:
+        raise Overloaded("the engine was reached")
+
+
+@pytest.fixture(scope="module")
+def app(default_model_dir) -> Iterator[FastAPI]:
+    app = create_app(Unreached(Tokenizer.load(default_model_dir)), Config(), [])
+    gc.collect()
+    gc.freeze()  # other tests' objects
+    yield app
+    gc.unfreeze()
+
+
+@dataclass
+class Fields:
+    """The fields of the bodies in an OpenAPI document: their names, kinds, and bodies with a value in their place.
+
+    Routes share models. A scalar field of one costs the same everywhere, and comes once.
+    """
+
+    document: dict
+    seen: list = field(default_factory=list)
+
+    def options(self, schema: dict) -> list[dict]:
+        if "$ref" in schema:
+            return self.options(self.document["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]])
+        several = schema.get("anyOf") or schema.get("oneOf")
+        return [option for one in several for option in self.options(one)] if several else [schema]
+
+    def kind(self, schema: dict) -> str:
+        kinds = set()
+        for option in self.options(schema):
+            kind = option.get("type", "any")
+            if kind == "array":
+                kind = f"list of {self.kind(option['items'])}"
+            kinds.add("map" if kind == "object" and "properties" not in option else kind)
+        return "|".join(sorted(kinds - {"null"}))
+
+    def least(self, schema: dict):
+        """A valid value."""
+        option = self.options(schema)[0]
+        if option.get("type") == "object":
+            return {name: self.least(option["properties"][name]) for name in option.get("required", ())}
+        least = {"string": "x", "array": [], "integer": 1}.get(option.get("type"))
+        return option.get("const", option.get("enum", [least])[0])
+
+    def walk(self, schema: dict) -> Iterator[tuple[str, str, Callable]]:
+        for option in self.options(schema):
+            if option.get("type") == "array":
+                for path, kind, place in self.walk(option["items"]):
+                    yield f"[].{path}", kind, lambda value, place=place: [place(value)]
+            known = option in self.seen
+            self.seen.append(option)
+            for name, inner in option.get("properties", {}).items():
+                if known and self.kind(inner) in SCALARS:
+                    continue
+                given = {**self.least(option), **option.get("example", {})}
+                rest = {other: given[other] for other in option.get("required", ()) if other != name}
+                yield name, self.kind(inner), lambda value, name=name, rest=rest: {**rest, name: value}
+                for path, kind, place in self.walk(inner):
+                    at = f"{name}.{path}"
+                    yield at, kind, lambda value, name=name, rest=rest, place=place: {**rest, name: place(value)}
+
+    def of(self, path: str) -> Iterator[tuple[str, str, Callable]]:
+        schema = self.document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        yield "", "body", lambda value: value
+        yield from self.walk(schema)
+
+
+async def ask(app: FastAPI, path: str, body: bytes) -> tuple[int, float, float]:
+    """Status, processor seconds, and the most of them between two turns of the event loop."""
+    messages, sent, gaps = [{"type": "http.request", "body": body, "more_body": False}], [], []
+
+    async def receive():
+        return messages.pop() if messages else await asyncio.sleep(60)
+
+    async def send(message):
+        sent.append(message)
+
+    async def tick():
+        while True:
+            gaps.append(time.process_time())
+            await asyncio.sleep(0.001)
+
+    scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path}
+    scope |= {"raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": [], "client": ("", 1)}
+    ticker = asyncio.create_task(tick())
+    await asyncio.sleep(0)
+    await app(scope, receive, send)
+    gaps.append(time.process_time())
+    ticker.cancel()
+    longest = max(later - earlier for earlier, later in pairwise(gaps))
+    return sent[0]["status"], gaps[-1] - gaps[0], longest
+
+
+def check(app: FastAPI, path: str, body: bytes, name: str) -> None:
+    """The best of three counts, each beside a known one, as other processes take caches and turns."""
+    assert len(body) <= MIB
+    for _ in range(3):
+        status, cpu_s, gap_s = asyncio.run(ask(app, path, body))
+        assert status in (200, 400, 404, 503), name
+        if cpu_s <= MOST_CPU_S and gap_s <= MOST_GAP_S:
+            return
+        begin_s = time.process_time()
+        json.loads(NUMBERS)
+        slowness = max((time.process_time() - begin_s) / NUMBERS_S, 1)
+        if cpu_s <= MOST_CPU_S * slowness and gap_s <= MOST_GAP_S * slowness:
+            return
+    pytest.fail(f"{path} {name}: {cpu_s:.3f} CPU seconds, {gap_s:.3f} at a stretch")
+
+
+@pytest.fixture(scope="module")
+def bodies(app) -> dict[str, list[tuple[str, str, str]]]:
+    """Field, value, and body with a place for the value, by route."""
+    fields = Fields(app.openapi())
+    return {
+        path: [(name, value, json.dumps(put("HERE"))) for name, kind, put in fields.of(path) for value in TABLE[kind]]
+        for path in ROUTES
+    }
+
+
+def filled(body: str, value: str) -> bytes:
+    return body.replace('"HERE"', WORST[value]).encode()
+
+
+def test_the_table_has_every_route(app):
+    assert {path for path, methods in app.openapi()["paths"].items() if "requestBody" in str(methods)} == {*ROUTES}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_the_worst_value_of_each_field(app, bodies, path):
+    for name, value, body in bodies[path]:
+        check(app, path, filled(body, value), f"{name}: {value}")
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_worst_conversations(app, name):
+    check(app, "/v1/chat/completions", WHOLE[name], name)
+
+
+@pytest.mark.parametrize("value", ["lists", "deep lists", "deep objects", "unknown", "fractions", "texts", "batch"])
+def test_the_memory_of_the_worst_values(app, bodies, value):
+    """Of those that make most objects, in the first field that has them."""
+    path, body = next((path, body) for path in ROUTES for _, found, body in bodies[path] if found == value)
+    tracemalloc.start()
+    asyncio.run(ask(app, path, filled(body, value)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < MOST_BYTES
