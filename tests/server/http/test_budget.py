@@ -34,7 +34,7 @@ NUMBERS_S = 0.015
 # Room for the other fields of a body, and for their nodes.
 SIZE, NODES = MIB - 300, MAX_NODES - 100
 ROUTES = ("/generate", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/completions", "/cache/pin")
-ROUTES = (*ROUTES, "/abort_request")
+ROUTES = (*ROUTES, "/v1/schemas", "/abort_request")
 
 
 def fill(element: str, ends: str = "[]", most: int = MIB, last: str = "") -> str:
@@ -102,6 +102,7 @@ TABLE = {
     "list of object": OBJECTS,
     "list of object|object": OBJECTS,
     "list of object|string": (*OBJECTS, "quoted", "quoted braces", "surrogates"),
+    "list of list of string": (*TEXTS, "objects", "batch"),
     "object|string": OBJECTS,
 }
 
