@@ -96,6 +96,7 @@ TABLE = {
     "map": (*OBJECTS, "decimal", "fractions"),
     "list of string": TEXTS,
     "list of string|string": TEXTS,
+    "list of list of string": (*TEXTS, "batch"),
     "list of integer": IDS,
     "list of integer|list of list of integer": IDS,
     "list of integer|list of list of integer|list of string|string": {*TEXTS, *IDS},
@@ -118,6 +119,10 @@ def tool(**schema) -> dict:
     return {"type": "function", "function": {"name": "f", "parameters": schema}}
 
 
+def union(*modules: str) -> bytes:
+    return json.dumps({"pml": f"<schema name='a'><union>{''.join(modules)}</union></schema>"}).encode()
+
+
 PART = {"type": "text", "text": ""}
 # Worst bodies whose fields are worst together.
 WHOLE = {
@@ -132,6 +137,14 @@ WHOLE = {
     "tools of references": conversation(tools=[tool(a=[{"$ref": "#/"}] * 150)] * 128, tool_choice="required"),
     "tools of numbers": conversation(tools=[tool(enum=[0] * 3900)] * 128, tool_choice="required"),
     "ignored": conversation(metadata=[0] * 500_000),
+}
+
+
+# Worst schemas; `test_pml.py` has those that are refused.
+SCHEMAS = {
+    "many modules": union(*(f"<module name='m{i}'>x</module>" for i in range(11_000))),
+    "long modules": union(*(f"<module name='m{i}'>{'and so on ' * 8}</module>" for i in range(3_000))),
+    "parameters": union(*(f"<module name='m{i}'><param name='p' len='150'/></module>" for i in range(5_000))),
 }
 
 
@@ -282,6 +295,12 @@ def test_the_worst_value_of_each_field(app, bodies, path):
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_worst_conversations(app, name):
     check(app, "/v1/chat/completions", WHOLE[name], name)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_worst_schemas(app, name):
+    check(app, "/v1/schemas", SCHEMAS[name], name)
+    app.state.context.schemas.remove("", "a")
 
 
 @pytest.mark.parametrize("value", ["lists", "deep lists", "deep objects", "unknown", "fractions", "texts", "batch"])
