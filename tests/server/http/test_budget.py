@@ -58,7 +58,7 @@ WORST = {
     "objects": padded(fill("{}", most=NODES)),
     "deep lists": padded(fill("[" * 50 + "]" * 50, most=NODES // 50)),
     "deep objects": padded(fill('{"":' * 50 + "0" + "}" * 50, most=NODES // 100)),
-    "too many lists": fill("[]"),
+    "too many lists": fill("[" * 50 + "]" * 50),
     "unknown": names('"%x":0', NODES),
     "null": names('"%x":null', NODES),
     "decimal": names('"%d":0', NODES),

@@ -1,0 +1,639 @@
+"""The scheduler over a real cache and the strategy of causal models; instead of a model, every row gives token 9."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import count
+
+import pytest
+import torch
+
+from radix import Namespace
+from runtime.config import make_config
+from runtime.engine.scheduler import Scheduler
+from runtime.kv.cache import PagedCache
+from runtime.kv.pool import KVPool
+from runtime.params import SamplingParams
+from runtime.request import Request, Sequence, Status, Work
+from runtime.reuse.prefix import PrefixStrategy
+from runtime.reuse.strategy import Found
+
+
+class InTurns(PrefixStrategy):
+    """Rows that see each other, as a canvas's: all of a request's tokens in every step."""
+
+    name = "in turns"
+    takes_turns = True
+
+    def __init__(self, cache: PagedCache, num_layers: int):
+        super().__init__(cache, num_layers)
+        self.limits: list[int] = []  # rows that were left, for each share
+
+    def find(self, request: Request) -> Found:
+        return Found()
+
+    def peer(self, request, found, computing):
+        return None
+
+    def admit(self, request: Request, found: Found, headroom: int) -> bool:
+        return True
+
+    def work(self, request: Request, limit: int) -> Work:
+        self.limits.append(limit)
+        return Work(request, 0, len(request.tokens), len(request.tokens))
+
+    def book(self, work: Work, saved, seconds: float) -> bool:
+        return True
+
+
+class Engine:
+    """Steps without a model."""
+
+    def __init__(self, pages: int = 64, page_size: int = 1, step_tokens: int = 32, **options):
+        config = make_config(page_size=page_size, **{"schedule_policy": "priority", **options})
+        pool = KVPool(1, pages, page_size, 1, 1, torch.float32, torch.device("cpu"))
+        self.cache = PagedCache(pool, config.cache, clock=lambda: 0.0)
+        self.scheduler = Scheduler(config.scheduler, self.cache, step_tokens)
+        self.causal, self.in_turns = PrefixStrategy(self.cache, 1), InTurns(self.cache, 1)
+        self.requests: dict[str, Request] = {}
+        self.serials = count()
+        self.work: list[Work] = []
+
+    def add(self, rid: str, tokens: list[int], new: int = 100, blocked_on: object = None, **fields) -> Request:
+        request = self.requests[rid] = Request(
+            rid, Sequence(array("i", tokens)), len(tokens), SamplingParams(), frozenset(), len(tokens) + new,
+            **{"strategy": self.causal, "decoding": None, "serial": next(self.serials), **fields},
+        )  # fmt: skip
+        self.scheduler.add(request, blocked_on)
+        return request
+
+    def step(self) -> dict[str, int]:
+        """Run a step; the rows of each request."""
+        self.work = self.scheduler.schedule()
+        rows = {item.request.rid: item.num_rows for item in self.work}
+        for item in self.work:
+            request, prefills, samples = item.request, item.prefills, item.samples
+            request.strategy.book(item, (), float(item.num_rows))
+            if prefills:
+                self.scheduler.computed(request)
+            if samples and not request.strategy.takes_turns:
+                request.tokens.append(9)
+                if len(request.tokens) == request.max_tokens:
+                    self.scheduler.remove(request)
+        self.cache.check(self.scheduler.running)
+        return rows
+
+    def steps(self, number: int) -> list[dict[str, int]]:
+        return [self.step() for _ in range(number)]
+
+    def remove(self, rid: str, keep: bool = True) -> None:
+        self.scheduler.remove(self.requests[rid], keep)
+
+    def cached(self, tokens: list[int], namespace: Namespace = Namespace()) -> int:
+        return len(self.cache.tree.match(array("i", tokens).tobytes(), namespace).pages)
+
+    @property
+    def running(self) -> str:
+        return "".join(request.rid for request in self.scheduler.running)
+
+    @property
+    def waiting(self) -> str:
+        return "".join(request.rid for request in self.scheduler.waiting)
+
+    @property
+    def blocked(self) -> str:
+        return "".join(request.rid for request in self.scheduler.blocked)
+
+
+def prompt(number: int, length: int) -> list[int]:
+    return [100 * number + i for i in range(length)]
+
+
+# -- the budget of rows ------------------------------------------------------------------------------------------
+
+
+def test_decode_rows_come_first_then_chunks_then_newcomers():
+    engine = Engine(step_tokens=10, chunk_tokens=4)
+    engine.add("a", prompt(1, 4))
+    engine.add("b", prompt(2, 9))
+    assert engine.step() == {"a": 4, "b": 4}
+    engine.add("c", prompt(3, 9))
+    assert engine.step() == {"a": 1, "b": 4, "c": 4}
+    engine.add("d", prompt(4, 9))
+    assert engine.step() == {"a": 1, "b": 1, "c": 4, "d": 4}
+    assert engine.step() == {"a": 1, "b": 1, "c": 1, "d": 4}
+
+
+def test_a_step_has_no_more_rows_than_its_budget():
+    engine = Engine(step_tokens=10)
+    engine.add("a", prompt(1, 7))
+    engine.add("b", prompt(2, 8))
+    engine.add("c", prompt(3, 5))
+    assert engine.step() == {"a": 7, "b": 3}
+    assert engine.waiting == "c", "no row is left for it"
+    assert engine.step() == {"a": 1, "b": 5, "c": 4}
+    assert engine.step() == {"a": 1, "b": 1, "c": 1}
+
+
+def test_a_configured_step_goes_before_the_device_s():
+    engine = Engine(step_tokens=10, **{"chunk_tokens": None})
+    assert (engine.scheduler.step_tokens, engine.scheduler._chunk_tokens) == (10, 10)
+    engine = Engine(chunk_tokens=3)
+    engine.scheduler = Scheduler(make_config(step_tokens=5).scheduler, engine.cache, 10)
+    engine.add("a", prompt(1, 7))
+    assert engine.steps(2) == [{"a": 5}, {"a": 2}]
+
+
+def test_running_prompts_share_what_is_left_to_the_last_row():
+    engine = Engine(step_tokens=5, chunk_tokens=4)
+    engine.add("a", prompt(1, 20))
+    engine.add("b", prompt(2, 20))
+    assert engine.steps(2) == [{"a": 4, "b": 1}] * 2
+    engine.scheduler.step_tokens = 4
+    assert engine.step() == {"a": 4}, "a share without rows is none"
+
+
+def test_no_more_run_than_may():
+    engine = Engine(max_running=2)
+    for rid in "abc":
+        engine.add(rid, prompt(ord(rid), 3), new=2)
+    assert engine.step().keys() == {"a", "b"}
+    assert engine.step() == {"a": 1, "b": 1}
+    assert engine.step() == {"c": 3}
+
+
+# -- peers -------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_prefix_waits_for_the_one_that_computes_it_and_no_longer():
+    engine = Engine(page_size=4, step_tokens=9, chunk_tokens=3)
+    shared = prompt(1, 12)
+    engine.add("a", shared)
+    engine.add("b", [*shared[:4], 7, 8])
+    engine.add("c", [*shared[:8], 7])
+    assert engine.step() == {"a": 3}
+    states = [engine.requests[rid].status for rid in "abc"]
+    assert states == [Status.RUNNING, Status.BLOCKED, Status.BLOCKED]
+    assert engine.step() == {"a": 3}
+    assert engine.waiting == "bc", "the awaited page is there"
+    assert engine.step() == {"a": 3, "b": 2}, "b reads it, and c waits for the next"
+    assert engine.waiting == "c"
+    assert engine.step() == {"a": 3, "b": 1, "c": 1}
+
+
+@pytest.mark.parametrize("field", ["tenant", "salt", "entry"])
+def test_nobody_waits_for_a_prefix_of_another_namespace(field):
+    """Else the time to the first token would tell that somebody else computes the same prompt now."""
+    engine = Engine(chunk_tokens=4)
+    engine.add("a", prompt(1, 8), namespace=Namespace(**{field: "a"}))
+    engine.add("b", prompt(1, 8), namespace=Namespace(**{field: "b"}))
+    engine.add("c", prompt(1, 8))
+    assert engine.steps(2) == [{"a": 4, "b": 4, "c": 4}] * 2
+    assert not engine.blocked
+
+
+def test_a_peer_that_ends_wakes_whoever_waits_for_it():
+    for keep in (True, False):
+        engine = Engine(page_size=8, chunk_tokens=6)
+        engine.add("a", prompt(1, 20))
+        engine.add("b", prompt(1, 21))
+        engine.add("c", prompt(1, 22))
+        assert engine.step() == {"a": 6}
+        assert engine.blocked == "bc"
+        engine.remove("c")
+        engine.remove("a", keep)
+        assert (engine.running, engine.waiting, engine.blocked) == ("", "b", "")
+        assert engine.step() == {"b": 6}
+
+
+def test_a_peer_that_is_retracted_wakes_whoever_waits_for_it():
+    engine = Engine(page_size=8, chunk_tokens=5)
+    engine.add("a", prompt(1, 4))
+    engine.step()
+    engine.add("b", prompt(2, 12))
+    engine.add("c", prompt(2, 13))
+    assert engine.step() == {"a": 1, "b": 5}
+    assert engine.blocked == "c"
+    engine.scheduler._retract(engine.requests["b"])
+    assert sorted(engine.waiting) == ["b", "c"]
+    assert not engine.blocked
+    assert engine.requests["b"].status is Status.WAITING
+
+
+def test_only_requests_of_the_same_strategy_are_peers():
+    engine = Engine(chunk_tokens=4)
+    engine.add("a", prompt(1, 8), strategy=PrefixStrategy(engine.cache, 1))
+    engine.add("b", prompt(1, 8))
+    assert engine.step() == {"a": 4, "b": 4}
+
+
+def test_a_peer_is_one_that_prefills_beyond_this_step():
+    engine = Engine()
+    engine.add("a", [5])
+    engine.add("b", [5, 6])
+    assert engine.step() == {"a": 1, "b": 2}
+    engine.add("c", [7, 8])
+    engine.add("d", [7, 8, 9])
+    assert engine.step() == {"a": 1, "b": 1, "c": 2}
+
+
+def test_few_of_those_who_wait_are_looked_at_in_a_step():
+    engine = Engine(page_size=8, chunk_tokens=1, max_running=2)
+    for i in range(9):
+        engine.add(str(i), [*prompt(1, 8), i], priority=-i)
+    engine.step()
+    assert (engine.running, engine.blocked, engine.waiting) == ("0", "123", "45678")
+
+
+def test_blocked_on_an_event_until_it_comes():
+    engine = Engine()
+    engine.add("a", [1, 2, 3], blocked_on="a's grammar")
+    assert engine.step() == {}
+    assert engine.requests["a"].status is Status.BLOCKED
+    engine.scheduler.wake("another grammar")
+    assert engine.step() == {}
+    engine.scheduler.wake("a's grammar")
+    assert engine.requests["a"].status is Status.WAITING
+    assert engine.step() == {"a": 3}
+    engine.add("b", [4, 5], blocked_on="b's grammar")
+    engine.remove("b")
+    engine.scheduler.wake("b's grammar")
+    assert engine.step() == {"a": 1}
+
+
+def test_those_who_wait_are_matched_again_with_what_was_computed():
+    engine = Engine(page_size=4, chunk_tokens=6, max_running=1, schedule_policy="lpm")
+    engine.add("a", prompt(1, 12))
+    engine.add("b", [*prompt(1, 6), 5, 5, 5])
+    engine.add("c", prompt(3, 9))
+    engine.steps(2)
+    assert [engine.requests[rid].matched_tokens for rid in "bc"] == [4, 0]
+
+
+def test_places_are_counted_where_the_last_one_is_taken():
+    engine = Engine(schedule_policy="balanced", overtake_share=0.2, max_running=2)
+    engine.scheduler.waiting._places = 2.0
+    for rid, places in (("a", 2.0), ("b", 2.25)):
+        engine.add(rid, prompt(ord(rid), 3))
+        engine.step()
+        assert engine.scheduler.waiting._places == places
+
+
+def test_nobody_overtakes_for_the_last_place_without_credit():
+    for places, first in ((0.0, "a"), (1.0, "b")):
+        engine = Engine(schedule_policy="balanced", max_running=1)
+        engine.add("p", prompt(2, 8), new=1)
+        engine.step()
+        engine.scheduler.waiting._places = places
+        engine.add("a", prompt(1, 4))
+        engine.add("b", prompt(2, 9))
+        engine.step()
+        assert engine.running == first
+
+
+# -- the end -----------------------------------------------------------------------------------------------------
+
+
+def test_a_waiting_request_that_leaves_does_not_run():
+    engine = Engine(max_running=1)
+    engine.add("a", prompt(1, 3), new=2)
+    engine.add("b", prompt(2, 3))
+    engine.step()
+    engine.remove("b")
+    assert (engine.step(), engine.step()) == ({"a": 1}, {})
+
+
+def test_a_request_that_has_ended_leaves_what_it_computed():
+    engine = Engine()
+    engine.add("a", prompt(1, 3), new=4)
+    engine.steps(4)
+    assert (engine.running, engine.cached([*prompt(1, 3), 9, 9, 9])) == ("", 6)
+
+
+def test_computed_rows_stay_cached_if_they_are_to_be_kept():
+    for keep, cached in ((True, 6), (False, 4)):
+        engine = Engine()
+        engine.add("a", prompt(1, 4))
+        engine.steps(3)
+        engine.remove("a", keep)
+        assert engine.cached([*prompt(1, 4), 9, 9, 9]) == cached
+        engine.cache.check([])
+        assert engine.cache.num_available == 64
+
+
+def test_an_output_s_length_is_booked_where_a_request_ran():
+    engine = Engine(schedule_policy="balanced")
+    engine.add("a", [1, 2], new=5)
+    engine.add("b", [3, 4])
+    engine.remove("b")
+    assert engine.scheduler.waiting._generated == 0
+    engine.steps(5)
+    assert engine.scheduler.waiting._generated > 0
+
+
+def test_pages_cost_the_time_of_all_rows_since_the_last_ones():
+    """A row takes a second here."""
+    engine = Engine(page_size=4, chunk_tokens=3)
+    engine.add("a", prompt(1, 14))
+    costs = []
+    for _ in range(5):
+        engine.step()
+        costs.append(sorted(node.cost for node in engine.cache.tree.nodes()))
+    assert costs == [[], [6.0], [3.0, 6.0], [3.0, 3.0, 6.0], [3.0, 3.0, 6.0]]
+    engine.steps(4)
+    engine.remove("a")
+    assert sorted(node.cost for node in engine.cache.tree.nodes()) == [3.0, 3.0, 6.0, 6.0]
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+def test_the_lowest_priority_gives_way_however_much_it_has_computed():
+    engine = Engine(pages=16, prefix_cache=False)
+    engine.add("a", prompt(1, 3), priority=3)
+    engine.add("b", prompt(2, 2), priority=2)
+    engine.add("c", prompt(3, 5), priority=1)
+    engine.add("d", prompt(4, 2), priority=2)
+    assert engine.step() == {"a": 3, "b": 2, "c": 5, "d": 2}
+    assert engine.step() == {"a": 1, "b": 1, "c": 1, "d": 1}
+    assert engine.step() == {"a": 1, "b": 1, "d": 1}
+    assert (engine.waiting, engine.scheduler.num_retracted) == ("c", 1)
+
+
+def test_of_equal_priority_the_one_with_the_fewest_own_tokens_gives_way_and_never_the_first():
+    engine = Engine(pages=16, prefix_cache=False)
+    for rid, length in {"a": 1, "b": 5, "c": 2, "d": 4}.items():
+        engine.add(rid, prompt(ord(rid), length))
+    engine.steps(2)
+    assert engine.step() == {"a": 1, "b": 1, "d": 1}
+    assert (engine.running, engine.waiting) == ("abd", "c")
+
+
+def test_of_equals_the_one_that_came_last_gives_way():
+    engine = Engine(pages=16, prefix_cache=False)
+    for rid in "abcd":
+        engine.add(rid, prompt(ord(rid), 3))
+    engine.steps(2)
+    assert engine.step() == {"a": 1, "b": 1, "c": 1}
+    assert engine.waiting == "d"
+
+
+def test_who_gives_way_has_no_row_in_the_step():
+    """Two decode before the one for which there is no page: the second has its row taken away."""
+    engine = Engine(pages=15, prefix_cache=False)
+    engine.add("a", prompt(1, 3), priority=2)
+    engine.add("b", prompt(2, 3), priority=1)
+    engine.add("c", prompt(3, 4), priority=2)
+    engine.scheduler.waiting = type(engine.scheduler.waiting)("fcfs", 0.1, 32, 1)
+    for rid in "abc":
+        engine.scheduler.waiting.add(engine.requests[rid])
+    assert engine.step() == {"a": 3, "b": 3, "c": 4}
+    assert engine.running == "abc"
+    assert engine.step() == {"a": 1, "b": 1, "c": 1}
+    assert engine.step() == {"a": 1, "c": 1}
+    assert (engine.running, engine.waiting) == ("ac", "b")
+
+
+def test_one_that_gives_way_itself_gets_no_row():
+    engine = Engine(pages=9, prefix_cache=False)
+    engine.add("a", prompt(1, 3))
+    engine.add("b", prompt(2, 3))
+    engine.steps(2)
+    assert engine.step() == {"a": 1}, "and the last page"
+    assert engine.waiting == "b"
+
+
+def test_a_retracted_request_keeps_its_tokens_and_finds_them_in_the_tree():
+    engine = Engine(pages=16)
+    engine.add("a", prompt(1, 4))
+    engine.add("b", prompt(2, 4), new=6)
+    engine.steps(3)
+    engine.scheduler._retract(engine.requests["b"])
+    request = engine.requests["b"]
+    assert (request.num_output, request.sequence.num_computed, request.segments) == (3, 0, [])
+    assert engine.cached(list(request.tokens)) == 6
+    assert engine.step() == {"a": 1, "b": 1}, "all but its last token are there"
+    assert request.cached_tokens == 0, "those of its first admission"
+    engine.scheduler._retract(request)
+    assert engine.scheduler.num_retracted == 2
+
+
+def test_room_is_kept_for_those_who_decode():
+    """The next token of each that runs has its page, beside all of the newcomer's."""
+    for pages, admitted in ((13, False), (14, True)):
+        engine = Engine(pages=pages, prefix_cache=False)
+        engine.add("a", prompt(1, 3))
+        engine.add("b", prompt(2, 2))
+        engine.step()
+        engine.add("c", prompt(3, 5))
+        assert ("c" in engine.step()) == admitted
+
+
+def test_after_a_request_has_left_there_is_room():
+    engine = Engine(pages=10, prefix_cache=False)
+    engine.add("a", prompt(1, 6))
+    engine.step()
+    engine.add("b", prompt(2, 6))
+    assert engine.step() == {"a": 1}
+    engine.remove("a")
+    assert engine.cache.num_available == 10
+    assert engine.step() == {"b": 6}
+
+
+# -- pins --------------------------------------------------------------------------------------------------------
+
+
+def pin(engine: Engine, tokens: list[int]) -> None:
+    """Compute a prompt and pin it."""
+    engine.add("p", tokens, new=1)
+    engine.step()
+    assert "pin" in engine.cache.pins.pin(array("i", tokens), Namespace(), None, None)
+
+
+def test_a_pin_yields_where_nothing_else_can():
+    engine = Engine(pages=12, pin_budget=1.0)
+    pin(engine, prompt(1, 4))
+    pin(engine, prompt(2, 4))
+    engine.cache.tree.touch(engine.cache.tree.match(array("i", prompt(1, 4)).tobytes()).node)
+    engine.add("a", prompt(3, 8))
+    assert engine.step() == {"a": 8}
+    assert (engine.cached(prompt(1, 4)), engine.cached(prompt(2, 4))) == (4, 0), "the least recently used one"
+    assert (len(engine.cache.pins.pins), engine.cache.pins.num_broken) == (1, 1)
+
+
+def test_no_pin_yields_while_anything_runs_or_nothing_waits():
+    engine = Engine(pages=12, pin_budget=1.0)
+    pin(engine, prompt(1, 6))
+    assert engine.step() == {}
+    engine.add("a", prompt(2, 2))
+    engine.step()
+    engine.add("b", prompt(3, 5))
+    assert engine.step() == {"a": 1}
+    assert (engine.waiting, engine.cache.pins.num_broken) == ("b", 0)
+
+
+def test_no_pin_yields_because_one_that_waits_was_passed_over():
+    """Its match has left the tree, so it has lost its turn; whoever is behind it has not."""
+    for others, steps in ((("c",), [{"c": 5}, {"c": 1, "b": 9}]), ((), [{}, {"b": 9}])):
+        engine = Engine(schedule_policy="lpm", pin_budget=1.0)
+        pin(engine, prompt(5, 4))
+        engine.add("p", prompt(1, 8), new=1)
+        engine.step()
+        engine.add("b", [*prompt(1, 8), 5])
+        for rid in others:
+            engine.add(rid, prompt(3, 5))
+        engine.cache.flush()
+        assert engine.steps(2) == steps
+        assert engine.cache.pins.num_broken == 0
+
+
+def test_a_request_for_which_no_pin_can_make_room_waits():
+    engine = Engine(pages=4)
+    engine.add("a", prompt(1, 5))
+    assert engine.step() == {}
+    assert engine.waiting == "a"
+
+
+# -- one step ahead ----------------------------------------------------------------------------------------------
+
+
+def decoding(pages: int = 64, **options) -> Engine:
+    """Two requests that decode, booked up to a step whose tokens are not read."""
+    engine = Engine(pages=pages, **options)
+    engine.add("a", prompt(1, 3), new=4)
+    engine.add("b", prompt(2, 3), new=9)
+    engine.steps(2)
+    engine.work = engine.scheduler.schedule()
+    return engine
+
+
+def ahead(engine: Engine) -> dict[str, tuple[int, int, int, int]]:
+    return {
+        item.request.rid: (item.start, item.count, item.num_rows, item.ahead)
+        for item in engine.scheduler.follow(engine.work)
+    }
+
+
+def test_the_step_behind_a_decode_step():
+    engine = decoding()
+    assert [item.start for item in engine.work] == [4, 4]
+    assert ahead(engine) == {"a": (5, 1, 1, 1), "b": (5, 1, 1, 1)}
+    assert [len(engine.requests[rid].sequence.pages) for rid in "ab"] == [3, 3], "pages behind the prompt's"
+
+
+def test_a_step_ahead_takes_a_page_only_where_it_needs_one():
+    for length, pages in ((2, 1), (3, 2)):
+        engine = Engine(page_size=4)
+        engine.add("a", prompt(1, length))
+        engine.step()
+        engine.work = engine.scheduler.schedule()
+        assert ahead(engine) == {"a": (length + 1, 1, 1, 1)}
+        assert len(engine.requests["a"].sequence.pages) == pages
+
+
+def test_whoever_ends_with_the_unread_token_is_left_out():
+    engine = decoding()
+    engine.requests["a"].max_tokens = len(engine.requests["a"].tokens) + 1
+    assert ahead(engine) == {"b": (5, 1, 1, 1)}
+    engine.requests["a"].max_tokens += 1
+    assert ahead(engine).keys() == {"a", "b"}
+
+
+def test_no_step_ahead_where_a_place_may_become_free_or_taken():
+    engine = decoding()
+    engine.add("c", prompt(3, 3))
+    assert ahead(engine) == {}, "it is admitted first"
+    engine = decoding(max_running=2)
+    engine.add("c", prompt(3, 3))
+    assert ahead(engine).keys() == {"a", "b"}, "it cannot be admitted"
+    engine.requests["a"].max_tokens = len(engine.requests["a"].tokens) + 1
+    assert ahead(engine) == {}, "it can be, as soon as a has ended"
+
+
+def test_no_step_ahead_where_the_host_is_needed_between_tokens():
+    engine = decoding()
+    engine.requests["b"].sampling = SamplingParams(regex="a+")
+    assert ahead(engine) == {}
+    engine = decoding()
+    engine.work = engine.work[:1]
+    assert ahead(engine) == {}, "b has no row in this step"
+    engine = Engine(chunk_tokens=2)
+    engine.add("a", prompt(1, 3))
+    engine.work = engine.scheduler.schedule()
+    assert ahead(engine) == {}, "it prefills"
+    engine = Engine()
+    engine.add("a", [5], prompt_logprobs_from=0)
+    engine.work = engine.scheduler.schedule()
+    assert ahead(engine) == {}
+
+
+def test_no_step_ahead_without_memory_for_it():
+    assert ahead(decoding(pages=12, prefix_cache=False)).keys() == {"a", "b"}
+    assert ahead(decoding(pages=11, prefix_cache=False)) == {}
+
+
+def test_whoever_waits_for_memory_holds_up_no_step_until_there_may_be_some():
+    engine = Engine(pages=24, prefix_cache=False)
+    engine.add("a", prompt(1, 3), new=9)
+    engine.add("b", prompt(2, 3), new=9)
+    engine.step()
+    engine.add("c", prompt(3, 20))
+    engine.work = engine.scheduler.schedule()
+    assert ahead(engine).keys() == {"a", "b"}
+    engine.add("d", prompt(4, 2))
+    assert ahead(engine) == {}, "the newcomer may fit"
+    engine.work = engine.scheduler.schedule()
+    engine.remove("d")
+    engine.work = engine.scheduler.schedule()
+    assert ahead(engine).keys() == {"a", "b"}
+    engine.remove("b")
+    engine.work = engine.work[:1]
+    assert ahead(engine) == {}, "its pages are free"
+
+
+# -- turns -------------------------------------------------------------------------------------------------------
+
+
+def test_requests_that_cannot_be_cut_take_turns():
+    engine = Engine(step_tokens=10)
+    for rid in "abcde":
+        engine.add(rid, prompt(ord(rid), 4), strategy=engine.in_turns)
+    shares = engine.steps(5)
+    assert [sorted(rows) for rows in shares] == [["a", "b"], ["c", "d"], ["a", "e"], ["b", "c"], ["a", "d"]]
+    assert all(rows == dict.fromkeys(rows, 4) for rows in shares)
+
+
+def test_whoever_is_larger_than_a_step_has_its_turn_alone():
+    engine = Engine(step_tokens=10)
+    for rid, length in {"a": 11, "b": 4, "c": 6, "d": 3}.items():
+        engine.add(rid, prompt(ord(rid), length), strategy=engine.in_turns)
+    assert engine.steps(4) == [{"a": 11}, {"b": 4, "c": 6}, {"d": 3, "b": 4}, {"a": 11}]
+
+
+def test_what_fits_behind_one_that_does_not_has_its_turn():
+    engine = Engine(step_tokens=10)
+    for rid, length in {"a": 5, "b": 6, "c": 5}.items():
+        engine.add(rid, prompt(ord(rid), length), strategy=engine.in_turns)
+    assert engine.steps(3) == [{"a": 5, "c": 5}, {"b": 6}, {"a": 5, "c": 5}]
+
+
+def test_turns_have_the_rows_that_others_leave():
+    engine = Engine(step_tokens=10)
+    engine.add("a", prompt(1, 3))
+    engine.add("b", prompt(2, 8), strategy=engine.in_turns)
+    engine.add("c", prompt(3, 7), strategy=engine.in_turns)
+    assert engine.step() == {"a": 3, "c": 7}
+    assert engine.step() == {"a": 1, "b": 8}
+    assert engine.in_turns.limits == [7, 7, 9, 1]
+    engine.add("d", prompt(4, 30))
+    assert engine.step() == {"a": 1, "d": 9}, "with work for the device nobody exceeds the budget"
+
+
+def test_turns_need_no_rows_to_be_admitted_and_take_none_from_others():
+    engine = Engine(step_tokens=4, max_running=3)
+    engine.add("a", prompt(1, 4))
+    engine.add("b", prompt(2, 4), strategy=engine.in_turns)
+    engine.add("c", prompt(3, 4))
+    assert engine.step() == {"a": 4}
+    assert (engine.running, engine.waiting) == ("ab", "c")
+    assert engine.step() == {"a": 1, "c": 3}
