@@ -96,7 +96,6 @@ TABLE = {
     "map": (*OBJECTS, "decimal", "fractions"),
     "list of string": TEXTS,
     "list of string|string": TEXTS,
-    "list of list of string": (*TEXTS, "batch"),
     "list of integer": IDS,
     "list of integer|list of list of integer": IDS,
     "list of integer|list of list of integer|list of string|string": {*TEXTS, *IDS},
