@@ -131,11 +131,20 @@ class TextPart(Body):
     text: Text
 
 
+def _arguments(given: dict[str, Any]) -> dict[str, str]:
+    for name, text in given.items():
+        if not isinstance(text, str):
+            raise ValueError(f"the argument of {name!r} is no text")
+    return given
+
+
 class ModuleImport(Body):
     """A module of the request's schema."""
 
     path: Text = Field(max_length=4096, description="names from the schema on, such as plan/miami")
-    args: dict[str, Text] = Field(default_factory=dict, max_length=1024, description="arguments of its parameters")
+    args: Annotated[JsonObject, AfterValidator(_arguments)] = Field(
+        default_factory=dict, description="arguments of its parameters, as texts"
+    )
 
 
 class ModulePart(Body):

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field
 
+from radix import Namespace
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import Submission
 from runtime.params import SamplingParams
@@ -55,6 +56,7 @@ async def add_schema(body: SchemaRequest, request: Request, context: Ctx, tenant
     """Register a schema; the same one again renews its time to live. 409 if another schema has the name."""
     if body.pin and not tenant.admin:
         raise Forbidden("this key may not pin", param="pin")
+    namespace = tenant.namespace(body.cache_salt, body.cache_scope)
     engine = context.engine
     if engine.info.diffusion is not None:
         raise InvalidRequest("a diffusion model takes no modules", param="pml")
@@ -63,7 +65,7 @@ async def add_schema(body: SchemaRequest, request: Request, context: Ctx, tenant
     stored, is_new = context.schemas.put(tenant.account, made, body.ttl_s)
     try:
         if body.encode or body.pin:
-            await _encode(stored, body, request, context, tenant)
+            await _encode(stored, body, namespace, request, context, tenant)
     except BaseException:
         if is_new:
             context.schemas.remove(tenant.account, stored.schema.name)
@@ -71,14 +73,16 @@ async def add_schema(body: SchemaRequest, request: Request, context: Ctx, tenant
     return _show(stored, context)
 
 
-async def _encode(stored: Stored, body: SchemaRequest, request: Request, context: Context, tenant: Tenant) -> None:
+async def _encode(
+    stored: Stored, body: SchemaRequest, namespace: Namespace, request: Request, context: Context, tenant: Tenant
+) -> None:
     """Compute the KV of all modules, and pin it if that is asked for."""
     ahead = Submission(
         prompt=stored.schema.everything,
         num_characters=stored.num_tokens * 4,
         sampling=SamplingParams(max_new_tokens=0),
         account=tenant.account,
-        namespace=tenant.namespace(body.cache_salt, body.cache_scope),
+        namespace=namespace,
     )
     outputs = await open_outputs(request, context, [ahead], {"prompt": "encode"}, None)
     await while_there(request, collect(outputs, context.metrics))

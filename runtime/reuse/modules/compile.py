@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.models.tokenizer import Tokenizer
-from runtime.reuse.modules.layout import Run, Scope, in_order, make_entry
+from runtime.reuse.modules.layout import Run, Scope, check_characters, in_order, make_entry
 from runtime.reuse.modules.markup import PmlError
 from runtime.reuse.modules.pml import Import, Insert, Prompt
 
@@ -37,7 +37,12 @@ class ModulePrompt:
 
 
 def compile_prompt(
-    prompt: Prompt, tail: str, root: Scope, scaffolds: Sequence[Sequence[Scope]], tokenizer: Tokenizer
+    prompt: Prompt,
+    tail: str,
+    root: Scope,
+    scaffolds: Sequence[Sequence[Scope]],
+    tokenizer: Tokenizer,
+    limit: int,
 ) -> ModulePrompt:
     """Place a prompt's own tokens among the modules that it imports.
 
@@ -47,6 +52,7 @@ def compile_prompt(
         root: the layout.
         scaffolds: scopes that are encoded together where all of them are imported, the largest set first.
         tokenizer: of the model.
+        limit: positions.
 
     Raises:
         PmlError: if the prompt does not fit the schema.
@@ -54,6 +60,7 @@ def compile_prompt(
     imported = _resolve(prompt.imports, root)
     arguments = [(scope, name, text, at) for scope, at in imported.items() for name, text in _arguments(scope, at)]
     texts = [*(text for _, _, text, _ in arguments), *(insert.text for insert in prompt.inserts), tail]
+    check_characters(sum(map(len, texts)), tokenizer, limit)
     tokens = iter(map(array, "i" * len(texts), tokenizer.encode_each(texts)))
     own = [_argument(scope, name, next(tokens), at) for scope, name, _, at in arguments]
     occupied = sorted((run.position, len(run.tokens)) for scope in (root, *imported) for run in scope.runs)

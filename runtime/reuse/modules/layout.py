@@ -114,13 +114,20 @@ def lay_out(content: Content, tokenizer: Tokenizer, limit: int, bos: array[int])
     Raises:
         PmlError: if the layout exceeds `limit`, or a parameter's scaffold text its parameter.
     """
-    texts = iter(tokenizer.encode_each(list(_texts(content))))
+    texts = list(_texts(content))
+    check_characters(max(map(len, texts), default=0), tokenizer, limit)
     root = Scope("/", 0)
     if bos:
         root.runs.append(Run(0, bos))
     root.start = len(bos)
-    _Placer(texts, tokenizer.placeholder, limit).place(root, content)
+    _Placer(iter(tokenizer.encode_each(texts)), tokenizer.placeholder, limit).place(root, content)
     return root
+
+
+def check_characters(count: int, tokenizer: Tokenizer, limit: int) -> None:
+    """Refuse text too long for any tokenization to fit into `limit` positions, before it is tokenized."""
+    if count > (most := limit * tokenizer.longest_token):
+        raise PmlError(f"a text has {count} characters; {limit} positions stand for {most} at most")
 
 
 def _texts(content: Content) -> Iterator[str]:

@@ -13,7 +13,7 @@ from defusedxml.ElementTree import DefusedXMLParser
 from runtime.errors import InvalidRequest
 
 MAX_CHARACTERS = 4 << 20
-MAX_ELEMENTS = 25_000
+MAX_ELEMENTS = 12_000
 MAX_DEPTH = 32
 _SPACE = " \t\r\n"
 _MAX_QUOTED = 100

@@ -28,6 +28,7 @@ class Schema:
         roles: of its messages; empty without a chat template.
         end: the chat template's text behind its last message.
         tokenizer: of the model.
+        limit: its positions, of which the last is a prompt's.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Schema:
     roles: list[str]
     end: str
     tokenizer: Tokenizer
+    limit: int
 
     @classmethod
     def read(
@@ -70,7 +72,7 @@ class Schema:
         if mode == "scaffold":
             sets = [list(_default_scaffold(root))] if scaffolds is None else _scaffolds(scaffolds, root)
         roles = [role.role for role in text.roles]
-        return cls(text.name, root, sets, roles, pieces[-1] if pieces else "", tokenizer)
+        return cls(text.name, root, sets, roles, pieces[-1] if pieces else "", tokenizer, context_length)
 
     @property
     def length(self) -> int:
@@ -91,7 +93,9 @@ class Schema:
             prompt = read_prompt(prompt)
         if prompt.schema != self.name:
             raise PmlError(f"the prompt names the schema {prompt.schema!r}, and not {self.name!r}")
-        return compile_prompt(prompt, self._tail(prompt, generate), self.root, self.scaffolds, self.tokenizer)
+        return compile_prompt(
+            prompt, self._tail(prompt, generate), self.root, self.scaffolds, self.tokenizer, self.limit
+        )
 
     def everything(self) -> ModulePrompt:
         """A request that only encodes: every module alone, and all scaffolds."""

@@ -34,7 +34,7 @@ NUMBERS_S = 0.015
 # Room for the other fields of a body, and for their nodes.
 SIZE, NODES = MIB - 300, MAX_NODES - 100
 ROUTES = ("/generate", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/completions", "/cache/pin")
-ROUTES = (*ROUTES, "/abort_request")
+ROUTES = (*ROUTES, "/v1/schemas", "/abort_request")
 
 
 def fill(element: str, ends: str = "[]", most: int = MIB, last: str = "") -> str:
@@ -58,7 +58,7 @@ WORST = {
     "objects": padded(fill("{}", most=NODES)),
     "deep lists": padded(fill("[" * 50 + "]" * 50, most=NODES // 50)),
     "deep objects": padded(fill('{"":' * 50 + "0" + "}" * 50, most=NODES // 100)),
-    "too many lists": fill("[]"),
+    "too many lists": fill("[" * 50 + "]" * 50),
     "unknown": names('"%x":0', NODES),
     "null": names('"%x":null', NODES),
     "decimal": names('"%d":0', NODES),
@@ -102,6 +102,7 @@ TABLE = {
     "list of object": OBJECTS,
     "list of object|object": OBJECTS,
     "list of object|string": (*OBJECTS, "quoted", "quoted braces", "surrogates"),
+    "list of list of string": (*TEXTS, "objects", "batch"),
     "object|string": OBJECTS,
 }
 
@@ -115,6 +116,10 @@ def conversation(*arguments: str, **fields) -> bytes:
 
 def tool(**schema) -> dict:
     return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+def union(*modules: str) -> bytes:
+    return json.dumps({"pml": f"<schema name='a'><union>{''.join(modules)}</union></schema>"}).encode()
 
 
 PART = {"type": "text", "text": ""}
@@ -131,6 +136,14 @@ WHOLE = {
     "tools of references": conversation(tools=[tool(a=[{"$ref": "#/"}] * 150)] * 128, tool_choice="required"),
     "tools of numbers": conversation(tools=[tool(enum=[0] * 3900)] * 128, tool_choice="required"),
     "ignored": conversation(metadata=[0] * 500_000),
+}
+
+
+# Worst schemas; `test_pml.py` has those that are refused.
+SCHEMAS = {
+    "many modules": union(*(f"<module name='m{i}'>x</module>" for i in range(11_000))),
+    "long modules": union(*(f"<module name='m{i}'>{'and so on ' * 8}</module>" for i in range(3_000))),
+    "parameters": union(*(f"<module name='m{i}'><param name='p' len='150'/></module>" for i in range(5_000))),
 }
 
 
@@ -281,6 +294,12 @@ def test_the_worst_value_of_each_field(app, bodies, path):
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_worst_conversations(app, name):
     check(app, "/v1/chat/completions", WHOLE[name], name)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_the_worst_schemas(app, name):
+    check(app, "/v1/schemas", SCHEMAS[name], name)
+    app.state.context.schemas.remove("", "a")
 
 
 @pytest.mark.parametrize("value", ["lists", "deep lists", "deep objects", "unknown", "fractions", "texts", "batch"])

@@ -70,6 +70,7 @@ IN_A_MODULE = [
     ("<param name='c' len='1' scaffold='one two'/>", "/b, line 1: the scaffold of 'c' has 2 tokens"),
     ("\n<param name='c' len='9999999'/>", "/b, line 2: the schema reaches position 8192"),
     ("x " * 9000, "/b, line 1: the schema reaches position"),
+    ("x" * 900_000, "a text has 900000 characters"),
 ]
 ALL_SCHEMAS = [
     *SCHEMAS,
@@ -94,6 +95,7 @@ IN_A_PROMPT = [
     ("<plan/>\n in <style/>x", "tokens; 0 fit at position"),
     ("before <plan/>x", "/, line 1: the text has 2 tokens; 0 fit at position 0"),
     ("<plan/>", "needs text behind its last module"),
+    ("<plan days='" + "x" * 900_000 + "'/>Go.", "a text has 900003 characters"),
     ("<plan/>  \n ", "needs text behind its last module"),
     ("<plan/><user>x</user>", "a schema without <system>, <user> and <assistant>"),
     ("<user>x</user><plan/>x", "/, line 1: <user> must follow the last module"),
@@ -154,12 +156,12 @@ BOMB = "".join(f'<!ENTITY {chr(98 + i)} "{f"&{chr(97 + i)};" * 10}">' for i in r
 HOSTILE = {
     "open": "<a>" * (1 << 20),
     "deep": "<schema name='a'>" + "<module name='b'>" * (MAX_DEPTH + 1),
-    "wide": "<schema name='a'>" + "<module name='b'/>" * 26_000,
+    "wide": "<schema name='a'>" + "<module name='b'/>" * 13_000,
     "comments": "<schema name='a'>" + "<!---->a" * 500_000 + "</schema>",
     "escapes": "<schema name='a'>" + "&amp;" * 800_000 + "</schema>",
     "long": "<schema name='a'>" + "x" * (5 << 20) + "</schema>",
     "members": "<schema name='a'><union>"
-    + "".join(f"<module name='m{i}'><param name='p' len='8000'/></module>" for i in range(12_000))
+    + "".join(f"<module name='m{i}'><param name='p' len='8000'/></module>" for i in range(5_000))
     + "</union></schema>",
     "attributes": "<schema name='a' " + " ".join(f"a{i}=''" for i in range(100_000)) + "/>",
     "bomb": f'<!DOCTYPE s [<!ENTITY a "{"a" * 1000}">{BOMB}]><schema name="a">&u;</schema>',
@@ -186,11 +188,12 @@ def test_hostile_schemas_take_little_memory(name, tokenizer):
 
 
 def test_ten_thousand_modules(tokenizer):
-    members = "".join(f"<module name='m{i}'>word {i} <param name='p' len='3'/></module>" for i in range(10_000))
+    words = "".join(f"<module name='m{i}'>word {i}</module>" for i in range(9_000))
+    members = words + "".join(f"<module name='n{i}'>word <param name='p' len='3'/></module>" for i in range(1_000))
     started = time.process_time()
     schema = Schema.read(f"<schema name='a'><union>{members}</union></schema>", tokenizer, 8192, "scaffold")
     assert len(schema.modules()) == 10_001
     assert schema.length < 20
-    prompt = schema.compile("<prompt schema='a'><m9999 p='x'/>Go.</prompt>")
+    prompt = schema.compile("<prompt schema='a'><n999 p='x'/>Go.</prompt>")
     assert time.process_time() - started < 20
-    assert [entry["name"] for entry in prompt.reuse["entries"]] == ["/m9999"]
+    assert [entry["name"] for entry in prompt.reuse["entries"]] == ["/n999"]
