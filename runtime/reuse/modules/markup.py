@@ -17,6 +17,8 @@ MAX_ELEMENTS = 12_000
 MAX_DEPTH = 32
 _SPACE = " \t\r\n"
 _MAX_QUOTED = 100
+# Tags that are no part of a module's path.
+_INNER = frozenset({"union", "system", "user", "assistant"})
 
 
 class PmlError(InvalidRequest):
@@ -74,14 +76,20 @@ class _Target:
         self._count += 1
         element = Element(tag, attributes, self.expat.CurrentLineNumber)
         if self._count > MAX_ELEMENTS:
-            raise PmlError(f"there are more than {MAX_ELEMENTS} elements", line=element.line)
+            raise PmlError(f"there are more than {MAX_ELEMENTS} elements", self.path, element.line)
         if len(self._open) == MAX_DEPTH:
-            raise PmlError(f"elements are nested more than {MAX_DEPTH} deep", line=element.line)
+            raise PmlError(f"elements are nested more than {MAX_DEPTH} deep", self.path, element.line)
         if self._open:
             self._open[-1].content.append(element)
         else:
             self.root = element
         self._open.append(element)
+
+    @property
+    def path(self) -> str:
+        """Of the innermost module that is open; empty before the root."""
+        names = [element.attributes.get("name", element.tag) for element in self._open[1:] if element.tag not in _INNER]
+        return f"/{'/'.join(names)}" if self._open else ""
 
     def data(self, text: str) -> None:
         self._line = self._line if self._text else self.expat.CurrentLineNumber
@@ -116,7 +124,7 @@ def read_xml(text: str) -> Element:
     except (ParseError, ExpatError) as error:
         reason = str(error).partition(": line")[0]
         line = getattr(error, "position", (getattr(error, "lineno", None),))[0]
-        raise PmlError(f"this is no XML: {reason}", line=line) from None
+        raise PmlError(f"this is no XML: {reason}", target.path, line) from None
     except UnicodeEncodeError:
         raise PmlError("a lone surrogate is not Unicode text") from None
     assert target.root is not None

@@ -25,11 +25,11 @@ You plan trips.
 
 SCHEMAS = [
     ("", "line 1: this is no XML: no element found"),
-    ("<schema name='a'>\n<module name='b'>", "line 2: this is no XML"),
+    ("<schema name='a'>\n<union><module name='b'>", "/b, line 2: this is no XML"),
     ("<schema name='a'>\n</module></schema>", "line 2: this is no XML: mismatched tag"),
     ("<schema name='a' name='b'/>", "line 1: this is no XML: duplicate attribute"),
     ("<schema name='a'/>\n<schema name='b'/>", "line 2: this is no XML"),
-    ("<schema name='a'>\n&what;</schema>", "line 2: this is no XML: undefined entity"),
+    ("<schema name='a'>\n&what;</schema>", "/, line 2: this is no XML: undefined entity"),
     ("<schema name='a'>\x00</schema>", "this is no XML"),
     ("<schema name='a'>\ud800</schema>", "a lone surrogate"),
     ('<!DOCTYPE s [<!ENTITY a "b">]>\n<schema name="a">&a;</schema>', "line 1: a document type and entities"),
