@@ -415,5 +415,12 @@ def test_refusals_beside_the_fields(tiny_dir):
     assert len(driver.tokens["no bound"]) == 160 - 112 - 5, "as many tokens as there are pages"
     assert driver.results("placeholders alone") == (
         0,
-        {"strategy": "modules", "exact": True, "modules": [], "computed_modules": [], "reused_tokens": 0, "computed_tokens": 1},
+        {
+            "strategy": "modules",
+            "exact": True,
+            "modules": [],
+            "computed_modules": [],
+            "reused_tokens": 0,
+            "computed_tokens": 1,
+        },
     )
