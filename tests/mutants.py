@@ -52,6 +52,7 @@ ROOMS = {
         (
             *("tests/runtime/engine/test_scheduler.py", "tests/runtime/engine/test_queue.py"),
             *("tests/runtime/engine/test_blocked.py", "tests/runtime/engine/test_credit.py"),
+            "tests/runtime/engine/test_turns.py",
             "-k=not serves_everybody and not cheap_to_compute_again",
         ),
     ),
