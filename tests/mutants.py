@@ -50,9 +50,8 @@ ROOMS = {
     "scheduler": Room(
         ("runtime/engine/scheduler.py", "runtime/engine/queue.py", "runtime/engine/blocked.py"),
         (
-            *("tests/runtime/engine/test_scheduler.py", "tests/runtime/engine/test_queue.py"),
+            *(f"tests/runtime/engine/test_{name}.py" for name in ("scheduler", "scheduler_memory", "queue")),
             *("tests/runtime/engine/test_blocked.py", "tests/runtime/engine/test_credit.py"),
-            "tests/runtime/engine/test_turns.py",
             "-k=not serves_everybody and not cheap_to_compute_again",
         ),
     ),

@@ -1,8 +1,6 @@
-"""The requests and rows of a step: budgets, peers, ends, retraction, pins."""
+"""The scheduler: the budget of rows, peers, and ends of requests."""
 
 from __future__ import annotations
-
-from array import array
 
 import pytest
 
@@ -11,7 +9,7 @@ from runtime.config import make_config
 from runtime.engine.scheduler import Scheduler
 from runtime.request import Status
 from runtime.reuse.prefix import PrefixStrategy
-from tests.runtime.engine.without_model import Engine, prompt
+from tests.runtime.engine.steps import Engine, prompt
 
 # -- the budget of rows ------------------------------------------------------------------------------------------
 
@@ -247,152 +245,3 @@ def test_pages_cost_the_time_of_all_rows_since_the_last_ones():
     engine.steps(4)
     engine.remove("a")
     assert sorted(node.cost for node in engine.cache.tree.nodes()) == [3.0, 3.0, 6.0, 6.0]
-
-
-# -- memory ------------------------------------------------------------------------------------------------------
-
-
-def test_the_lowest_priority_gives_way_however_much_it_has_computed():
-    engine = Engine(pages=16, prefix_cache=False)
-    engine.add("a", prompt(1, 3), priority=3)
-    engine.add("b", prompt(2, 2), priority=2)
-    engine.add("c", prompt(3, 5), priority=1)
-    engine.add("d", prompt(4, 2), priority=2)
-    assert engine.step() == {"a": 3, "b": 2, "c": 5, "d": 2}
-    assert engine.step() == {"a": 1, "b": 1, "c": 1, "d": 1}
-    assert engine.step() == {"a": 1, "b": 1, "d": 1}
-    assert (engine.waiting, engine.scheduler.num_retracted) == ("c", 1)
-
-
-def test_of_equal_priority_the_one_with_the_fewest_own_tokens_gives_way_and_never_the_first():
-    engine = Engine(pages=16, prefix_cache=False)
-    for rid, length in {"a": 1, "b": 5, "c": 2, "d": 4}.items():
-        engine.add(rid, prompt(ord(rid), length))
-    engine.steps(2)
-    assert engine.step() == {"a": 1, "b": 1, "d": 1}
-    assert (engine.running, engine.waiting) == ("abd", "c")
-
-
-def test_of_equals_the_one_that_came_last_gives_way():
-    engine = Engine(pages=16, prefix_cache=False)
-    for rid in "abcd":
-        engine.add(rid, prompt(ord(rid), 3))
-    engine.steps(2)
-    assert engine.step() == {"a": 1, "b": 1, "c": 1}
-    assert engine.waiting == "d"
-
-
-def test_who_gives_way_has_no_row_in_the_step():
-    """Two decode before the one for which there is no page: the second has its row taken away."""
-    engine = Engine(pages=15, prefix_cache=False)
-    engine.add("a", prompt(1, 3), priority=2)
-    engine.add("b", prompt(2, 3), priority=1)
-    engine.add("c", prompt(3, 4), priority=2)
-    engine.scheduler.waiting = type(engine.scheduler.waiting)("fcfs", 0.1, 32, 1)
-    for rid in "abc":
-        engine.scheduler.waiting.add(engine.requests[rid])
-    assert engine.step() == {"a": 3, "b": 3, "c": 4}
-    assert engine.running == "abc"
-    assert engine.step() == {"a": 1, "b": 1, "c": 1}
-    assert engine.step() == {"a": 1, "c": 1}
-    assert (engine.running, engine.waiting) == ("ac", "b")
-
-
-def test_one_that_gives_way_itself_gets_no_row():
-    engine = Engine(pages=9, prefix_cache=False)
-    engine.add("a", prompt(1, 3))
-    engine.add("b", prompt(2, 3))
-    engine.steps(2)
-    assert engine.step() == {"a": 1}, "and the last page"
-    assert engine.waiting == "b"
-
-
-def test_a_retracted_request_keeps_its_tokens_and_finds_them_in_the_tree():
-    engine = Engine(pages=16)
-    engine.add("a", prompt(1, 4))
-    engine.add("b", prompt(2, 4), new=6)
-    engine.steps(3)
-    engine.scheduler._retract(engine.requests["b"])
-    request = engine.requests["b"]
-    assert (request.num_output, request.sequence.num_computed, request.segments) == (3, 0, [])
-    assert engine.cached(list(request.tokens)) == 6
-    assert engine.step() == {"a": 1, "b": 1}, "all but its last token are there"
-    assert request.cached_tokens == 0, "those of its first admission"
-    engine.scheduler._retract(request)
-    assert engine.scheduler.num_retracted == 2
-
-
-def test_room_is_kept_for_those_who_decode():
-    """The next token of each that runs has its page, beside all of the newcomer's."""
-    for pages, admitted in ((13, False), (14, True)):
-        engine = Engine(pages=pages, prefix_cache=False)
-        engine.add("a", prompt(1, 3))
-        engine.add("b", prompt(2, 2))
-        engine.step()
-        engine.add("c", prompt(3, 5))
-        assert ("c" in engine.step()) == admitted
-
-
-def test_after_a_request_has_left_there_is_room():
-    engine = Engine(pages=10, prefix_cache=False)
-    engine.add("a", prompt(1, 6))
-    engine.step()
-    engine.add("b", prompt(2, 6))
-    assert engine.step() == {"a": 1}
-    engine.remove("a")
-    assert engine.cache.num_available == 10
-    assert engine.step() == {"b": 6}
-
-
-# -- pins --------------------------------------------------------------------------------------------------------
-
-
-def pin(engine: Engine, tokens: list[int]) -> None:
-    """Compute a prompt and pin it."""
-    engine.add("p", tokens, new=1)
-    engine.step()
-    assert "pin" in engine.cache.pins.pin(array("i", tokens), Namespace(), None, None)
-
-
-def test_a_pin_yields_where_nothing_else_can():
-    engine = Engine(pages=12, pin_budget=1.0)
-    pin(engine, prompt(1, 4))
-    pin(engine, prompt(2, 4))
-    engine.cache.tree.touch(engine.cache.tree.match(array("i", prompt(1, 4)).tobytes()).node)
-    engine.add("a", prompt(3, 8))
-    assert engine.step() == {"a": 8}
-    assert (engine.cached(prompt(1, 4)), engine.cached(prompt(2, 4))) == (4, 0), "the least recently used one"
-    assert (len(engine.cache.pins.pins), engine.cache.pins.num_broken) == (1, 1)
-
-
-def test_no_pin_yields_while_anything_runs_or_nothing_waits():
-    engine = Engine(pages=12, pin_budget=1.0)
-    pin(engine, prompt(1, 6))
-    assert engine.step() == {}
-    engine.add("a", prompt(2, 2))
-    engine.step()
-    engine.add("b", prompt(3, 5))
-    assert engine.step() == {"a": 1}
-    assert (engine.waiting, engine.cache.pins.num_broken) == ("b", 0)
-
-
-def test_no_pin_yields_because_one_that_waits_was_passed_over():
-    """Its match has left the tree, so it has lost its turn; whoever is behind it has not."""
-    for others, steps in ((("c",), [{"c": 5}, {"c": 1, "b": 9}]), ((), [{}, {"b": 9}])):
-        engine = Engine(schedule_policy="lpm", pin_budget=1.0)
-        pin(engine, prompt(5, 4))
-        engine.add("p", prompt(1, 8), new=1)
-        engine.step()
-        engine.add("b", [*prompt(1, 8), 5])
-        for rid in others:
-            engine.add(rid, prompt(3, 5))
-        engine.cache.flush()
-        assert engine.steps(2) == steps
-        assert engine.cache.pins.num_broken == 0
-
-
-def test_a_request_for_which_no_pin_can_make_room_waits():
-    engine = Engine(pages=4)
-    engine.add("a", prompt(1, 5))
-    assert engine.step() == {}
-    assert engine.waiting == "a"

@@ -1,4 +1,4 @@
-"""The scheduler over a real cache and the strategy of causal models; instead of a model, every row gives token 9."""
+"""A scheduler over a real cache and the strategy of causal models; instead of a model, every row gives token 9."""
 
 from __future__ import annotations
 
