@@ -3,6 +3,7 @@ PYTHON  ?= python3
 VENV    ?= .venv
 COMPOSE ?= docker compose
 ARGS    ?=
+ROOM    ?= radix
 # The one version that Ramet is tested with; TORCH="torch>=2.6" or a wheel's path takes another.
 TORCH   ?= torch==2.13.0
 # An index that is asked for torch first. Without an NVIDIA driver: PyTorch's own for CPUs, whose package has no CUDA.
@@ -12,7 +13,7 @@ PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --progress-
 # Is there such an index? Seconds, where pip would try again for minutes.
 REACHES = $(VENV)/bin/python -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1] + "/torch/", timeout=5)' 2>/dev/null
 
-.PHONY: serve test lint docs pins bench bench-prefix compose clean
+.PHONY: serve test lint mutants docs pins bench bench-prefix compose clean
 
 # A stamp for each part of the set-up: torch, what serving needs, and extras of pyproject.toml (bench, dev).
 $(VENV)/.torch:
@@ -50,6 +51,10 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# make mutants ROOM=scheduler: does a test fail for every small change of a room? Not in CI: some minutes.
+mutants: $(VENV)/.mutants
+	$(VENV)/bin/python tests/mutants.py $(ROOM) $(ARGS)
 
 # The tables of options in server/README.md, between their two markers.
 docs: $(VENV)/.serve

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import Phase, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -14,6 +15,9 @@ from runtime.config import default_cache_dir
 from runtime.errors import ModelError
 from runtime.models.default_model import fetch_default
 from tests.tiny import TINY_MODELS, save_tiny
+
+# For `make mutants`: the same examples each time, and no search for a smaller one once a test has failed.
+settings.register_profile("mutants", derandomize=True, phases=(Phase.explicit, Phase.generate))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

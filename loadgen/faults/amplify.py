@@ -14,8 +14,9 @@ import aiohttp
 from loadgen.faults.server import Finding, Server, ids
 
 _BYTES = 1 << 20
-# Longest time that somebody else's stream may stand still or `/health` take, beyond those of a quiet server.
-_NOTICED_S = 0.3
+# Longest time that `/health` may take, and that somebody else's stream may stand still, as the engine may compute an
+# answer: beyond those of a quiet server, and no more than the server computed. A busy machine is no fault of it.
+_NOTICED_S = {"health": 0.3, "stream": 1.0}
 _MEMORY_MIB = 128.0
 
 
@@ -63,12 +64,12 @@ class _Bystander:
     """Somebody else: reads a stream, and asks for `/health`, all the time.
 
     Attributes:
-        worst_s: longest time without an event, or of a `/health`, since it was last set to zero.
+        worst_s: longest time of a `/health`, and between two events of the stream, since they were last set to zero.
         events, answers: that it has had.
     """
 
     def __init__(self, server: Server, draw: random.Random):
-        self.worst_s = 0.0
+        self.worst_s = dict.fromkeys(_NOTICED_S, 0.0)
         self.events = self.answers = 0
         self._server = server
         self._draw = draw
@@ -79,7 +80,7 @@ class _Bystander:
                 last_s = time.perf_counter()
                 async for _ in answer.content:
                     now_s = time.perf_counter()
-                    self.worst_s = max(self.worst_s, now_s - last_s)
+                    self.worst_s["stream"] = max(self.worst_s["stream"], now_s - last_s)
                     last_s = now_s
                     self.events += 1
 
@@ -88,7 +89,7 @@ class _Bystander:
             asked_s = time.perf_counter()
             async with self._server.http.get(f"{self._server.url}/health") as answer:
                 await answer.read()
-            self.worst_s = max(self.worst_s, time.perf_counter() - asked_s)
+            self.worst_s["health"] = max(self.worst_s["health"], time.perf_counter() - asked_s)
             self.answers += 1
             await asyncio.sleep(0.02)
 
@@ -108,22 +109,22 @@ async def amplify(server: Server, scale: float, draw: random.Random) -> Finding:
     somebody = _Bystander(server, draw)
     tasks = [asyncio.create_task(somebody.read()), asyncio.create_task(somebody.ask())]
     await asyncio.sleep(1)
-    somebody.worst_s = 0.0
+    somebody.worst_s = dict.fromkeys(_NOTICED_S, 0.0)
     await asyncio.sleep(max(5 * scale, 1))
     quiet_s, before = somebody.worst_s, _peak_mib(server.process.pid)
-    rows: list[list[str]] = [["route", "body", "KiB", "status", "server's CPU", "somebody waits"]]
+    rows: list[list[str]] = [["route", "body", "KiB", "status", "server's CPU", "/health", "a stream stands still"]]
     problems, facts = [], {}
     for (route, name), body in bodies.items():
-        somebody.worst_s, cpu_s = 0.0, _cpu_s(server.process.pid)
-        status = await _post(server, route, body)
-        await asyncio.wait_for(somebody.served(), 300)
-        cpu_s, worst_s = _cpu_s(server.process.pid) - cpu_s, somebody.worst_s
-        facts[f"{route} {name}"] = {"status": status, "cpu_s": cpu_s, "worst_s": worst_s}
-        rows.append([route, name, f"{len(body) >> 10}", str(status), f"{cpu_s:.2f} s", f"{1000 * worst_s:.0f} ms"])
-        if worst_s > quiet_s + _NOTICED_S:
-            problems.append(f"{route}, {name}: somebody else waits for {worst_s:.1f} s")
-        if status >= 500 and status != 503:
-            problems.append(f"{route}, {name}: status {status}")
+        status, cpu_s = await _cost(server, somebody, route, body)
+        facts[f"{route} {name}"] = {"status": status, "cpu_s": cpu_s, **somebody.worst_s}
+        waits = [f"{1000 * seconds:.0f} ms" for seconds in somebody.worst_s.values()]
+        rows.append([route, name, f"{len(body) >> 10}", str(status), f"{cpu_s:.2f} s", *waits])
+        problems += [
+            f"{route}, {name}: {what} takes {somebody.worst_s[what]:.1f} s, the server's CPU {cpu_s:.1f} s"
+            for what, most_s in _NOTICED_S.items()
+            if min(somebody.worst_s[what] - quiet_s[what], cpu_s) > most_s
+        ]
+        problems += [f"{route}, {name}: status {status}"] if status >= 500 and status != 503 else []
     for task in tasks:
         problems += [f"the bystander: {task.exception()!r}"] if task.done() else []
         task.cancel()
@@ -131,10 +132,18 @@ async def amplify(server: Server, scale: float, draw: random.Random) -> Finding:
     if (grown := _peak_mib(server.process.pid) - before) > _MEMORY_MIB:
         problems.append(f"the server's peak grew by {grown:.0f} MiB")
     problems += await server.problems()
-    worst_s = max(fact["worst_s"] for fact in facts.values())
-    waits = f"somebody waits for {1000 * worst_s:.0f} ms at most, {1000 * quiet_s:.0f} if it is quiet"
-    seen = f"{waits}; the server's peak grew by {grown:.0f} MiB"
+    worst = {name: max(fact[name] for fact in facts.values()) for name in ("cpu_s", *_NOTICED_S)}
+    waits = [f"{what} {1000 * worst[what]:.0f} ms ({1000 * quiet_s[what]:.0f} if it is quiet)" for what in _NOTICED_S]
+    seen = f"at most {worst['cpu_s']:.2f} CPU seconds, {', '.join(waits)}; the server's peak grew by {grown:.0f} MiB"
     return Finding(f"{len(bodies)} bodies of a MiB that cost much", seen, problems, facts, list(rows))
+
+
+async def _cost(server: Server, somebody: _Bystander, route: str, body: str) -> tuple[int, float]:
+    """The status of a body, and the server's CPU seconds until the bystander is served again."""
+    somebody.worst_s, cpu_s = dict.fromkeys(_NOTICED_S, 0.0), _cpu_s(server.process.pid)
+    status = await _post(server, route, body)
+    await asyncio.wait_for(somebody.served(), 300)
+    return status, _cpu_s(server.process.pid) - cpu_s
 
 
 async def _post(server: Server, route: str, body: str) -> int:

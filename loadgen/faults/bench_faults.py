@@ -45,12 +45,12 @@ CASES = {
     "drain": Case(drain, _POOL),
     "descriptors": Case(descriptors, (*_POOL, "--max-connections", str(MOST))),
     "held": Case(held, ("--pool-tokens", "16384")),
-    # Equal answers are promised in float32. The pool is too small for the load, so that requests are retracted.
     "frozen": Case(frozen, (*_POOL, "--dtype", "float32", "--step-timeout", "2", "--on-engine-death", "restart")),
     "signals": Case(signals),
     "pages": Case(pages, _POOL),
     "amplify": Case(amplify, _POOL),
     "retraction": Case(retraction),
+    # Equal answers are promised in float32. The pool is too small for the load, so that requests are retracted.
     "soak": Case(soak, ("--pool-tokens", "1024", "--max-running", "20", "--dtype", "float32", "--debug-invariants")),
 }
 
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="factor on all numbers and durations; default: 1",
     )
-    parser.add_argument("--seed", type=options.whole, default=0, metavar="N", help="default: 0")
+    parser.add_argument("--seed", type=options.whole, metavar="N", help="default: a new one, which is printed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every figure")
     parser.add_argument("server_options", nargs="*", help="after --: options for the servers that are started")
 
@@ -73,6 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the cases, each on a server of its own; 0 if none found a problem, else 1."""
     console = wide_console()
+    if arguments.seed is None:
+        arguments.seed = random.randrange(1 << 16)
+    console.print(f"--seed {arguments.seed}")
     findings = {}
     for name in CASES if "all" in arguments.case else arguments.case:
         console.print(f"{name} ...")

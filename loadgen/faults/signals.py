@@ -117,8 +117,7 @@ class _Run:
             time.sleep(0.05)
         found = [f"{len(processes)} processes"] if processes else []
         files = [path.name for path in (self.directory / "tmp").iterdir()]
-        # Nobody is left to remove the sockets of a process that was killed.
-        if files and self.process.returncode not in (-signal.SIGKILL,):
+        if files:
             found.append(", ".join(files))
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", int(self.url.rpartition(":")[2]))) == 0:

@@ -229,7 +229,7 @@ def _make(
         max_running=arguments.running,
         max_waiting=1 << 20,
     )
-    return cache, Scheduler(config, cache)
+    return cache, Scheduler(config, cache, 2048)
 
 
 def _request(serial: int, tokens: array[int], output: int, at_s: float, cache: PagedCache) -> Request:

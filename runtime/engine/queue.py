@@ -103,12 +103,11 @@ class WaitingQueue:
                 self._stale.pop(family, None)
 
     def admit(self, request: Request, scarce: bool) -> None:
-        """Remove a request that is admitted, and book the credit that it earns or spends."""
-        if self._matches is not None and not self._lpm:
-            in_order, cost = request is self._order[0], self._cost(request)
-            self._tokens = min(self._tokens + (self._earned * cost if in_order else -cost), self._most_tokens)
-            if scarce:
-                self._places = min(self._places + (self._earned if in_order else -1), _MOST_PLACES)
+        """Remove a request that is admitted, and book the credit that it earns or spends; only `balanced` reads it."""
+        in_order, cost = request is self._order[0], self._cost(request)
+        self._tokens = min(self._tokens + (self._earned * cost if in_order else -cost), self._most_tokens)
+        if scarce:
+            self._places = min(self._places + (self._earned if in_order else -1), _MOST_PLACES)
         self.remove(request)
 
     def rank_again(self, request: Request, matched_tokens: int) -> bool:

@@ -24,7 +24,7 @@ class Scheduler:
     while their rows fit into the budget, and one at least.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: PagedCache, step_tokens: int = 2048):
+    def __init__(self, config: SchedulerConfig, cache: PagedCache, step_tokens: int):
         """`step_tokens`: rows of a step, unless configured."""
         self.config = config
         self.step_tokens = config.step_tokens or step_tokens
@@ -117,8 +117,6 @@ class Scheduler:
     def _decode(self) -> list[Work]:
         work: list[Work] = []
         for request in list(self.running):
-            if len(work) == self.step_tokens:
-                break
             if request.status is not Status.RUNNING or not _decodes(request):
                 continue
             while not request.strategy.grow(request):
@@ -195,8 +193,6 @@ class Scheduler:
 
     def _take_turns(self, work: list[Work]) -> None:
         waiting = [request for request in self.running if request.strategy.takes_turns]
-        if not waiting:
-            return
         budget, turn = self.step_tokens - sum(item.num_rows for item in work), next(self._turns)
         for request in sorted(waiting, key=lambda request: request.turn):
             item = request.strategy.work(request, budget)

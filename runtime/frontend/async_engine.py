@@ -9,7 +9,8 @@ import sys
 import tempfile
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -53,8 +54,8 @@ from runtime.protocol import (
 from runtime.reuse.modules.compile import ModulePrompt
 
 log = logging.getLogger("ramet.client")
-
 _STOP_SECONDS = 10
+InTurn = Callable[[Callable[[], None]], Awaitable[None]]
 
 T = TypeVar("T")
 
@@ -264,7 +265,7 @@ class AsyncEngine:
                     encoded = [await self._work.encode(frontend, submission) for submission in submissions]
         except TimeoutError:
             raise _too_late(timeout_s) from None
-        stream = OutputStream(self._running())
+        stream = OutputStream(self._running(), partial(self._work.run, account))
         if deadline_s is not None:
             stream.timer = loop.call_at(deadline_s, stream.expire, _too_late(timeout_s))
         try:
@@ -322,8 +323,7 @@ class AsyncEngine:
         frontend = self._running()
         with frontend.admit(prefix.account, 1, prefix.expected_tokens):
             key = array("i", await self._work.encode(frontend, prefix)).tobytes()
-            space, account = prefix.namespace, prefix.account
-            answer = await self._call(lambda call: AddPin(call, key, space, account, name, ttl_s))
+            answer = await self._call(lambda call: AddPin(call, key, prefix.namespace, prefix.account, name, ttl_s))
         if "refused" in answer:
             raise PinRefused(answer["refused"])
         return answer["pin"]
@@ -435,8 +435,10 @@ class OutputStream:
     as EngineDead, if a completion fails; an aborted completion ends with an Output.
     """
 
-    def __init__(self, frontend: Frontend):
+    def __init__(self, frontend: Frontend, in_turn: InTurn = asyncio.to_thread):
+        """`in_turn`: does work on Outputs in a thread."""
         self._frontend = frontend
+        self.in_turn = in_turn
         self._queue: asyncio.Queue[Output | RametError] = asyncio.Queue()
         self._ready: deque[Output | RametError] = deque()
         self._submissions: list[Submission] = []

@@ -75,7 +75,7 @@ class GrammarProcesses:
 
 def main() -> None:
     """Check grammars, a line of JSON each, until standard input ends, even while one is being checked."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     print(flush=True)
     for line in sys.stdin.buffer:

@@ -37,20 +37,20 @@ class TextWork:
 
     async def encode(self, frontend: Frontend, submission: Submission) -> list[int]:
         """As `Frontend.encode`; a grammar is checked, too."""
-        tokens = await self._texts.run(submission.account, partial(frontend.encode, submission))
+        tokens = await self.run(submission.account, partial(frontend.encode, submission))
         if submission.sampling.constrained:
             await self._grammars.run(submission.account, partial(self._processes.check, submission.sampling))
         return tokens
 
     async def run(self, account: str, work: Callable[[], T]) -> T:
-        """The result of other work on texts."""
+        """The result of other work, in a turn of the account."""
         return await self._texts.run(account, work)
 
     async def each(self, account: str, work: Callable[[Item], T], items: list[Item]) -> list[T]:
         """The results of `work` for texts or lists of tokens; a turn takes one long item, or several short ones."""
         results: list[list[T]] = []
         for piece in _pieces(items):
-            results.append(await self._texts.run(account, partial(list, map(work, piece))))
+            results.append(await self.run(account, partial(list, map(work, piece))))
         return list(chain.from_iterable(results))
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from runtime.frontend.async_engine import OutputStream
 from runtime.frontend.output import Output
 
 # Tokens whose log-probabilities are written on the event loop; with 128 alternatives each they take a millisecond.
@@ -73,8 +74,8 @@ class JsonAnswer(Response):
             await send({"type": "http.response.body", "body": piece, "more_body": more})
 
 
-async def write_logprobs(write: Callable[[Output], None], output: Output) -> None:
-    """Call `write` with an Output whose log-probabilities are let go then; in a thread if they are many.
+async def write_logprobs(outputs: OutputStream, write: Callable[[Output], None], output: Output) -> None:
+    """Call `write` with an Output whose log-probabilities are let go then; in a turn of its account if they are many.
 
     Raises ValueError for NaN.
     """
@@ -88,7 +89,7 @@ async def write_logprobs(write: Callable[[Output], None], output: Output) -> Non
         output.logprobs = output.prompt_logprobs = None  # an answer's last Outputs wait for each other
 
     if len(items) > _FEW:
-        await asyncio.to_thread(work)
+        await outputs.in_turn(work)
     elif items:
         work()
         await asyncio.sleep(0)  # others go on between the Outputs that wait already

@@ -59,6 +59,6 @@ async def collect(
     with outputs:
         async for output in follow(outputs, metrics):
             if write is not None:
-                await write_logprobs(write, output)
+                await write_logprobs(outputs, write, output)
             done[output.index, output.choice] = output
     return [done[key] for key in sorted(done)]

@@ -160,7 +160,7 @@ async def _events(
         own = logprobs.setdefault(index, _Logprobs(body, context.engine.tokenizer))
         if incremental:
             own = _Logprobs(body, context.engine.tokenizer)
-        await write_logprobs(own.add, output)
+        await write_logprobs(outputs, own.add, output)
         _check_repeated(body, own.num_tokens)
         if incremental:
             event = _result(output, output.delta, output.new_token_ids, own)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import defaultdict
 from functools import partial
@@ -20,7 +19,7 @@ from server.context import Context, Ctx
 from server.http import examples
 from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
-from server.http.sse import Events, EventStream, unless_gone
+from server.http.sse import Events, EventStream, unless_gone, while_there
 from server.openai.common import check_model, envelope, finish_reason, module_reuse, usage
 from server.openai.tools import CallReader, render_chat, with_tools, writes_tags
 from server.openai.types import ChatRequest
@@ -60,7 +59,8 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx, te
     check_model(body.model, context)
     body.refuse_unsupported()
     if body.must_call or body.response_format:  # a schema may be as long as the body
-        submission = await asyncio.to_thread(submission_of, body, tenant, context)
+        work = partial(submission_of, body, tenant, context)
+        submission = await while_there(request, context.engine.in_turn(tenant.account, body.num_characters, work))
     else:
         submission = submission_of(body, tenant, context)
     outputs = await open_outputs(request, context, [submission], body.NAMES, body.timeout_s)
@@ -156,7 +156,7 @@ async def _events(body: ChatRequest, rid: str, outputs: OutputStream, context: C
         delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
         finish = _finish_reason(output, bool(reader.num_calls))
         logprobs = _Logprobs(context.engine.tokenizer)
-        await write_logprobs(logprobs.add, output)
+        await write_logprobs(outputs, logprobs.add, output)
         reuse = module_reuse(output) if finish else {}
         yield chunk(output.choice, delta, logprobs.fields() if body.logprobs else None, finish) | reuse
     if body.with_usage:

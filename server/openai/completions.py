@@ -84,7 +84,7 @@ async def _events(
         last[key] = output
         if key not in writers:
             writers[key] = _Choice(body, submissions[output.index], context.engine.tokenizer)
-        await write_logprobs(writers[key].add, output)
+        await write_logprobs(outputs, writers[key].add, output)
         event = {**envelope("text_completion", rid, context), "choices": [writers[key].write(output, output.delta)]}
         yield event | ({"usage": None} if body.with_usage else {})
     if body.with_usage:

@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from radix import EventLog, Namespace, RadixTree, Stored, make_policy
+from radix import EventLog, Namespace, RadixTree, Removed, Stored, make_policy
 from radix.events import block_hashes
 
 
@@ -79,3 +79,50 @@ def test_hashes_are_chained_and_differ_between_namespaces():
     assert first != second
     assert block_hashes(tokens[8:], 8, first, Namespace()) == (second,)
     assert not set(block_hashes(tokens, 8, None, Namespace("tenant"))) & {first, second}
+
+
+def test_events_by_hand():
+    """Stored, cut without an event, trimmed, extended behind the cut, and removed."""
+    namespace, log = Namespace("t"), EventLog(8)
+    tree = RadixTree(2, watchers=[log])
+    tokens = array("i", [1, 2, 3, 4, 5, 6]).tobytes()
+    a, b, c = block_hashes(tokens, 8, None, namespace)
+    tree.insert(tokens, array("i", [0, 1, 2]), namespace)
+    assert log.take() == [Stored((a, b, c), None, tokens, namespace)]
+    assert log.take() == []
+    branch = array("i", [7, 8]).tobytes()
+    (d,) = block_hashes(branch, 8, a, namespace)
+    tree.insert(tokens[:8] + branch, array("i", [0, 3]), namespace)
+    assert log.take() == [Stored((d,), a, branch, namespace)]
+    tree.evict(1)
+    assert log.take() == [Removed((c,))]
+    below = array("i", [9, 9]).tobytes()
+    (e,) = block_hashes(below, 8, b, namespace)
+    tree.insert(tokens[:16] + below, array("i", [0, 1, 4]), namespace)
+    assert log.take() == [Stored((e,), b, below, namespace)]
+    tree.flush()
+    removed = [event.hashes for event in log.take()]
+    assert sorted(removed) == sorted([(a,), (b,), (d,), (e,)])
+    assert not log._hashes, "nothing is kept of what has left"
+
+
+def test_blocks_are_whole_and_begin_with_their_namespace():
+    tokens = array("i", [1, 2, 3]).tobytes()
+    assert len(block_hashes(tokens, 8, None, Namespace())) == 1
+    assert len(block_hashes(tokens, 4, None, Namespace())) == 3
+    assert len(block_hashes(tokens[:4], 8, None, Namespace())) == 0
+    assert block_hashes(tokens, 12, 0, Namespace()) != block_hashes(tokens, 12, None, Namespace())
+    roots = {block_hashes(tokens, 12, None, Namespace(*fields)) for fields in (("a",), ("", "a"), ("", "", "a"), ())}
+    assert len(roots) == 4
+
+
+HASHES = (9710604713292361974, 16292847435798180279, 1414168381119337323)
+
+
+def test_hashes_are_those_of_every_other_engine():
+    """Routers keep them, and compute them for prompts: a change of these numbers is one of the wire format."""
+    tokens = array("i", range(1, 7)).tobytes()
+    assert Namespace("a", "ä", "k:1").to_bytes().hex() == "010000006102000000c3a4030000006b3a31"
+    assert Namespace(salt="\ud800").to_bytes().hex() == "0000000003000000eda08000000000"
+    assert block_hashes(tokens, 8, None, Namespace()) == HASHES
+    assert block_hashes(tokens[8:], 8, HASHES[0], Namespace("ignored below the root")) == HASHES[1:]

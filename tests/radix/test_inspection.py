@@ -219,11 +219,10 @@ def test_levels_pages_and_namespaces():
 class Counting(dict):
     """Children that note how many were taken."""
 
-    taken = 0
-
     def values(self):
+        self.taken = 0
         for value in super().values():
-            Counting.taken += 1
+            self.taken += 1
             yield value
 
 
@@ -232,6 +231,72 @@ def test_a_part_of_a_large_tree_costs_what_is_asked_for():
     for i in range(2_000):
         tree.insert(key(i, 1), array("i", [2 * i, 2 * i + 1]))
     ((_, root),) = tree.roots()
-    root.children = Counting(root.children)
+    root.children = children = Counting(root.children)
     assert len(view(tree, limit=10)) == 10
-    assert Counting.taken <= 11
+    assert children.taken <= 11
+
+
+def test_what_is_shown_unless_asked_for():
+    tree = RadixTree(1)
+    for i in range(260):
+        tree.insert(key(i), array("i", [i]))
+    assert len(view(tree)) == 256
+    assert {node.preview for node in view(tree)} == {b""}
+    assert {block.preview for block in finish(outline(tree, 9))[0]} == {b""}
+    tree.insert(key(1, 2), array("i", [1, 300]))
+    shown = [*view(tree, limit=999), *finish(outline(tree, 9))[0]]
+    assert {type(value) for one in shown for value in (one.start, one.tokens)} == {int}
+
+
+def timed() -> tuple[RadixTree, list[float]]:
+    """A trunk and its two branches, and the time."""
+    time = [10.0]
+    tree = RadixTree(1, clock=lambda: time[0])
+    tree.insert(key(1, 2), array("i", [0, 1]))
+    time[0] = 12.0
+    tree.insert(key(1, 3), array("i", [0, 2]))
+    return tree, time
+
+
+def test_seconds():
+    tree, time = timed()
+    time[0] = 12.25
+    assert [(node.idle_s, node.age_s) for node in view(tree)] == [(2.25, 2.25), (2.25, 2.25), (0.25, 0.25)]
+    blocks = finish(outline(tree, 9))[0]
+    assert sorted((block.id, block.idle_s) for block in blocks) == [(-1, 0.25), (0, 0.25), (1, 2.25), (2, 0.25)]
+    time[0] = 11.0
+    assert [(node.idle_s, node.age_s) for node in view(tree)] == [(1.0, 1.0), (1.0, 1.0), (0.0, 0.0)]
+    assert {block.idle_s for block in finish(outline(tree, 9))[0]} == {0.0, 1.0}, "nothing is used in the future"
+
+
+def test_one_lock_is_a_lock_and_none_is_none():
+    tree, _ = timed()
+    node = tree.match(key(1, 2)).node
+    tree.lock(node)
+    assert [(one.locked, one.pinned) for one in view(tree)] == [(True, False), (True, False), (False, False)]
+    tree.unlock(node)
+    tree.pin(node)
+    assert [(one.locked, one.pinned) for one in view(tree)] == [(True, True), (True, True), (False, False)]
+    tree.lock(node)
+    blocks = {block.id: (block.locked, block.pinned) for block in finish(outline(tree, 9))[0]}
+    assert blocks == {-1: (True, False), 0: (True, True), 1: (True, True), 2: (False, False)}
+
+
+def test_a_walk_pauses_after_a_thousand_nodes_on_both_ways():
+    tree = RadixTree(1)
+    for i in range(2_100):
+        tree.insert(key(i), array("i", [i]))
+    blocks, steps = finish(outline(tree, 1))
+    assert (steps, blocks[0].nodes, blocks[0].total) == (4, 2_100, 2_100)
+
+
+def test_of_many_children_the_heaviest_are_shown():
+    tree = RadixTree(1)
+    for i in range(10):
+        length = 12 - i if i != 7 else 20
+        tree.insert(key(i, *range(length - 1)), array("i", range(100 * i, 100 * i + length)))
+    blocks = finish(outline(tree, 4))[0]
+    assert [(block.id, block.total, block.parent) for block in blocks] == [
+        (-1, sum(block.total for block in finish(outline(tree, 99))[0][1:]), None),
+        *((700, 20, 0), (0, 12, 0), (100, 11, 0)),
+    ]

@@ -39,6 +39,12 @@ def test_owners():
     assert Namespace().for_entry("bicache", "1").owner == Namespace().owner == Namespace()
 
 
+def test_the_namespace_of_an_entry_s_readers():
+    entry = Namespace("t", "s").for_entry("bicache", "1")
+    assert entry == Namespace("t", "s", "bicache:1")
+    assert entry.without_entry == Namespace("t", "s") == Namespace("t", "s").without_entry
+
+
 def test_namespaces_travel():
     for namespace in (Namespace(), Namespace("t", "s#", "bicache:1")):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(namespace), type=Namespace) == namespace

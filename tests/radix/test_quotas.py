@@ -7,7 +7,7 @@ from array import array
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from radix import POLICIES, Namespace, Quotas, RadixTree, make_policy
 
@@ -87,6 +87,50 @@ def test_where_nobody_is_named_every_salt_is_a_tenant():
     assert tree.num_pages == 6
 
 
+def test_by_how_much_an_owner_is_over():
+    quotas = Quotas({"a": 4}, default=2)
+    quotas.add(A, 3)
+    assert [quotas.over(A, coming) for coming in (0, 1, 2, 9)] == [0, 0, 1, 8]
+    assert [quotas.over(B, coming) for coming in (2, 3)] == [0, 1]
+    assert Quotas({"a": 4}).over(B, 99) == 0
+    assert (quotas.pages(A), quotas.pages(Namespace("a", "salt")), quotas.pages(B)) == (3, 3, 0)
+
+
+def test_nothing_is_kept_of_owners_without_pages():
+    """However many salts there were."""
+    tree = RadixTree(1, quotas=Quotas({"a": 2}, default=5))
+    for i in range(20):
+        add(tree, Namespace(salt=str(i)), 1, 2, first=10 * i)
+    assert (len(tree.quotas._pages), len(tree.quotas._victims)) == (20, 20)
+    tree.flush()
+    assert (tree.quotas._pages, tree.quotas._victims) == ({}, {})
+    free = RadixTree(1, quotas=Quotas({"a": 2}))
+    add(free, B, 1, 2, first=0)
+    assert (len(free.quotas._pages), free.quotas._victims) == (1, {}), "no order is kept where there is no limit"
+    free.flush()
+    assert free.quotas._pages == {}
+
+
+def test_an_owner_with_nothing_that_can_go():
+    tree = RadixTree(1, quotas=Quotas({"a": 2}))
+    assert list(tree.make_room(A, 99)) == []
+    add(tree, A, 1, first=0)
+    tree.lock(tree.match(key(1), A).node)
+    assert list(tree.make_room(A, 99)) == []
+
+
+def test_victims_of_a_tenant_are_its_own_least_recently_used_whatever_the_policy():
+    tree = RadixTree(1, make_policy("gdsf", 100), quotas=Quotas({"a": 3}))
+    for i, cost in enumerate((9.0, 1.0, 5.0)):
+        tree.insert(key(i), array("i", [i]), A, cost=cost)
+    tree.insert(key(7), array("i", [7]), B, cost=0.1)
+    tree.touch(tree.match(key(0), A).node)
+    assert list(tree.make_room(A, 1)) == [1]
+    assert list(tree.make_room(A, 3)) == [2, 0]
+    assert tree.stats.evicted == {"room": 0, "quota": 3, "flush": 0}
+    assert list(tree.evict(5)) == [7]
+
+
 def test_whoever_computes_shared_pages_pays_for_them():
     shared, a, b = Namespace("public", "s"), Namespace("a"), Namespace("b")
     tree = RadixTree(1, quotas=Quotas({"a": 4, "b": 4}))
@@ -142,16 +186,20 @@ class Tenants(RuleBasedStateMachine):
         if not stays:
             self.end(-1)
 
+    @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 9))
     def end(self, which):
-        if self.live:
-            node, owner = self.live.pop(which % len(self.live))
-            self.tree.unlock(node)
-            self.forget(self.tree.make_room(owner, 0), owner)
+        node, owner = self.live.pop(which % len(self.live))
+        self.tree.unlock(node)
+        self.forget(self.tree.make_room(owner, 0), owner)
 
-    def forget(self, freed, owner):
+    @rule()
+    def flush(self):
+        self.forget(self.tree.flush())
+
+    def forget(self, freed, owner=None):
         gone = {prefix for prefix, (page, _) in self.held.items() if page in set(freed)}
-        assert all(self.held[prefix][1] == owner for prefix in gone), "nobody loses pages of others"
+        assert all(owner in (None, self.held[prefix][1]) for prefix in gone), "nobody loses pages of others"
         self.held = {prefix: held for prefix, held in self.held.items() if prefix not in gone}
 
     def count(self, owner):
@@ -175,4 +223,4 @@ class Tenants(RuleBasedStateMachine):
 
 
 TestTenants = Tenants.TestCase
-TestTenants.settings = settings(max_examples=150, stateful_step_count=20, deadline=None)
+TestTenants.settings = settings(max_examples=80, stateful_step_count=20, deadline=None)

@@ -248,29 +248,37 @@ class Modules(PrefixStrategy):
         request, imports = work.request, work.request.reuse
         if not request.owed:
             return super().book(work, saved, seconds)
-        for one, first, stop in list(imports.parts(work)):
+        complete = []
+        for one, first, stop in imports.parts(work):
             one.seconds += seconds * (stop - first) / work.count
             if stop == len(one.entry.is_kept):
-                self._keep(request, one)
+                complete.append(one)
+        self._keep(request, complete)
         imports.done += work.count
         request.owed -= work.count
         return False
 
-    def _keep(self, request: Request, one: Encoding) -> None:
-        """Hand a complete entry to the tree, from which the request reads it; without a cache it stays private."""
+    def _keep(self, request: Request, complete: list[Encoding]) -> None:
+        """Hand complete entries to the tree, from which the request reads them."""
+        imports, known = request.reuse, set(complete)
+        imports.encodings = [one for one in imports.encodings if one not in known]
+        held = {id(segment) for one in complete for segment in one.held}
+        segments = [segment for segment in request.segments if id(segment) not in held]
+        request.segments = segments + [self._insert(request, one) for one in complete]
+        self.counters["encoded_modules"] += len(complete)
+
+    def _insert(self, request: Request, one: Encoding) -> Segment:
+        """The segment of a complete entry; without a cache its pages stay private."""
         cache, entry = self.cache, one.entry
-        request.reuse.encodings.remove(one)
-        request.segments = [s for s in request.segments if all(s is not held for held in one.held)]
         cache.allocator.release(one.scratch)
-        node, pages = None, one.pages
-        if cache.enabled:
-            meta = ModuleMeta(entry.name, entry.length)
-            node, pages = cache.insert(entry.key, pages, entry.namespace, one.seconds, meta, request.owner)
-            cache.tree.lock(node)
-            for held in one.held:
-                cache.tree.unlock(held.node)
-        request.segments.append(Segment(pages, entry.length, node=node))
-        self.counters["encoded_modules"] += 1
+        if not cache.enabled:
+            return Segment(one.pages, entry.length)
+        meta = ModuleMeta(entry.name, entry.length)
+        node, pages = cache.insert(entry.key, one.pages, entry.namespace, one.seconds, meta, request.owner)
+        cache.tree.lock(node)
+        for segment in one.held:
+            cache.tree.unlock(segment.node)
+        return Segment(pages, entry.length, node=node)
 
     def release(self, request: Request, keep: bool) -> None:
         super().release(request, keep)

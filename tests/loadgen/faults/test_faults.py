@@ -17,13 +17,15 @@ SMALL = ["--model", "{}", "--dtype", "float32", "--threads", "1"]
 
 
 @pytest.mark.parametrize(
-    "case", ["storm", "large", "fuzz", "kill", "drain", "descriptors", "frozen", "retraction", "signals"]
+    "case",
+    ["storm", "large", "fuzz", "kill", "drain", "descriptors", "frozen", "pages", "amplify", "retraction", "signals"],
 )
 def test_a_server_stands(case, tiny_dir, tmp_path, monkeypatch):
     out = tmp_path / "out.json"
     options = [option.format(tiny_dir) for option in SMALL] + ["--step-timeout", "1"] * (case == "frozen")
     monkeypatch.setattr(
-        "sys.argv", ["loadgen", "faults", "--case", case, "--scale", "0.02", "--json", str(out), "--", *options]
+        "sys.argv",
+        ["loadgen", "faults", "--case", case, "--scale", "0.02", "--seed", "0", "--json", str(out), "--", *options],
     )
     code = main()
     found = json.loads(out.read_text())[case]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from array import array
 
 import pytest
@@ -205,6 +206,19 @@ def test_generated_pages_cost_what_computing_them_took(tiny_dir):
     costs = [node.cost for node in driver.core.cache.tree.nodes()]
     assert len(costs) > 1
     assert all(cost > 0 for cost in costs)
+
+
+def test_a_step_s_time_is_divided_among_its_rows(tiny_dir):
+    """12 rows and 4: their pages cost three parts and one of what the step took, and no more than that."""
+    driver = Driver(make_core(tiny_dir, page_size=4))
+    for rid, prompt in (("long", list(range(100, 112))), ("short", list(range(200, 204)))):
+        driver.add(rid, prompt, max_new_tokens=2)
+    started = time.monotonic()
+    driver.step()
+    elapsed = time.monotonic() - started
+    costs = {len(node.pages): node.cost for node in driver.core.cache.tree.nodes()}
+    assert costs[3] == pytest.approx(3 * costs[1])
+    assert 0 < costs[3] + costs[1] <= elapsed
 
 
 def test_a_pin_yields_for_lack_of_memory_alone(tiny_dir, monkeypatch):

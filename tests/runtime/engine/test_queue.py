@@ -8,6 +8,7 @@ from itertools import count
 
 import pytest
 
+from radix import Namespace
 from runtime.engine.queue import WaitingQueue
 from runtime.params import SamplingParams
 from runtime.request import Request, Sequence
@@ -28,7 +29,7 @@ class Queue:
         self.matched.append(request.rid)
         return Found(self.found.get(request.tokens[0], 0))
 
-    def add(self, rid: str, tokens: list[int], priority: int = 0) -> Request:
+    def add(self, rid: str, tokens: list[int], priority: int = 0, namespace: Namespace = Namespace()) -> Request:
         request = Request(
             rid,
             Sequence(array("i", tokens)),
@@ -38,6 +39,7 @@ class Queue:
             len(tokens) + 1,
             strategy=self,
             decoding=None,
+            namespace=namespace,
             priority=priority,
             serial=next(self.serial),
         )

@@ -111,16 +111,21 @@ def test_texts_that_wait_count_as_tokens_that_wait(engine, slow):
     asyncio.run(main())
 
 
-def test_a_prompt_is_rendered_in_its_turn(engine, slow):
+def test_a_prompt_is_rendered_in_its_turn_and_so_is_an_answer(engine, slow):
+    names = []
+
     def render() -> str:
-        assert threading.current_thread().name.startswith("ramet-text")
+        names.append(threading.current_thread().name)
         return "rendered"
 
     async def main() -> None:
         stream = await engine.open([Submission(render, account="a", num_characters=8)])
         (sent,) = engine.sent
         assert sent.tokens == b"".join(token.to_bytes(4, "little") for token in slow.encode("rendered"))
+        await stream.in_turn(render)
         stream.close()
+        assert all(name.startswith("ramet-text") for name in names)
+        assert len(names) == 2
 
     asyncio.run(main())
 

@@ -7,7 +7,7 @@ from array import array
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from runtime.config import make_config
 from runtime.kv.cache import PagedCache
@@ -40,32 +40,32 @@ class Uses(RuleBasedStateMachine):
         new = Request("r", Sequence(array("i", tokens)), len(tokens), SamplingParams(), frozenset(), 99, None, None)
         self.waiting.append(new)
 
+    @precondition(lambda self: self.waiting)
     @rule(which=st.integers(0, 9))
     def look_up(self, which):
         """As often as the scheduler likes."""
-        if self.waiting:
-            request = self.waiting[which % len(self.waiting)]
-            found = self.strategy.find(request)
-            if self.strategy.admit(request, found, headroom=len(self.running)):
-                self.waiting.remove(request)
-                self.running.append(request)
-                for page in found.detail.pages:
-                    self.uses[page] += 1
+        request = self.waiting[which % len(self.waiting)]
+        found = self.strategy.find(request)
+        if self.strategy.admit(request, found, headroom=len(self.running)):
+            self.waiting.remove(request)
+            self.running.append(request)
+            for page in found.detail.pages:
+                self.uses[page] += 1
 
+    @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 9), count=st.integers(1, 5))
     def compute(self, which, count):
-        if self.running:
-            request = self.running[which % len(self.running)]
-            count = min(count, request.num_remaining)
-            self.strategy.book(Work(request, request.sequence.num_computed, count, count), [], 1.0)
+        request = self.running[which % len(self.running)]
+        count = min(count, request.num_remaining)
+        self.strategy.book(Work(request, request.sequence.num_computed, count, count), [], 1.0)
 
+    @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 9), again=st.booleans())
     def end(self, which, again):
-        if self.running:
-            request = self.running.pop(which % len(self.running))
-            self.strategy.release(request, keep=True)
-            if again:
-                self.waiting.append(request)
+        request = self.running.pop(which % len(self.running))
+        self.strategy.release(request, keep=True)
+        if again:
+            self.waiting.append(request)
 
     @invariant()
     def agrees(self):
@@ -76,4 +76,4 @@ class Uses(RuleBasedStateMachine):
 
 
 TestUses = Uses.TestCase
-TestUses.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
+TestUses.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime.frontend.async_engine import OutputStream
 from runtime.frontend.output import Output
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import Finish, TokenLogprob
@@ -47,7 +48,7 @@ def output(index: int, top: int, logprob: float = -1.0) -> Output:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_no_answer_has_numbers_that_json_lacks(value):
     with pytest.raises(ValueError, match="log-probability"):
-        asyncio.run(write_logprobs(print, output(0, 2, value)))
+        asyncio.run(write_logprobs(OutputStream(None), print, output(0, 2, value)))
 
 
 def test_a_long_answer_is_sent_in_pieces():

@@ -34,7 +34,7 @@ NUMBERS_S = 0.015
 # Room for the other fields of a body, and for their nodes.
 SIZE, NODES = MIB - 300, MAX_NODES - 100
 ROUTES = ("/generate", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/completions", "/cache/pin")
-ROUTES = (*ROUTES, "/abort_request", "/v1/schemas")
+ROUTES = (*ROUTES, "/v1/schemas", "/abort_request")
 
 
 def fill(element: str, ends: str = "[]", most: int = MIB, last: str = "") -> str:
@@ -58,7 +58,7 @@ WORST = {
     "objects": padded(fill("{}", most=NODES)),
     "deep lists": padded(fill("[" * 50 + "]" * 50, most=NODES // 50)),
     "deep objects": padded(fill('{"":' * 50 + "0" + "}" * 50, most=NODES // 100)),
-    "too many lists": fill("[]"),
+    "too many lists": fill("[" * 50 + "]" * 50),
     "unknown": names('"%x":0', NODES),
     "null": names('"%x":null', NODES),
     "decimal": names('"%d":0', NODES),
@@ -96,13 +96,13 @@ TABLE = {
     "map": (*OBJECTS, "decimal", "fractions"),
     "list of string": TEXTS,
     "list of string|string": TEXTS,
-    "list of list of string": (*TEXTS, "batch"),
     "list of integer": IDS,
     "list of integer|list of list of integer": IDS,
     "list of integer|list of list of integer|list of string|string": {*TEXTS, *IDS},
     "list of object": OBJECTS,
     "list of object|object": OBJECTS,
     "list of object|string": (*OBJECTS, "quoted", "quoted braces", "surrogates"),
+    "list of list of string": (*TEXTS, "objects", "batch"),
     "object|string": OBJECTS,
 }
 

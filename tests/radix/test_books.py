@@ -1,0 +1,392 @@
+"""The tree's books by hand: locks, pins, costs, times and what is counted of uses and evictions."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from radix import POLICIES, Match, Namespace, Quotas, RadixTree, make_policy, path
+from radix.node import Node
+from radix.stats import Histogram
+
+A = Namespace("a")
+
+
+def key(*tokens: int) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+class Tree(RadixTree):
+    """A tree whose pages are numbered by itself, under a clock that is set by hand."""
+
+    def __init__(self, page_size: int = 1, **options):
+        self.time, self.numbers = 0.0, 0
+        super().__init__(page_size, clock=lambda: self.time, **options)
+
+    def add(self, *tokens: int, namespace: Namespace = Namespace(), **options) -> Node:
+        pages = array("i", range(self.numbers, self.numbers + len(tokens) // self.page_size))
+        self.numbers += len(pages)
+        return self.insert(key(*tokens), pages, namespace, **options)[0]
+
+    def find(self, *tokens: int, namespace: Namespace = Namespace()) -> Match:
+        return self.match(key(*tokens), namespace)
+
+    def locked(self, *tokens: int) -> Node:
+        return self.lock_match(self.find(*tokens))
+
+
+def forked() -> tuple[Tree, Node, Node, Node]:
+    """A trunk of three pages with branches of two and four; the branches, then the trunk."""
+    tree = Tree()
+    left = tree.add(1, 2, 3, 4, 5)
+    right = tree.add(1, 2, 3, 6, 7, 8, 9)
+    return tree, left, right, right.parent
+
+
+# -- matching ----------------------------------------------------------------------------------------------------
+
+
+def test_every_field_of_a_match():
+    tree = Tree(page_size=2)
+    node = tree.add(1, 2, 3, 4, 5, 6)
+    assert tree.find(1, 2, 3, 4, 5, 6) == Match(array("i", [0, 1, 2]), node, 3)
+    assert tree.find(1, 2, 3, 4, 5, 6, 7, 8, 9) == Match(array("i", [0, 1, 2]), node, 3)
+    assert tree.find(1, 2, 3, 4, 5) == Match(array("i", [0, 1]), node, 2, 2, 1, node)
+    assert tree.find(1, 2, 3, 9) == Match(array("i", [0]), node, 1, 1, 1, node)
+    assert tree.find(1, 9) == Match(array("i"), None, 0, 0, 1, node)
+    assert tree.find(9) == tree.find() == Match()
+    below = tree.add(1, 2, 3, 4, 5, 6, 7, 8)
+    tree.add(1, 2, 3, 4, 5, 6, 9, 9)
+    assert tree.find(1, 2, 3, 4, 5, 6, 7, 3) == Match(array("i", [0, 1, 2]), node, 3, 6, 1, below)
+    assert tree.find(1, 2, 3, 4, 5, 6, 4, 8) == Match(array("i", [0, 1, 2]), node, 3)
+
+
+def test_what_matches_is_the_caller_s_own():
+    tree = Tree()
+    tree.add(1, 2, 3)
+    tree.find(1, 2, 3).pages.append(9)
+    assert list(tree.find(1, 2, 3).pages) == [0, 1, 2]
+
+
+def test_an_insertion_of_nothing_and_of_more_tokens_than_pages():
+    tree = Tree(page_size=2)
+    assert tree.insert(key(1, 2), array("i")) == (None, array("i"))
+    assert (tree.num_nodes, list(tree.roots())) == (0, [])
+    node, held = tree.insert(key(1, 2, 3, 4, 5, 6, 7), array("i", [8, 9]))
+    assert (node.key, list(node.pages), list(held), tree.num_pages) == (key(1, 2, 3, 4), [8, 9], [8, 9], 2)
+    again, held = tree.insert(key(1, 2), array("i", [5]))
+    assert (list(held), again.key, node.parent) == ([8], key(1, 2), again)
+
+
+# -- locks -------------------------------------------------------------------------------------------------------
+
+
+def test_locks_of_branches_share_their_trunk():
+    tree, left, right, trunk = forked()
+    tree.lock(left)
+    assert (left.refs, right.refs, trunk.refs, tree.num_locked_pages) == (1, 0, 1, 5)
+    tree.lock(right)
+    assert (left.refs, right.refs, trunk.refs, tree.num_locked_pages) == (1, 1, 2, 9)
+    tree.lock(left)
+    assert (left.refs, trunk.refs, tree.num_locked_pages, tree.num_evictable_pages) == (2, 2, 9, 0)
+    tree.unlock(left)
+    tree.unlock(left)
+    assert (left.refs, trunk.refs, tree.num_locked_pages, tree.num_evictable_pages) == (0, 1, 7, 2)
+    tree.unlock(right)
+    assert (right.refs, trunk.refs, tree.num_locked_pages) == (0, 0, 0)
+    tree.check()
+
+
+def test_a_lock_of_the_trunk_outlives_those_of_its_branches():
+    tree, left, _, trunk = forked()
+    tree.lock(trunk)
+    tree.lock(left)
+    tree.unlock(left)
+    assert (trunk.refs, tree.num_locked_pages) == (1, 3)
+    assert len(tree.flush()) == 6
+    tree.unlock(trunk)
+    assert len(tree.flush()) == 3
+
+
+def test_nothing_to_lock_or_to_unlock():
+    tree = Tree()
+    assert tree.locked(1) is None
+    tree.lock(None)
+    tree.unlock(None)
+    tree.use(None)
+    tree.touch(None)
+    assert (tree.num_locked_pages, sum(tree.stats.reuse_gap_s.counts)) == (0, 0)
+
+
+def test_an_unlock_too_many_is_noticed():
+    tree, left, *_ = forked()
+    with pytest.raises(AssertionError, match="unlock without lock"):
+        tree.unlock(left)
+    with pytest.raises(AssertionError, match="unpin without pin"):
+        tree.unpin(left)
+
+
+def test_three_locks_and_pins_take_three_to_undo():
+    tree = Tree()
+    node = tree.add(1, 2)
+    for _ in range(3):
+        tree.pin(node)
+    for left in (2, 1):
+        tree.unpin(node)
+        assert (node.pins, node.refs, tree.num_pinned_pages, tree.num_locked_pages) == (left, left, 2, 2)
+    tree.unpin(node)
+    assert (node.pins, node.refs, tree.num_pinned_pages, tree.num_locked_pages) == (0, 0, 0, 0)
+
+
+def test_a_run_that_is_cut_under_a_lock_stays_locked():
+    tree = Tree()
+    tree.add(1, 2, 3, 4)
+    whole = tree.locked(1, 2, 3, 4)
+    part = tree.locked(1, 2, 9)
+    assert (part.refs, whole.refs, tree.num_locked_pages, tree.num_nodes) == (2, 1, 4, 2)
+    assert (part.key, whole.key, whole.parent) == (key(1, 2), key(3, 4), part)
+    tree.unlock(whole)
+    assert sorted(tree.flush()) == [2, 3]
+    tree.unlock(part)
+    assert sorted(tree.flush()) == [0, 1]
+
+
+def test_what_is_unlocked_can_be_evicted_again():
+    tree = Tree()
+    node = tree.add(1, 2)
+    tree.lock(node)
+    assert list(tree.evict(2)) == []
+    tree.unlock(node)
+    assert sorted(tree.evict(2)) == [0, 1]
+
+
+# -- pins --------------------------------------------------------------------------------------------------------
+
+
+def test_pins_are_counted_apart_from_locks():
+    tree, left, right, trunk = forked()
+    assert tree.num_new_pinned_pages(tree.find(1, 2, 3, 4, 5)) == 5
+    tree.pin(left)
+    assert (left.pins, trunk.pins, right.pins) == (1, 1, 0)
+    assert (tree.num_pinned_pages, tree.num_locked_pages) == (5, 5)
+    assert tree.num_new_pinned_pages(tree.find(1, 2, 3, 4, 5)) == 0
+    assert tree.num_new_pinned_pages(tree.find(1, 2, 3, 6, 7, 8, 9)) == 4
+    assert tree.num_new_pinned_pages(tree.find(1, 2, 3, 6, 7)) == 2, "as many of its pages as match"
+    assert tree.num_new_pinned_pages(tree.find(1, 2)) == 0
+    assert tree.num_new_pinned_pages(tree.find(9)) == 0
+    tree.lock(right)
+    assert (tree.num_pinned_pages, tree.num_locked_pages) == (5, 9)
+    tree.pin(right)
+    assert (trunk.pins, tree.num_pinned_pages, right.refs) == (2, 9, 2)
+    tree.pin(left)
+    tree.unpin(left)
+    assert (left.pins, tree.num_pinned_pages) == (1, 9)
+    tree.unpin(left)
+    assert (left.pins, trunk.pins, tree.num_pinned_pages, tree.num_locked_pages) == (0, 1, 7, 7)
+    tree.unpin(right)
+    assert (trunk.pins, tree.num_pinned_pages, tree.num_locked_pages) == (0, 0, 7)
+    tree.unlock(right)
+    tree.check()
+
+
+def test_new_pinned_pages_of_a_long_path():
+    tree = Tree()
+    tree.add(1, 2)
+    tree.add(1, 2, 3, 4)
+    tree.add(1, 2, 3, 4, 5, 6)
+    assert tree.num_new_pinned_pages(tree.find(1, 2, 3, 4, 5)) == 5
+    tree.pin(tree.find(1, 2).node)
+    assert tree.num_new_pinned_pages(tree.find(1, 2, 3, 4, 5)) == 3
+
+
+def test_a_pinned_run_that_is_cut_stays_pinned():
+    tree = Tree()
+    node = tree.add(1, 2, 3, 4)
+    tree.pin(node)
+    tree.locked(1, 2, 9)
+    assert (node.pins, node.parent.pins, tree.num_pinned_pages) == (1, 1, 4)
+    tree.check()
+
+
+# -- records -----------------------------------------------------------------------------------------------------
+
+
+def test_a_cost_is_divided_with_its_run():
+    tree = Tree()
+    node = tree.add(1, 2, 3, 4, 5, cost=10.0, meta="record")
+    tree.locked(1, 2)
+    upper = node.parent
+    assert (upper.cost, node.cost, upper.meta, node.meta) == (4.0, 6.0, "record", "record")
+    tree.evict(1)
+    assert (node.cost, node.key, list(node.pages)) == (4.0, key(3, 4), [2, 3])
+    other = tree.add(1, 2, 7, cost=3.0)
+    assert (other.cost, other.meta, upper.cost) == (3.0, None, 4.0), "what was there keeps its own"
+
+
+def test_times_and_hits_of_a_path():
+    tree = Tree()
+    tree.time = 10.0
+    left = tree.add(1, 2, 3)
+    tree.time = 20.0
+    right = tree.add(1, 2, 4)
+    trunk = right.parent
+    assert [node.created_s for node in (trunk, left, right)] == [10.0, 10.0, 20.0]
+    assert [node.used_s for node in (trunk, left, right)] == [10.0, 10.0, 20.0]
+    tree.time = 26.0
+    tree.use(right)
+    assert [node.used_s for node in (trunk, left, right)] == [26.0, 10.0, 26.0]
+    assert [node.hits for node in (trunk, left, right)] == [1, 0, 1]
+    assert tree.stats.reuse_gap_s.total == 6.0
+    tree.time = 27.0
+    tree.touch(left)
+    assert (left.used_s, left.hits, trunk.used_s) == (27.0, 0, 26.0)
+    assert sum(tree.stats.reuse_gap_s.counts) == 1
+    assert tree.now() == 27.0
+    lower = tree.add(1, 2, 3, 9).parent
+    tree.locked(1)
+    assert [(node.hits, node.used_s) for node in path(lower)][-2:] == [(1, 26.0), (1, 26.0)], "a cut keeps both"
+
+
+def test_each_use_is_later_than_the_one_before():
+    tree = Tree()
+    nodes = [tree.add(i) for i in range(3)]
+    assert [node.last_use for node in nodes] == [1, 2, 3]
+    tree.touch(nodes[0])
+    tree.use(nodes[1])
+    assert [node.last_use for node in nodes] == [4, 5, 3]
+    tree.add(2)
+    assert [list(tree.evict(1)) for _ in range(3)] == [[0], [1], [2]], "an insertion of what is there is a use"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_parent_takes_over_the_time_of_children_that_leave(policy):
+    tree = Tree(policy=make_policy(policy, 20))
+    left, right = tree.add(1, 2, cost=1.0), tree.add(1, 3, cost=1.0)
+    tree.time = 60.0
+    tree.touch(left)
+    trunk = right.parent
+    tree.drop(left)
+    assert (trunk.used_s, trunk.last_use) == (60.0, left.last_use)
+    tree.drop(right)
+    assert (trunk.used_s, trunk.last_use) == (60.0, left.last_use)
+
+
+def test_a_parent_takes_over_the_recency_of_children_that_leave():
+    tree, left, right, trunk = forked()
+    tree.time = 50.0
+    old = tree.add(20)
+    tree.time = 60.0
+    tree.touch(left)
+    tree.touch(right)
+    tree.drop(left)
+    assert (trunk.last_use, trunk.used_s) == (left.last_use, 60.0)
+    tree.drop(right)
+    assert (trunk.last_use, trunk.used_s) == (right.last_use, 60.0)
+    assert list(tree.evict(1)) == list(old.pages)
+
+
+# -- evictions ---------------------------------------------------------------------------------------------------
+
+
+def test_evictions_are_booked_by_page():
+    tree = Tree(quotas=Quotas({"a": 9}))
+    tree.time = 10.0
+    tree.add(1, 2, 3, namespace=A)
+    tree.time = 14.0
+    tree.use(tree.find(1, 2, 3, namespace=A).node)
+    tree.time = 15.0
+    assert list(tree.evict(2)) == [1, 2]
+    stats = tree.stats
+    assert (stats.idle_s.total, sum(stats.idle_s.counts)) == (2 * 1.0, 2)
+    assert (stats.lifetime_s.total, sum(stats.lifetime_s.counts)) == (2 * 5.0, 2)
+    assert (tree.num_pages, tree.num_nodes, tree.quotas.pages(A)) == (1, 1, 1)
+    assert list(tree.flush()) == [0]
+    assert (tree.num_pages, tree.num_nodes, tree.quotas.pages(A)) == (0, 0, 0)
+    assert stats.evicted == {"room": 2, "quota": 0, "flush": 1}
+
+
+def test_as_much_is_evicted_as_is_wanted_and_no_more():
+    tree = Tree()
+    for i in range(4):
+        tree.add(i, i, i)
+    assert list(tree.evict(0)) == []
+    assert list(tree.evict(4)) == [0, 1, 2, 5]
+    assert list(tree.evict(1)) == [4], "what is left of a run goes on"
+    assert len(tree.evict(99)) == 7
+    assert list(tree.evict(1)) == []
+
+
+def test_a_trunk_goes_after_its_branches_and_then_its_namespace():
+    tree = Tree()
+    tree.add(1, 2, 3, namespace=A)
+    tree.add(1, 2, 4, namespace=A)
+    tree.add(1, 5)
+    assert {namespace for namespace, _ in tree.roots()} == {A, Namespace()}
+    assert list(tree.evict(2)) == [2, 5]
+    assert [tuple(node.key) for node in tree.nodes() if node.namespace == A] == [tuple(key(1, 2))]
+    tree.evict(4)
+    assert list(tree.roots()) == []
+    tree.add(1, namespace=A)
+    assert [namespace for namespace, _ in tree.roots()] == [A]
+
+
+def test_dropping_a_node_spares_what_is_above_and_beside_it():
+    tree, _, right, trunk = forked()
+    tree.lock(right)
+    assert sorted(tree.drop(trunk)) == [3, 4]
+    assert list(tree.drop(right)) == []
+    tree.unlock(right)
+    other = tree.add(1, 2, 3, 4)
+    assert sorted(tree.drop(right)) == [8, 9, 10, 11]
+    assert (tree.num_pages, other.parent) == (4, trunk)
+    assert len(tree.drop(trunk)) == 4
+    assert tree.stats.evicted == {"room": 0, "quota": 0, "flush": 10}
+
+
+def test_nodes_come_after_their_parents_and_a_path_ends_below_the_root():
+    tree, left, right, trunk = forked()
+    nodes = list(tree.nodes())
+    assert (nodes[0], {left, right}) == (trunk, set(nodes[1:]))
+    assert list(path(left)) == [left, trunk]
+    assert list(path(trunk.parent)) == list(path(None)) == []
+
+
+# -- checks ------------------------------------------------------------------------------------------------------
+
+DAMAGE = {
+    "nodes": lambda tree, left, right: setattr(tree, "num_nodes", 4),
+    "pages": lambda tree, left, right: setattr(tree, "num_pages", 8),
+    "locked pages": lambda tree, left, right: setattr(tree, "num_locked_pages", 1),
+    "pinned pages": lambda tree, left, right: setattr(tree, "num_pinned_pages", 1),
+    "a page twice": lambda tree, left, right: left.pages.__setitem__(0, right.pages[0]),
+    "a key too long": lambda tree, left, right: setattr(left, "key", left.key + key(9)),
+    "a wrong place": lambda tree, left, right: setattr(left, "key", key(8, 8)),
+    "a lost order": lambda tree, left, right: setattr(left.parent, "order", [key(4)]),
+    "no locks above": lambda tree, left, right: (setattr(left, "refs", 1), setattr(tree, "num_locked_pages", 2)),
+    "no pins above": lambda tree, left, right: (
+        tree.lock(left), setattr(left, "pins", 1), setattr(tree, "num_pinned_pages", 2)
+    ),
+    "pins without locks": lambda tree, left, right: (
+        tree.pin(left), setattr(left, "refs", 0), setattr(left.parent, "refs", 0), setattr(tree, "num_locked_pages", 0)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_books_are_noticed(name):
+    tree, left, right, _ = forked()
+    tree.check()
+    DAMAGE[name](tree, left, right)
+    with pytest.raises((AssertionError, KeyError)):
+        tree.check()
+
+
+def test_a_histogram():
+    histogram = Histogram((1.0, 5.0))
+    for value, times in ((0.0, 1), (1.0, 2), (1.1, 4), (5.0, 8), (5.1, 16)):
+        histogram.add(value, times)
+    histogram.add(0.5)
+    assert histogram.counts == [4, 12, 16]
+    assert histogram.total == pytest.approx(0.5 + 2.0 + 4.4 + 40.0 + 81.6)
+    assert len(Histogram().counts) == len(Histogram().bounds) + 1

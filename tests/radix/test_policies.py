@@ -1,0 +1,333 @@
+"""The policies by hand: each one's order of victims, step by step, on nodes of a real tree."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from radix import Namespace, Policy, RadixTree, make_policy
+from radix.eviction import GDSF, LRU, S3FIFO, Order
+from radix.node import Node
+
+
+def key(*tokens: int) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+class Tree:
+    """A tree of pages of one token; a run is named by its first token."""
+
+    def __init__(self, policy: Policy):
+        self.tree, self.policy, self.pages = RadixTree(1, policy), policy, 0
+        self.nodes: dict[int, Node] = {}
+
+    def add(self, *tokens: int, cost: float = 0.0) -> None:
+        pages = array("i", range(self.pages, self.pages + len(tokens)))
+        self.pages += len(tokens)
+        node, _ = self.tree.insert(key(*tokens), pages, cost=cost)
+        self.nodes[node.key[0]] = node
+
+    def use(self, *names: int) -> None:
+        for name in names:
+            self.tree.use(self.nodes[name])
+
+    def gone(self, count: int = 1) -> list[int]:
+        """Evict so many whole runs; their names."""
+        left = []
+        while len(left) < count and (freed := self.tree.evict(1)):
+            left += [name for name, node in self.nodes.items() if node.parent is None and freed[0] == node.pages[0]]
+        return left
+
+
+# -- the order ---------------------------------------------------------------------------------------------------
+
+
+def leaf() -> Node:
+    return Node(key(1), array("i", [0]), Node(b"", array("i"), None, Namespace()), Namespace())
+
+
+def test_the_smallest_key_goes_first_and_of_equals_the_first_to_enter():
+    order, nodes = Order(), [leaf() for _ in range(4)]
+    for node, place in zip(nodes, (2.0, 1.0, 2.0, 1.0), strict=True):
+        order.push(place, node)
+    assert [order.pop() for _ in range(5)] == [nodes[1], nodes[3], nodes[0], nodes[2], None]
+
+
+def test_only_the_latest_entry_of_a_node_holds():
+    order, first, second = Order(), leaf(), leaf()
+    order.push(1.0, first)
+    order.push(2.0, second)
+    order.push(3.0, first)
+    assert [order.pop() for _ in range(3)] == [second, first, None]
+
+
+def test_an_entry_holds_while_its_node_is_a_free_leaf():
+    order, nodes = Order(), [leaf() for _ in range(3)]
+    for node in nodes:
+        order.push(1.0, node)
+    nodes[0].refs = 1
+    nodes[1].attach(key(2), leaf())
+    assert [order.pop(), order.pop()] == [nodes[2], None]
+
+
+def test_orders_of_different_books_do_not_disturb_each_other():
+    node, tree, tenant = leaf(), Order(), Order("tenant_queued")
+    tree.push(1.0, node)
+    tenant.push(5.0, node)
+    assert (node.queued, node.tenant_queued > node.queued) == (tree._heap[0][1], True)
+    assert (tree.pop(), tenant.pop()) == (node, node)
+    tree.push(1.0, node)
+    Order().push(1.0, node)
+    assert tree.pop() is None, "the same book"
+
+
+def test_entries_that_do_not_hold_are_cleared_away_in_time():
+    """Memory follows the nodes, however often they are used."""
+    order, nodes = Order(), [leaf() for _ in range(10)]
+    longest = 0
+    for i in range(5_000):
+        order.push(float(i), nodes[i % 10])
+        longest = max(longest, len(order._heap))
+    assert longest <= 4 * 10 + 64
+    assert [order.pop() for _ in range(11)] == [*nodes, None]
+    many, order = [leaf() for _ in range(1_000)], Order()
+    for i, node in enumerate(many):
+        order.push(float(-i), node)
+    assert [order.pop() for _ in many] == many[::-1], "those that hold stay"
+
+
+# -- least recently used -----------------------------------------------------------------------------------------
+
+
+def test_lru_goes_by_the_last_use():
+    tree = Tree(LRU())
+    for name in (1, 2, 3, 4):
+        tree.add(name)
+    tree.use(2, 1)
+    tree.tree.touch(tree.nodes[3])
+    assert tree.gone(5) == [4, 2, 1, 3]
+
+
+def test_absorbed_recency_is_the_later_of_both():
+    tree = Tree(LRU())
+    tree.add(1, 5)
+    tree.add(1, 6)
+    parent, child = tree.nodes[6].parent, tree.nodes[6]
+    for times in ((3, 8), (8, 3)):
+        parent.last_use, child.last_use = times
+        parent.used_s, child.used_s = (10.0 * time for time in times)
+        LRU().absorb(parent, child)
+        assert (parent.last_use, parent.used_s) == (8, 80.0)
+
+
+# -- S3-FIFO -----------------------------------------------------------------------------------------------------
+
+
+def test_newcomers_leave_first_in_first_out():
+    tree = Tree(S3FIFO(20))
+    for name in (1, 2, 3, 4):
+        tree.add(name)
+    tree.tree.touch(tree.nodes[1])
+    assert tree.gone(4) == [1, 2, 3, 4], "a renewed recency is no use"
+
+
+def promoted(policy: S3FIFO, *names: int) -> Tree:
+    """A tree whose runs, of a page each, have moved into the main queue; the small one is empty."""
+    tree, others = Tree(policy), range(90, 91 + policy._small_limit)
+    for name in (*names, *others):
+        tree.add(name)
+    tree.use(*names)
+    assert tree.gone() == [90], "the small queue was over its share"
+    for name in others[1:]:
+        tree.tree.drop(tree.nodes[name])
+    return tree
+
+
+def test_a_used_newcomer_moves_to_the_main_queue_with_nothing_to_its_credit():
+    tree = promoted(S3FIFO(10), 1, 2)
+    assert (tree.policy._small, tree.policy._small_pages) == ({}, 0)
+    assert [tree.nodes[name].frequency for name in (1, 2)] == [0, 0]
+    tree.add(3)
+    assert tree.gone() == [1], "the small queue, with one of ten pages, is within its share"
+    tree.add(4)
+    assert tree.gone(3) == [3, 2, 4], "with two it is not"
+
+
+@pytest.mark.parametrize(("capacity", "small", "share"), [(20, 0.1, 2), (29, 0.1, 2), (10, 0.3, 3), (5, 0.1, 1)])
+def test_the_share_of_the_small_queue(capacity, small, share):
+    tree = promoted(S3FIFO(capacity, small), 1)
+    tree.add(*range(10, 10 + share))
+    assert tree.gone() == [1]
+    tree = promoted(S3FIFO(capacity, small), 1)
+    tree.add(*range(10, 11 + share))
+    assert tree.gone() == [10]
+
+
+def test_an_empty_queue_passes_the_turn_to_the_other():
+    tree = promoted(S3FIFO(10), 1, 2)
+    for name in (3, 4, 5):
+        tree.add(name)
+    tree.tree.lock(tree.nodes[1])
+    tree.tree.lock(tree.nodes[2])
+    assert tree.gone(3) == [3, 4, 5], "the small queue, also within its share"
+    tree.tree.unlock(tree.nodes[1])
+    tree.add(6, 7, 8)
+    tree.tree.lock(tree.nodes[6])
+    assert tree.gone() == [1], "the main queue, though the small one is over its share"
+
+
+def test_the_small_queue_goes_first_while_it_is_over_its_share():
+    tree = promoted(S3FIFO(10), 1)
+    tree.add(2)
+    tree.add(3)
+    assert tree.gone(3) == [2, 1, 3]
+
+
+def test_a_use_in_the_main_queue_is_another_round_and_three_are_the_most():
+    tree = promoted(S3FIFO(10), 1)
+    tree.add(90)  # it left a moment ago: into the main queue, behind 1
+    tree.use(1)
+    assert tree.gone() == [90]
+    assert tree.nodes[1].frequency == 0, "that was its round"
+    tree.use(*[1] * 9)
+    assert tree.nodes[1].frequency == 3
+    assert tree.gone() == [1], "it is alone"
+    tree = promoted(S3FIFO(10), *range(1, 9))
+    tree.use(1, 1, 2)
+    assert tree.gone(8) == [3, 4, 5, 6, 7, 8, 2, 1]
+
+
+def test_whoever_left_as_a_newcomer_comes_back_into_the_main_queue():
+    tree = Tree(S3FIFO(10))
+    tree.add(1)
+    tree.add(2)
+    assert tree.gone() == [1]
+    tree.add(1)
+    assert list(tree.policy._small) == [tree.nodes[2]]
+    tree.add(3)
+    assert tree.gone() == [2], "of the small queue, which has two pages"
+    assert tree.gone() == [1]
+    tree.add(1)
+    assert tree.nodes[1] not in tree.policy._small, "it is still remembered"
+
+
+def test_as_many_are_remembered_as_the_pool_has_pages_and_the_oldest_are_forgotten():
+    tree = Tree(S3FIFO(3))
+    for name in range(1, 6):
+        tree.add(name)
+        assert tree.gone() == [name]
+    assert len(tree.policy._ghost) == 3
+    for name in (1, 2, 3, 4, 5):
+        tree.add(name)
+    assert [name for name in range(1, 6) if tree.nodes[name] in tree.policy._small] == [1, 2]
+
+
+def test_those_of_the_main_queue_are_not_remembered():
+    tree = promoted(S3FIFO(10), 1)
+    tree.gone()
+    tree.add(1)
+    assert tree.nodes[1] in tree.policy._small
+
+
+def test_namespaces_are_remembered_apart():
+    policy = S3FIFO(10)
+    tree = RadixTree(1, policy)
+    tree.insert(key(1), array("i", [0]), Namespace("a"))
+    tree.evict(1)
+    tree.insert(key(1), array("i", [1]), Namespace("b"))
+    assert [node.namespace.tenant for node in policy._small] == ["b"]
+    tree.insert(key(1), array("i", [2]), Namespace("a"))
+    assert [node.namespace.tenant for node in policy._small] == ["b"]
+
+
+def test_both_parts_of_a_run_stay_in_its_queue_with_its_uses():
+    tree = Tree(S3FIFO(100))
+    tree.add(1, 2, 3, 4, 5)
+    tree.use(1, 1)
+    policy, lower = tree.policy, tree.nodes[1]
+    tree.add(1, 2, 9)
+    upper = lower.parent
+    assert (policy._small[upper], policy._small[lower], policy._small_pages) == (2, 3, 6)
+    assert (upper.heat, upper.frequency) == (lower.heat, lower.frequency) == (1.0, 2)
+    tree = promoted(S3FIFO(100), 1)
+    tree.tree.unlock(tree.tree.lock_match(tree.tree.match(key(1))))
+    assert tree.policy._small == {}
+
+
+def test_a_trimmed_run_that_is_cut_shares_out_what_was_booked():
+    tree = Tree(S3FIFO(100))
+    tree.add(1, 2, 3, 4, 5)
+    tree.tree.evict(2)
+    tree.tree.unlock(tree.tree.lock_match(tree.tree.match(key(1, 9))))
+    policy, lower = tree.policy, tree.nodes[1]
+    assert (policy._small[lower], policy._small[lower.parent], policy._small_pages) == (2, 3, 5)
+    tree.tree.flush()
+    assert (policy._small, policy._small_pages) == ({}, 0)
+
+
+def test_a_parent_was_used_as_often_as_its_child():
+    for uses in ((3, 1), (1, 3)):
+        parent, child = leaf(), leaf()
+        parent.frequency, child.frequency = uses
+        parent.last_use, child.last_use = uses
+        S3FIFO(10).absorb(parent, child)
+        assert (parent.frequency, parent.last_use) == (3, 3)
+
+
+# -- GDSF --------------------------------------------------------------------------------------------------------
+
+
+def test_gdsf_weighs_cost_by_page():
+    tree = Tree(GDSF())
+    tree.add(1, 11, cost=10.0)  # 5 a page
+    tree.add(2, cost=6.0)
+    tree.add(3, 13, 23, 33, cost=12.0)  # 3
+    assert [tree.nodes[name].heat for name in (1, 2, 3)] == [5.0, 6.0, 3.0]
+    assert tree.gone(3) == [3, 1, 2]
+
+
+def test_gdsf_counts_uses():
+    tree = Tree(GDSF())
+    tree.add(1, cost=2.0)
+    tree.add(2, cost=5.0)
+    tree.use(1)
+    assert tree.nodes[1].heat == 4.0
+    tree.use(1)
+    assert tree.nodes[1].heat == 6.0
+    assert tree.gone(2) == [2, 1]
+
+
+def test_gdsf_s_clock_rises_with_its_victims():
+    tree = Tree(GDSF())
+    tree.add(1, cost=4.0)
+    tree.add(2, cost=7.0)
+    assert tree.gone() == [1]
+    tree.add(3, cost=2.0)
+    assert tree.nodes[3].heat == 6.0
+    tree.use(2)
+    assert tree.nodes[2].heat == 4.0 + 2 * 7.0
+    assert tree.gone() == [3]
+    tree.add(4, cost=1.0)
+    assert tree.nodes[4].heat == 7.0
+    tree.policy.evicted(leaf())
+    assert tree.policy._clock == 6.0, "it never goes back"
+
+
+def test_gdsf_values_a_parent_anew_when_a_child_leaves():
+    tree = Tree(GDSF())
+    tree.add(1, 2, 3, cost=9.0)
+    tree.add(1, 2, 4, cost=2.0)
+    tree.use(4)
+    parent = tree.nodes[4].parent
+    assert (parent.hits, parent.cost) == (1, 6.0)
+    tree.gone()
+    assert tree.policy._clock == 3.0
+    assert parent.heat == 3.0 + 2 * 6.0 / 2
+
+
+@pytest.mark.parametrize(("name", "kind"), [("lru", LRU), ("s3fifo", S3FIFO), ("gdsf", GDSF)])
+def test_policies_by_name(name, kind):
+    policy = make_policy(name, 70)
+    assert type(policy) is kind
+    assert kind is not S3FIFO or (policy._ghost_limit, policy._small_limit) == (70, 7)

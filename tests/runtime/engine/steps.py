@@ -1,0 +1,108 @@
+"""A scheduler over a real cache and the strategy of causal models; instead of a model, every row gives token 9."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import count
+
+import torch
+
+from radix import Namespace
+from runtime.config import make_config
+from runtime.engine.scheduler import Scheduler
+from runtime.kv.cache import PagedCache
+from runtime.kv.pool import KVPool
+from runtime.params import SamplingParams
+from runtime.request import Request, Sequence, Work
+from runtime.reuse.prefix import PrefixStrategy
+from runtime.reuse.strategy import Found
+
+
+class InTurns(PrefixStrategy):
+    """Rows that see each other, as a canvas's: all of a request's tokens in every step."""
+
+    name = "in turns"
+    takes_turns = True
+
+    def __init__(self, cache: PagedCache, num_layers: int):
+        super().__init__(cache, num_layers)
+        self.limits: list[int] = []  # rows that were left, for each share
+
+    def find(self, request: Request) -> Found:
+        return Found()
+
+    def peer(self, request, found, computing):
+        return None
+
+    def admit(self, request: Request, found: Found, headroom: int) -> bool:
+        return True
+
+    def work(self, request: Request, limit: int) -> Work:
+        self.limits.append(limit)
+        return Work(request, 0, len(request.tokens), len(request.tokens))
+
+    def book(self, work: Work, saved, seconds: float) -> bool:
+        return True
+
+
+class Engine:
+    """Steps without a model."""
+
+    def __init__(self, pages: int = 64, page_size: int = 1, step_tokens: int = 32, **options):
+        config = make_config(page_size=page_size, **{"schedule_policy": "priority", **options})
+        pool = KVPool(1, pages, page_size, 1, 1, torch.float32, torch.device("cpu"))
+        self.cache = PagedCache(pool, config.cache, clock=lambda: 0.0)
+        self.scheduler = Scheduler(config.scheduler, self.cache, step_tokens)
+        self.causal, self.in_turns = PrefixStrategy(self.cache, 1), InTurns(self.cache, 1)
+        self.requests: dict[str, Request] = {}
+        self.serials = count()
+        self.work: list[Work] = []
+
+    def add(self, rid: str, tokens: list[int], new: int = 100, blocked_on: object = None, **fields) -> Request:
+        request = self.requests[rid] = Request(
+            rid, Sequence(array("i", tokens)), len(tokens), SamplingParams(), frozenset(), len(tokens) + new,
+            **{"strategy": self.causal, "decoding": None, "serial": next(self.serials), **fields},
+        )  # fmt: skip
+        self.scheduler.add(request, blocked_on)
+        return request
+
+    def step(self) -> dict[str, int]:
+        """Run a step; the rows of each request."""
+        self.work = self.scheduler.schedule()
+        rows = {item.request.rid: item.num_rows for item in self.work}
+        for item in self.work:
+            request, prefills, samples = item.request, item.prefills, item.samples
+            request.strategy.book(item, (), float(item.num_rows))
+            if prefills:
+                self.scheduler.computed(request)
+            if samples and not request.strategy.takes_turns:
+                request.tokens.append(9)
+                if len(request.tokens) == request.max_tokens:
+                    self.scheduler.remove(request)
+        self.cache.check(self.scheduler.running)
+        return rows
+
+    def steps(self, number: int) -> list[dict[str, int]]:
+        return [self.step() for _ in range(number)]
+
+    def remove(self, rid: str, keep: bool = True) -> None:
+        self.scheduler.remove(self.requests[rid], keep)
+
+    def cached(self, tokens: list[int], namespace: Namespace = Namespace()) -> int:
+        return len(self.cache.tree.match(array("i", tokens).tobytes(), namespace).pages)
+
+    @property
+    def running(self) -> str:
+        return "".join(request.rid for request in self.scheduler.running)
+
+    @property
+    def waiting(self) -> str:
+        return "".join(request.rid for request in self.scheduler.waiting)
+
+    @property
+    def blocked(self) -> str:
+        return "".join(request.rid for request in self.scheduler.blocked)
+
+
+def prompt(number: int, length: int) -> list[int]:
+    return [100 * number + i for i in range(length)]

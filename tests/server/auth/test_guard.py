@@ -1,0 +1,249 @@
+"""Keys at the application's door, without an engine behind it: who is let in, and as whom."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from fastapi import APIRouter
+
+from radix import Namespace
+from runtime.config import Config
+from server.auth.keys import Asker, BadKeys, Forbidden, Tenant, admin_paths, read_keys
+from server.http.app import create_app
+
+KEYS = (
+    "alice alice-key max_priority=3\nboss boss-key admin\nscraper scraper-key metrics\nlast last-key public quota=7\n"
+)
+
+
+def make_app(keys: str, tmp_path):
+    (tmp_path / "keys").write_text(keys)
+    engine = SimpleNamespace(info=SimpleNamespace(name="x"))
+    app = create_app(engine, Config(), read_keys(tmp_path / "keys") if keys else [])
+
+    @app.get("/who")
+    def who(tenant: Asker) -> dict:
+        return {"name": tenant.name, "admin": tenant.admin, "public": tenant.public}
+
+    return app
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory):
+    app = make_app(KEYS, tmp_path_factory.mktemp("guard"))
+
+    def ask(path: str, *headers: tuple[str, str], method: str = "GET") -> tuple[int, dict]:
+        return send(app, path, headers, method)
+
+    return ask
+
+
+def send(app, path: str, headers=(), method: str = "GET") -> tuple[int, dict]:
+    async def once() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            return await client.request(method, path, headers=list(headers))
+
+    answer = asyncio.run(once())
+    return answer.status_code, answer.json() if "json" in answer.headers.get("content-type", "") else {}
+
+
+def bearer(key: str) -> tuple[str, str]:
+    return "Authorization", f"Bearer {key}"
+
+
+@pytest.mark.parametrize("name", ["alice", "boss", "last"])
+def test_each_key_is_its_own_tenant(ask, name):
+    status, body = ask("/who", bearer(f"{name}-key"))
+    assert (status, body) == (200, {"name": name, "admin": name == "boss", "public": name == "last"})
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("Authorization", "Bearer alice-key")],
+        [("authorization", "bearer alice-key")],
+        [("Authorization", "BEARER   alice-key ")],
+        [("X-API-Key", "alice-key")],
+        [("X-API-Key", " alice-key ")],
+        [("Authorization", "Basic Ym9zczpib3Nz"), ("X-API-Key", "alice-key")],
+        [("Authorization", "Bearer alice-key"), ("X-API-Key", "boss-key")],
+        [("Authorization", "Bearer alice-key"), ("X-API-Key", "no such key")],
+    ],
+)
+def test_ways_to_show_a_key(ask, headers):
+    assert ask("/who", *headers)[1].get("name") == "alice"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [("Authorization", "")],
+        [("Authorization", "Bearer ")],
+        [("Authorization", "Bearer")],
+        [("Authorization", "alice-key")],
+        [("Authorization", "Basic alice-key")],
+        [("Authorization", "Bearer alice-ke")],
+        [("Authorization", "Bearer alice-key2")],
+        [("Authorization", "Bearer alice-keys alice-key")],
+        [("Authorization", "Bearer ALICE-KEY")],
+        [("Authorization", "Bearer alice")],
+        [("Authorization", "Bearer wrong-key"), ("X-API-Key", "alice-key")],
+        [("X-API-Key", "")],
+        [("Api-Key", "alice-key")],
+    ],
+)
+def test_no_key_and_wrong_ones(ask, headers):
+    for path in ("/who", "/no/such/route", "/metrics", "/cache/pins"):
+        status, body = ask(path, *headers)
+        assert (status, body["error"]["type"]) == (401, "authentication_error")
+    assert ask("/health", *headers)[0] != 401
+
+
+@pytest.mark.parametrize("name", ["Authorization", "X-API-Key"])
+@pytest.mark.parametrize("second", ["Bearer alice-key", "Bearer boss-key", ""])
+def test_a_header_with_a_key_is_sent_once(ask, name, second):
+    status, body = ask("/who", bearer("alice-key"), (name, "alice-key"), (name, second))
+    assert (status, name.lower() in body["error"]["message"]) == (400, True)
+
+
+def test_operators_routes_are_for_admins(ask):
+    for path in ("/cache/pins", "/cache/stats", "/cache/pins/pin-1", "/cache/nodes/1", "/server_info", "/metrics"):
+        status, body = ask(path, bearer("alice-key"))
+        assert (status, body["error"]["type"]) == (403, "permission_error"), path
+        assert ask(path, bearer("boss-key"))[0] not in (401, 403), path
+    for path in ("/who", "/cache/tree", "/v1/models", "/cache"):
+        assert ask(path, bearer("alice-key"))[0] not in (401, 403), path
+
+
+def test_a_scraper_s_key_is_for_metrics_alone(ask):
+    assert ask("/metrics", bearer("scraper-key"))[0] not in (401, 403)
+    for path in ("/who", "/cache/tree", "/cache/stats", "/metrics/", "/metricsx", "/no/such/route"):
+        assert ask(path, bearer("scraper-key"))[0] == 403, path
+    assert ask("/health", bearer("scraper-key"))[0] not in (401, 403)
+
+
+def test_without_keys_everybody_may_do_everything(tmp_path):
+    app = make_app("", tmp_path)
+    assert send(app, "/who") == (200, {"name": "", "admin": True, "public": True})
+    assert send(app, "/who", [("X-API-Key", "any"), ("X-API-Key", "two")])[0] == 200
+    assert send(app, "/cache/stats")[0] not in (401, 403)
+
+
+def test_beginnings_of_operators_paths():
+    first, second = APIRouter(), APIRouter()
+    for router, path in (
+        *((first, "/flush"), (first, "/things/{name}/{other}"), (first, "/health"), (second, "/cache/tree")),
+        *((second, "/dashboard"), (second, "/x/{page}/pin")),
+    ):
+        router.add_api_route(path, lambda: None)
+    assert sorted(admin_paths([first, second])) == ["/flush", "/things/", "/x/"]
+
+
+# -- lines -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    def read(text: str, environment: str = "") -> list[Tenant]:
+        monkeypatch.setenv("RAMET_API_KEYS", environment)
+        (tmp_path / "keys").write_text(text)
+        return read_keys(tmp_path / "keys")
+
+    return read
+
+
+def digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def test_every_field_of_a_line(read):
+    plain, full, scraper = read(
+        "a 12345678\nb.c-d_e  ключ5678\tquota=999999999 public admin max_priority=9\nm 87654321 metrics"
+    )
+    assert plain == Tenant("a", digest("12345678"))
+    assert full == Tenant("b.c-d_e", digest("ключ5678"), True, True, 999_999_999, 9, False)
+    assert scraper == Tenant("m", digest("87654321"), metrics=True)
+    assert (plain.quota, plain.max_priority, plain.admin, plain.public, plain.metrics) == (None, 0, False, False, False)
+
+
+def test_bounds_of_a_line(read):
+    for good in ("n" * 64 + " " + "k" * 8, "n " + "k" * 512, "n 12345678 quota=1", "n 12345678 max_priority=0"):
+        assert len(read(good)) == 1
+    for bad in (
+        *("n" * 65 + " " + "k" * 8, "n " + "k" * 7, "n " + "k" * 513, "n", "n 12345678 quota=1000000000"),
+        *("n 12345678 quota=01", "n 12345678 quota=", "n 12345678 max_priority=1234567890", "a/b 12345678"),
+        *("n 12345678 metrics quota=1", "n 12345678 Admin", "n 12345678 quota"),
+    ):
+        with pytest.raises(BadKeys, match="line 2 is neither"):
+            read(bad)
+
+
+def test_one_key_has_one_name_and_one_name_one_key(read):
+    """The environment's lines are counted before those of the file."""
+    for text, environment, line in (
+        ("a same-key-1\nb same-key-1", "", 3),
+        ("a first-key\na second-key", "", 3),
+        ("b same-key-1", "a same-key-1", 2),
+        ("a second-key", "b 12345678;a first-key", 3),
+    ):
+        with pytest.raises(BadKeys, match=f"line {line} repeats a name or a key") as found:
+            read(text, environment)
+        assert "-key" not in found.value.message
+    assert [one.name for one in read("b second-key", "a first-key; ;c third-key")] == ["a", "c", "b"]
+
+
+def test_without_a_file_there_is_the_environment_alone(monkeypatch):
+    monkeypatch.setenv("RAMET_API_KEYS", "a 12345678")
+    assert [one.name for one in read_keys(None)] == ["a"]
+    monkeypatch.delenv("RAMET_API_KEYS")
+    assert read_keys(None) == []
+
+
+def test_comments_and_blank_lines(read):
+    read_names = [one.name for one in read("# a 12345678\n\n  b 12345678   # c\n\td 1234#5678 admin #x\n")]
+    assert read_names == ["b", "d"]
+    assert read("d 1234#5678 admin #x")[0].admin
+
+
+def test_files_that_cannot_be_read(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAMET_API_KEYS", raising=False)
+    path = tmp_path / "keys"
+    path.write_bytes(b"a 1234567\xff")
+    with pytest.raises(BadKeys, match=r"--api-keys .*keys cannot be read: not UTF-8"):
+        read_keys(path)
+    with pytest.raises(BadKeys, match="cannot be read: No such file"):
+        read_keys(tmp_path / "other")
+    path.write_text("")
+    with pytest.raises(BadKeys, match="has no key"):
+        read_keys(path)
+
+
+# -- tenants -----------------------------------------------------------------------------------------------------
+
+
+def test_the_namespaces_of_a_tenant():
+    tenant, marked = Tenant("a", digest("key")), Tenant("b", digest("other"), public=True)
+    assert tenant.account == digest("key").hex()[:32]
+    assert tenant.namespace(None, "private") == Namespace(tenant.account)
+    assert tenant.namespace("s", "private") == Namespace(tenant.account, "s")
+    assert marked.namespace("s", "public") == Namespace("public", "s")
+    assert marked.namespace(None, "public") == Namespace("public")
+    assert marked.namespace("s", "private") == Namespace(marked.account, "s")
+    with pytest.raises(Forbidden, match="may not use public prefixes") as error:
+        tenant.namespace("s", "public")
+    assert (error.value.param, error.value.status) == ("cache_scope", 403)
+
+
+def test_the_priorities_of_a_tenant():
+    tenant = Tenant("a", b"", max_priority=3)
+    assert [tenant.priority(asked) for asked in (-5, 0, 3)] == [-5, 0, 3]
+    with pytest.raises(Forbidden, match="up to 3") as error:
+        tenant.priority(4)
+    assert error.value.param == "priority"
+    assert Tenant("a", b"", admin=True).priority(1 << 30) == 1 << 30
