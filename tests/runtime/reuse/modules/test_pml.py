@@ -157,7 +157,8 @@ def test_mode_and_scaffolds_fit_each_other(tokenizer):
 def test_white_space_is_layout_where_it_stands_alone_but_not_between_parameters():
     schema = read_schema(
         "<schema name='a'>\n <!-- no token --> <module name='b'> c\n</module>\n"
-        "<module name='d'><param name='e' len='1'/> <parameter name='f' length='2'/> <module name='f'/> </module></schema>"
+        "<module name='d'><param name='e' len='1'/> <parameter name='f' length='2'/> <module name='f'/>"
+        "</module></schema>"
     )
     b, d = schema.content
     assert [node.text for node in b.content] == [" c\n"]
