@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,13 @@ settings.register_profile("mutants", derandomize=True, phases=(Phase.explicit, P
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--without-model", action="store_true", help="skip what needs the default model (most tests)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Servers inherit what this process ignores, as `nohup` and `command &` in a script have it."""
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -159,7 +159,9 @@ async def _try(row: Row, options: Sequence[str], draw: random.Random) -> tuple[l
 def _spawn(row: Row, options: Sequence[str], directory: Path) -> _Run:
     (directory / "tmp").mkdir()
     port = free_port()
-    given = {number: signal.signal(number, signal.SIG_IGN) for number in row.ignored}
+    # A signal that this process ignores, as `nohup` has it, would be ignored by the server, too.
+    wanted = {number: signal.SIG_IGN if number in row.ignored else signal.SIG_DFL for number in _SIGNALS}
+    given = {number: signal.signal(number, handler) for number, handler in wanted.items()}
     try:
         with (directory / "log").open("w") as log:
             process = subprocess.Popen(

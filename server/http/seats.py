@@ -30,7 +30,7 @@ def most_connections(config: Config) -> int:
     """
     asked = config.server.max_connections
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = (asked or 2 * config.scheduler.max_open) + _OTHERS
+    wanted = (asked or max(2 * config.scheduler.max_open, _FEWEST)) + _OTHERS
     limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     least = (asked or _FEWEST) + _OTHERS
     if limit < least:

@@ -157,6 +157,7 @@ def test_random_lives_are_those_in_step(tiny_dir, prompts, free, seed, page_size
     assert len(driver.ahead) > 20
     for rid, spec in specs.items():
         plain.add(rid, **spec)
+        wait(plain.core.grammars.open.values())
         plain.run()
         if rid in aborted:
             assert driver.tokens[rid] == plain.tokens[rid][: len(driver.tokens[rid])]

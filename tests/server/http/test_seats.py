@@ -67,6 +67,8 @@ def test_connections_follow_from_descriptors(limits):
     raised = limits(256, resource.RLIM_INFINITY)
     assert most_connections(make_config(max_connections=5000)) == 5000
     assert raised == [(5128, resource.RLIM_INFINITY)]
+    few = make_config(max_running=2, max_waiting=1)
+    assert most_connections(few) == 16, "health must be answered beside six requests"
     limits(256, 300)
     assert most_connections(plain) == 172
     for hard, options in ((300, {"max_connections": 173}), (128, {})):

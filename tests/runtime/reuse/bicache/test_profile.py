@@ -183,8 +183,11 @@ def test_the_command_writes_a_table_that_the_engine_takes(default_model_dir, tmp
     assert driver.report(driver.last())["encoded_tokens"] == 64
     assert driver.report(driver.last())["shallow_depth"] == table["truncated"]["50"]["depths"]["40"]
     node = next(core.cache.tree.nodes())
-    assert node.meta.profile == core.strategy.table.version
-    assert node.meta.similarity == pytest.approx(table["similarity"]["80"])
+    shown = node.meta.describe()
+    assert shown["depth_table"] == core.strategy.table.version
+    assert shown["depths"] == table["depths"]
+    last = max(table["depths"]["80"], 1) - 1
+    assert shown["similarity"]["80"] == pytest.approx(table["similarity"]["80"][last], abs=1e-4)
     (tmp_path / "t.json").rename(path / "depth_table.json")
     assert make_core(path).strategy.table.name == "profiled, cosine", "a table in the model's directory is its own"
 
