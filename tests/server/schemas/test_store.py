@@ -93,3 +93,9 @@ def test_an_account_is_bounded(schema, monkeypatch):
     monkeypatch.setattr(room, "MAX_SIZE", 500)
     with pytest.raises(SchemaConflict):
         store.put("bob", schema("d"), None)
+    # A parameter of one token takes more memory than a token.
+    monkeypatch.setattr(room, "MAX_SIZE", 2000)
+    store.put("carol", schema("a", "<module name='b'>c</module>"), None)
+    parameters = "".join(f"<param name='p{i}' len='1'/>" for i in range(20))
+    with pytest.raises(SchemaConflict):
+        store.put("carol", schema("d", f"<module name='b'>{parameters}</module>"), None)
