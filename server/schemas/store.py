@@ -25,7 +25,7 @@ _TOKENS_OF_PART = 128
 
 
 class SchemaConflict(RametError):
-    """Another schema has the name, or the account has too many (HTTP 409)."""
+    """Another request is in the way: another schema has the name, there are too many, or this one went (HTTP 409)."""
 
     status = 409
     type = "conflict_error"
@@ -130,6 +130,15 @@ class SchemaStore:
         stored = self.get(account, name)
         del self._schemas[account][name]
         return stored
+
+    def holds(self, account: str, stored: Stored) -> bool:
+        """Whether this very schema is kept, and no other one of its name."""
+        return self._schemas.get(account, {}).get(stored.schema.name) is stored
+
+    def drop(self, account: str, stored: Stored) -> None:
+        """Forget this very schema, if it is still kept."""
+        if self.holds(account, stored):
+            del self._schemas[account][stored.schema.name]
 
     def compile(self, account: str, pml: str) -> ModulePrompt:
         """The request of a prompt, by the schema that it names; thread-safe. Raises PmlError and NotFound."""

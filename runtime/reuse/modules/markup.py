@@ -15,8 +15,9 @@ MAX_DEPTH = 32
 MAX_ATTRIBUTES = 1024
 _SPACE = " \t\r\n"
 _MAX_QUOTED = 100
-# A tag is parsed in one go, during which no other thread runs; nor does it backtrack to find one with too many.
-_CROWDED = re.compile(r"""<[^\s<]*+(?:\s++[^\s"'<=]++\s*+=\s*+(?:"[^"<]*+"|'[^'<]*+')){%d}""" % (MAX_ATTRIBUTES + 1))
+# A tag is parsed in one go, during which no other thread runs. The search does not backtrack.
+_ATTRIBUTE = r"""\s++[^\s"'<=]++\s*+=\s*+(?:"[^"<]*+"|'[^'<]*+')"""
+_CROWDED = re.compile(rf"<[^\s<]*+(?:{_ATTRIBUTE}){{{MAX_ATTRIBUTES + 1}}}")
 
 
 class PmlError(InvalidRequest):
