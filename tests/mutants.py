@@ -42,6 +42,7 @@ LONG = (
     "test_events.py::test_a_mirror_after_ten_thousand_random_operations",
     "test_inspection.py::test_a_large_tree_is_walked_in_steps_and_may_change_meanwhile",
     "test_namespace.py::test_different_namespaces_never_hash_alike",
+    "test_quotas.py::TestTenants::runTest",
     "test_watcher.py::test_every_page_that_leaves_was_seen_with_its_tokens",
 )
 

@@ -243,7 +243,8 @@ def test_what_is_shown_unless_asked_for():
     assert len(view(tree)) == 256
     assert {node.preview for node in view(tree)} == {b""}
     assert {block.preview for block in finish(outline(tree, 9))[0]} == {b""}
-    shown = [*view(tree), *finish(outline(tree, 9))[0]]
+    tree.insert(key(1, 2), array("i", [1, 300]))
+    shown = [*view(tree, limit=999), *finish(outline(tree, 9))[0]]
     assert {type(value) for one in shown for value in (one.start, one.tokens)} == {int}
 
 

@@ -164,6 +164,26 @@ def test_the_share_of_the_small_queue(capacity, small, share):
     assert tree.gone() == [10]
 
 
+def test_an_empty_queue_passes_the_turn_to_the_other():
+    tree = promoted(S3FIFO(10), 1, 2)
+    for name in (3, 4, 5):
+        tree.add(name)
+    tree.tree.lock(tree.nodes[1])
+    tree.tree.lock(tree.nodes[2])
+    assert tree.gone(3) == [3, 4, 5], "the small queue, also within its share"
+    tree.tree.unlock(tree.nodes[1])
+    tree.add(6, 7, 8)
+    tree.tree.lock(tree.nodes[6])
+    assert tree.gone() == [1], "the main queue, though the small one is over its share"
+
+
+def test_the_small_queue_goes_first_while_it_is_over_its_share():
+    tree = promoted(S3FIFO(10), 1)
+    tree.add(2)
+    tree.add(3)
+    assert tree.gone(3) == [2, 1, 3]
+
+
 def test_a_use_in_the_main_queue_is_another_round_and_three_are_the_most():
     tree = promoted(S3FIFO(10), 1)
     tree.add(90)  # it left a moment ago: into the main queue, behind 1

@@ -99,3 +99,12 @@ def test_every_page_that_leaves_was_seen_with_its_tokens(page_size, policy):
     assert {(tokens_of[page], page) for page in freed} == set(shelf.kept)
     assert len(freed) == len(shelf.kept) == sum(pages for pages, _ in shelf.causes)
     assert {cause for _, cause in shelf.causes} == {"room", "quota", "flush"}
+
+
+def test_a_watcher_that_comes_later_is_told_from_then_on_beside_the_first():
+    first, second = Shelf(), Shelf()
+    tree = filled(first)
+    tree.evict(1)
+    tree.watch(second)
+    tree.evict(1)
+    assert (first.causes, second.causes) == ([(1, "room")] * 2, [(1, "room")])

@@ -72,7 +72,7 @@ def compile_prompt(
     ids, anchors = in_order(sorted((run for run in own if run.tokens), key=lambda run: run.position))
     sets = [(scopes, sum(s.num_kept for s in scopes)) for scopes in _together([root, *imported], scaffolds)]
     entries = [make_entry(scopes) for scopes, kept in sets if kept]
-    reuse = {"method": "modules", "anchors": anchors, "entries": entries}
+    reuse = {"method": "modules", "schema": prompt.schema, "anchors": anchors, "entries": entries}
     rows = [kept for _, kept in sets if kept]
     return ModulePrompt(ids.tolist(), reuse, rows, root.stop + len(own[-1].tokens))
 

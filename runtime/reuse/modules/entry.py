@@ -36,10 +36,14 @@ class EntryFields(msgspec.Struct):
 
 
 class Layout(msgspec.Struct):
-    """The `reuse` fields of a message: the entries that a request reads, and the anchors of its own tokens."""
+    """The `reuse` fields of a message: the entries that a request reads, and the anchors of its own tokens.
+
+    `schema` is for people.
+    """
 
     entries: list[EntryFields]
     anchors: Pairs = []
+    schema: str = ""
 
     @staticmethod
     def read(asked: dict[str, Any]) -> Layout:
@@ -52,13 +56,14 @@ class Layout(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ModuleMeta:
-    """The record of an entry's run in the tree: the name that it had first, and its rows without the padding."""
+    """The record of an entry's run in the tree: the names that it had first, and its rows without the padding."""
 
+    schema: str
     name: str
     tokens: int
 
     def describe(self) -> dict[str, Any]:
-        return {"module": self.name, "module_tokens": self.tokens}
+        return {"schema": self.schema, "module": self.name, "module_tokens": self.tokens}
 
 
 @dataclass(slots=True, eq=False)

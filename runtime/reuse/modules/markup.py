@@ -18,6 +18,8 @@ _MAX_QUOTED = 100
 # A tag is parsed in one go, during which no other thread runs. The search does not backtrack.
 _ATTRIBUTE = r"""\s++[^\s"'<=]++\s*+=\s*+(?:"[^"<]*+"|'[^'<]*+')"""
 _CROWDED = re.compile(rf"<[^\s<]*+(?:{_ATTRIBUTE}){{{MAX_ATTRIBUTES + 1}}}")
+# Tags that are no part of a module's path.
+_INNER = frozenset({"union", "system", "user", "assistant"})
 
 
 class PmlError(InvalidRequest):
@@ -80,14 +82,20 @@ class _Reader:
         self._count += 1
         element = Element(tag, attributes, self.parser.CurrentLineNumber)
         if self._count > MAX_ELEMENTS:
-            raise PmlError(f"there are more than {MAX_ELEMENTS} elements", line=element.line)
+            raise PmlError(f"there are more than {MAX_ELEMENTS} elements", self.path, element.line)
         if len(self._open) == MAX_DEPTH:
-            raise PmlError(f"elements are nested more than {MAX_DEPTH} deep", line=element.line)
+            raise PmlError(f"elements are nested more than {MAX_DEPTH} deep", self.path, element.line)
         if self._open:
             self._open[-1].content.append(element)
         else:
             self.root = element
         self._open.append(element)
+
+    @property
+    def path(self) -> str:
+        """Of the innermost module that is open; empty before the root."""
+        names = [element.attributes.get("name", element.tag) for element in self._open[1:] if element.tag not in _INNER]
+        return f"/{'/'.join(names)}" if self._open else ""
 
     def _data(self, text: str) -> None:
         self._line = self._line if self._text else self.parser.CurrentLineNumber
@@ -118,7 +126,7 @@ def read_xml(text: str) -> Element:
     try:
         reader.parser.Parse(text, True)
     except expat.ExpatError as error:
-        raise PmlError(f"this is no XML: {expat.ErrorString(error.code)}", line=error.lineno) from None
+        raise PmlError(f"this is no XML: {expat.ErrorString(error.code)}", reader.path, error.lineno) from None
     except UnicodeEncodeError:
         raise PmlError("a lone surrogate is not Unicode text") from None
     assert reader.root is not None

@@ -162,7 +162,9 @@ def _parameter(element: Element, path: str, names: set[str]) -> Parameter:
     name, lengths = given["name"], [given[key] for key in ("length", "len") if key in given]
     _check_name(name, path, element.line)
     if len(lengths) != 1 or not re.fullmatch(r"[1-9][0-9]{0,6}", lengths[0]):
-        raise PmlError(f'parameter {name!r} needs a length in tokens, such as length="5"', path, element.line)
+        raise PmlError(
+            f'parameter {name!r} needs a length in tokens below 10,000,000, such as length="5"', path, element.line
+        )
     if name in names:
         raise PmlError(f"there are two parameters {name!r}", path, element.line)
     if element.without_blanks():

@@ -105,7 +105,7 @@ class Schema:
                 # Members of a union may have the same text, and are one entry then.
                 entry = make_entry(scopes)
                 unique.setdefault(repr({**entry, "name": ""}), (entry, kept))
-        reuse = {"method": "modules", "entries": [entry for entry, _ in unique.values()]}
+        reuse = {"method": "modules", "schema": self.name, "entries": [entry for entry, _ in unique.values()]}
         return ModulePrompt([], reuse, [kept for _, kept in unique.values()], 0)
 
     def _tail(self, prompt: Prompt, generate: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,11 +49,18 @@ class Encoding:
 
 @dataclass(slots=True)
 class Imports:
-    """A request's entries, and those that it encodes itself, of which the first `done` rows are encoded."""
+    """A request's entries, and those that it encodes itself, of which the first `done` rows are encoded.
 
+    Attributes:
+        schema: for people.
+        computed: names of the entries that were missing when the request was first admitted.
+    """
+
+    schema: str
     entries: list[Entry]
     encodings: list[Encoding] = field(default_factory=list)
     done: int = 0
+    computed: list[str] = field(default_factory=list)
 
     def parts(self, work: Work) -> Iterator[tuple[Encoding, int, int]]:
         """The rows of entries, as ranges, that a piece of work encodes."""
@@ -94,7 +101,7 @@ class Modules(PrefixStrategy):
             anchors = self._probe(request, entries)
         read_tokens(own.tokens.tobytes(), self._model.vocab_size, "the prompt")
         own.anchors = read_anchors(anchors, len(own.tokens), self._model.context_length, "the prompt")
-        request.reuse = Imports(entries)
+        request.reuse = Imports(layout.schema, entries)
         for entry in entries:
             request.entry_tokens.extend(entry.tokens)
         request.namespace = _own_namespace(request.namespace, entries, own.anchors)
@@ -193,6 +200,7 @@ class Modules(PrefixStrategy):
         assert fresh is not None, "the room was counted above"
         if is_first:
             request.cached_tokens += found.tokens - own.tokens
+            imports.computed = _names(entry for entry, _ in missing)
         for (entry, match), node in zip(pairs, nodes, strict=True):
             cache.tree.use(node)
             if self._all(entry, match):
@@ -279,7 +287,7 @@ class Modules(PrefixStrategy):
         cache.allocator.release(one.scratch)
         if not cache.enabled:
             return Segment(one.pages, entry.length)
-        meta = ModuleMeta(entry.name, entry.length)
+        meta = ModuleMeta(request.reuse.schema, entry.name, entry.length)
         node, pages = cache.insert(entry.key, one.pages, entry.namespace, one.seconds, meta, request.owner)
         cache.tree.lock(node)
         for segment in one.held:
@@ -298,10 +306,16 @@ class Modules(PrefixStrategy):
         return {
             "strategy": self.name,
             "exact": True,
-            "modules": [entry.name for entry in request.reuse.entries],
+            "modules": _names(request.reuse.entries),
+            "computed_modules": request.reuse.computed,
             "reused_tokens": reused,
             "computed_tokens": request.num_prompt - reused,
         }
+
+
+def _names(entries: Iterable[Entry]) -> list[str]:
+    """Names in the order in which the entries begin."""
+    return [entry.name for entry in sorted(entries, key=lambda entry: entry.sequence.position(0))]
 
 
 def _own_namespace(namespace: Namespace, entries: list[Entry], anchors: Pairs) -> Namespace:

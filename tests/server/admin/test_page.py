@@ -120,6 +120,43 @@ def test_the_playground_shows_what_was_reused(page, server, stream):
     assert second == httpx.post(f"{server.url}/generate", json=body, timeout=60).json()["text"]
 
 
+TRIPS = """<schema name="page-trips">You plan.<module name="plan"> For <parameter name="days" length="4"/> days.
+<union><module name="rome"> To Rome.</module><module name="oslo"> I go to Oslo.</module></union></module></schema>"""
+
+
+def test_the_playground_imports_modules_which_the_tree_shows_under_their_schema(page, server):
+    httpx.post(f"{server.url}/flush_cache")
+    httpx.post(f"{server.url}/v1/schemas", json={"pml": TRIPS}).raise_for_status()
+    page.goto(server.url)
+    page.locator("#schema option", has_text="page-trips").wait_for(state="attached")
+    page.locator("#schema").select_option("page-trips")
+    page.get_by_label("/plan/rome", exact=True).check()
+    page.get_by_label("/plan/oslo", exact=True).check()
+    picked = {path: page.get_by_label(path, exact=True).is_checked() for path in ("/plan", "/plan/rome", "/plan/oslo")}
+    assert picked == {"/plan": True, "/plan/rome": False, "/plan/oslo": True}
+    page.get_by_label("/plan days").fill('"<3"')
+    page.locator("#tokens").fill("2")
+    shown = []
+    for text in (" Where & when?" * 8, " And then?" * 8):
+        page.locator("#prompt").fill(text)
+        page.get_by_role("button", name="Generate").click()
+        page.locator("#told", has_text="2 generated").wait_for()
+        page.locator("#stop:disabled").wait_for()
+        shown.append([page.locator(f"#answer .chip.{kind}").all_inner_texts() for kind in ("reused", "computed")])
+        page.locator("#told").evaluate("(told) => told.textContent = ''")
+        page.get_by_label("/plan/rome", exact=True).check()
+    (cold, computed), (warm, rest) = shown
+    names = [[chip.rpartition(" ")[0] for chip in chips] for chips in (cold, computed, warm, rest)]
+    assert names == [[], ["/", "/plan", "/plan/oslo", "own text"], ["/", "/plan"], ["/plan/rome", "own text"]]
+    for label in ("/plan/oslo I go to Oslo", "And then?"):
+        page.locator("#icicle text", has_text=label).wait_for()
+    roots = page.locator("#icicle rect[data-name^='-1@']").evaluate_all("(all) => all.map((one) => one.dataset.name)")
+    assert sorted(roots) == ["-1@", "-1@schema%20page-trips"]
+    page.get_by_label("/plan", exact=True).uncheck()
+    assert not page.get_by_label("/plan/rome", exact=True).is_checked()
+    httpx.delete(f"{server.url}/v1/schemas/page-trips").raise_for_status()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_canvas_is_shown_as_it_denoises(page, denoiser, scheme):
     httpx.post(f"{denoiser.url}/flush_cache")

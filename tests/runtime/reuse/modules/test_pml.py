@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 
 from runtime.reuse.modules.markup import MAX_DEPTH, PmlError
-from runtime.reuse.modules.pml import Parameter, read_schema
+from runtime.reuse.modules.pml import Import, Parameter, Prompt, read_schema
 from runtime.reuse.modules.schema import Schema
 
 CITIES = """<schema name="cities">
@@ -25,11 +25,11 @@ You plan trips.
 
 SCHEMAS = [
     ("", "line 1: this is no XML: no element found"),
-    ("<schema name='a'>\n<module name='b'>", "line 2: this is no XML"),
+    ("<schema name='a'>\n<union><module name='b'>", "/b, line 2: this is no XML"),
     ("<schema name='a'>\n</module></schema>", "line 2: this is no XML: mismatched tag"),
     ("<schema name='a' name='b'/>", "line 1: this is no XML: duplicate attribute"),
     ("<schema name='a'/>\n<schema name='b'/>", "line 2: this is no XML"),
-    ("<schema name='a'>\n&what;</schema>", "line 2: this is no XML: undefined entity"),
+    ("<schema name='a'>\n&what;</schema>", "/, line 2: this is no XML: undefined entity"),
     ("<schema name='a'>\x00</schema>", "this is no XML"),
     ("<schema name='a'>\ud800</schema>", "a lone surrogate"),
     ('<!DOCTYPE s [<!ENTITY a "b">]>\n<schema name="a">&a;</schema>', "line 1: a document type and entities"),
@@ -126,6 +126,23 @@ def test_a_prompt_that_does_not_fit(pml, words, tokenizer):
     assert schema.compile("<prompt schema='cities'><plan days='2'><rome><food/></rome></plan><style/>Go.</prompt>")
 
 
+def test_a_child_without_its_parent(tokenizer):
+    schema = Schema.read(CITIES, tokenizer, 8192)
+    rome, plan = Import(("plan", "rome")), Import(("plan",))
+    with pytest.raises(PmlError, match=r"/plan/rome: /plan, which holds the module, is not imported"):
+        schema.compile(Prompt("cities", [rome], text="Go."))
+    assert schema.compile(Prompt("cities", [rome, plan], text="Go."))
+
+
+def test_texts_do_not_overlap_where_an_empty_module_lies(tokenizer):
+    modules = "<module name='a'>one</module><module name='b'>two two</module><module name='e'/>"
+    modules += "<module name='g'>six six six</module><module name='z'/>"
+    schema = Schema.read(f"<schema name='s'>{modules}</schema>", tokenizer, 99)
+    assert schema.compile("<prompt schema='s'><a/> at at<e/> at<z/>Go.</prompt>")
+    with pytest.raises(PmlError, match="/e, line 1: the text has 1 tokens; 0 fit"):
+        schema.compile("<prompt schema='s'><a/> at at at<e/> at<z/>Go.</prompt>")
+
+
 def test_mode_and_scaffolds_fit_each_other(tokenizer):
     for mode, scaffolds, words in [
         ("independent", [["/plan"]], "scaffolds need the mode scaffold"),
@@ -143,11 +160,13 @@ def test_mode_and_scaffolds_fit_each_other(tokenizer):
 def test_white_space_is_layout_where_it_stands_alone_but_not_between_parameters():
     schema = read_schema(
         "<schema name='a'>\n <!-- no token --> <module name='b'> c\n</module>\n"
-        "<module name='d'><param name='e' len='1'/> <parameter name='f' length='2'/>\n</module></schema>"
+        "<module name='d'><param name='e' len='1'/> <parameter name='f' length='2'/> <module name='f'/>"
+        "</module></schema>"
     )
     b, d = schema.content
     assert [node.text for node in b.content] == [" c\n"]
-    assert [node.length if isinstance(node, Parameter) else node.text for node in d.content] == [1, " ", 2]
+    assert [node.length if isinstance(node, Parameter) else node.text for node in d.content[:3]] == [1, " ", 2]
+    assert [node.name for node in d.content[3:]] == ["f"]
 
 
 def test_a_comment_within_text_is_no_token():

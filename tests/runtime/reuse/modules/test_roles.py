@@ -18,6 +18,7 @@ TURNS = """{% if messages[0]['role'] == 'system' %}{% set system = '<<SYS>>' + m
 {%- if user %}{{ '[INST] ' + (system if loop.first else '') + message['content'] | trim + ' [/INST]' }}
 {%- else %}{{ ' ' + message['content'] | trim + ' </s>' }}{% endif %}{% endfor %}"""
 LAST_TURN = "{% for m in messages %}{{ m['role'] + ('*' if loop.last else ':') + m['content'] }}{% endfor %}"
+END = "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}{% if loop.last %}.{% endif %}{% endfor %}"
 TWICE = "{% for m in messages %}{{ m['content'] + m['content'] }}{% endfor %}"
 DROPS = "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}{% endfor %}"
 SYSTEM_LAST = "{% for m in messages[1:] %}{{ m['content'] }}{% endfor %}{{ messages[0]['content'] }}"
@@ -86,7 +87,7 @@ def test_later_turns_follow_the_schema(tokenizer):
     assert text_of(schema, prompt) == tokenizer.apply_chat_template([*SPOKEN, *later])
 
 
-@pytest.mark.parametrize("template", [LAST_TURN, TWICE, DROPS, SYSTEM_LAST, SHOUTS])
+@pytest.mark.parametrize("template", [LAST_TURN, END, TWICE, DROPS, SYSTEM_LAST, SHOUTS])
 def test_a_template_that_would_change_what_is_cached_is_refused(template, tokenizer):
     with pytest.raises(PmlError, match="/: this model's chat template"):
         Schema.read(SCHEMA, with_template(tokenizer, template), 8192)

@@ -109,10 +109,11 @@ def test_two_requests_that_import_a_module_at_once_compute_it_once(tiny_dir, ref
     assert driver.core.counters["encoded_modules"] == 2
     assert row_layers(driver) == LAYERS * (50 + 20 + 3 * (5 + NEW - 1))
     assert [driver.events[str(i)][-1].cached_tokens for i in range(3)] == [0, 47, 67]
-    assert [driver.results(str(i))[1] for i in (0, 2)] == [
-        {"strategy": "modules", "exact": True, "modules": ["/m"], "reused_tokens": 0, "computed_tokens": 52},
-        {"strategy": "modules", "exact": True, "modules": ["/m"] * 2, "reused_tokens": 67, "computed_tokens": 5},
-    ]
+    first, last = (driver.results(str(i))[1] for i in (0, 2))
+    assert first == {"strategy": "modules", "exact": True, "modules": ["/m"], "computed_modules": ["/m"],
+                     "reused_tokens": 0, "computed_tokens": 52}  # fmt: skip
+    assert last == {"strategy": "modules", "exact": True, "modules": ["/m"] * 2, "computed_modules": [],
+                    "reused_tokens": 67, "computed_tokens": 5}  # fmt: skip
     assert driver.core.counters["prompt_tokens"] == driver.core.counters["queried_tokens"] == 52 + 72 + 72
 
 
@@ -351,10 +352,10 @@ def test_the_tree_names_modules_and_fills_up_their_last_page(tiny_dir):
     draw = random.Random(16)
     one = module(draw, 20, 0, (3,), "/city/paris")
     driver = ModuleDriver(tiny_dir, page_size=16)
-    driver.ask("a", behind(draw, [one]), NEW)
+    driver.ask("a", behind(draw, [one]), NEW, asked={"schema": "cities"})
     driver.run()
     (node,) = driver.core.handle(GetTree(1, preview_tokens=64)).result["nodes"]
-    assert node["meta"] == {"module": "/city/paris", "module_tokens": 19}
+    assert node["meta"] == {"schema": "cities", "module": "/city/paris", "module_tokens": 19}
     assert array("i", node["preview"]).tolist() == [one.tokens[i] for i in one.kept] + [-1] * 13
 
 
@@ -416,5 +417,12 @@ def test_refusals_beside_the_fields(tiny_dir):
     assert len(driver.tokens["no bound"]) == 160 - 112 - 5, "as many tokens as there are pages"
     assert driver.results("placeholders alone") == (
         0,
-        {"strategy": "modules", "exact": True, "modules": [], "reused_tokens": 0, "computed_tokens": 1},
+        {
+            "strategy": "modules",
+            "exact": True,
+            "modules": [],
+            "computed_modules": [],
+            "reused_tokens": 0,
+            "computed_tokens": 1,
+        },
     )
