@@ -7,10 +7,12 @@ outlives its server. Messages travel over two ZeroMQ sockets.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -27,6 +29,9 @@ log = logging.getLogger("ramet.engine")
 
 # Wait of an engine that has requests but nothing to run.
 _NOTHING_TO_RUN_MS = 10
+
+# Time for messages before a step is due: those that are refused at once could go on coming for ever.
+_MESSAGES_S = 0.02
 
 # Interval at which an idle engine that publishes events answers requests for missed ones.
 _IDLE_WITH_EVENTS_MS = 200
@@ -101,13 +106,15 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
     idle_ms = _IDLE_WITH_EVENTS_MS if core.publisher is not None else -1
     wait_ms = idle_ms
     while True:
-        while inbox.poll(wait_ms):
+        due_s = math.inf
+        while time.monotonic() < due_s and inbox.poll(wait_ms):
             message = inbound_decoder.decode(inbox.recv())
             if isinstance(message, Shutdown):
                 return
             out(core.handle(message))
             settle()
             wait_ms = 0 if core.busy else idle_ms
+            due_s = min(due_s, time.monotonic() + _MESSAGES_S) if core.busy else math.inf
         steps = core.counters["steps"]
         out(StepEvents(core.step()))
         settle()

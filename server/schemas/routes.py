@@ -21,7 +21,7 @@ from server.http.answers import JsonAnswer
 from server.http.follow import collect, open_outputs
 from server.http.sse import while_there
 from server.http.wire import Body, CacheSalt, Text
-from server.schemas.store import Stored, make
+from server.schemas.store import SchemaConflict, Stored, make
 
 router = APIRouter(prefix="/v1/schemas", tags=["schemas"])
 
@@ -68,7 +68,7 @@ async def add_schema(body: SchemaRequest, request: Request, context: Ctx, tenant
             await _encode(stored, body, namespace, request, context, tenant)
     except BaseException:
         if is_new:
-            context.schemas.remove(tenant.account, stored.schema.name)
+            context.schemas.drop(tenant.account, stored)
         raise
     return _show(stored, context)
 
@@ -85,11 +85,16 @@ async def _encode(
         namespace=namespace,
     )
     outputs = await open_outputs(request, context, [ahead], {"prompt": "encode"}, None)
-    await while_there(request, collect(outputs, context.metrics))
+    (done,) = await while_there(request, collect(outputs, context.metrics))
+    if done.finish is not None and done.finish.type == "abort":
+        raise SchemaConflict("the computation was aborted", param="encode", code="aborted")
     if body.pin:
         pins = await context.engine.pin_modules(ahead, stored.schema.name, body.ttl_s)
         await _unpin(stored, context)
         stored.pins = pins
+        if not context.schemas.holds(tenant.account, stored):
+            await _unpin(stored, context)
+            raise SchemaConflict("the schema was deleted meanwhile", param="pml", code="schema_deleted")
 
 
 @router.get("", responses=examples.SCHEMAS)

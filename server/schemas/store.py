@@ -20,12 +20,12 @@ from server.http.errors import NotFound
 # Bounds for one account.
 MAX_SCHEMAS = 256
 MAX_SIZE = 1 << 22
-# Memory of a module beside its tokens.
-_TOKENS_OF_MODULE = 256
+# Memory of a module, and of each run of tokens in it, beside the tokens.
+_TOKENS_OF_PART = 128
 
 
 class SchemaConflict(RametError):
-    """Another schema has the name, or the account has too many (HTTP 409)."""
+    """Another request is in the way: another schema has the name, there are too many, or this one went (HTTP 409)."""
 
     status = 409
     type = "conflict_error"
@@ -39,6 +39,7 @@ class Stored:
         digest: of all that it was made from.
         modules: its layout.
         num_tokens: of all modules.
+        num_runs: texts and parameters in all modules.
         expires_s: on the store's clock; None: never.
         pins: ids of the pins of its KV.
     """
@@ -48,13 +49,14 @@ class Stored:
     mode: Mode
     modules: JsonList
     num_tokens: int
+    num_runs: int
     expires_s: float | None = None
     pins: list[str] = field(default_factory=list)
 
     @property
     def size(self) -> int:
         """The memory that it takes, in tokens."""
-        return self.num_tokens + len(self.modules) * _TOKENS_OF_MODULE
+        return self.num_tokens + (len(self.modules) + self.num_runs) * _TOKENS_OF_PART
 
     def describe(self, now_s: float) -> dict[str, Any]:
         return {
@@ -76,9 +78,9 @@ def make(
     modules = JsonList()
     for module in schema.modules():
         modules.append(module)
-    num_tokens = sum(len(run.tokens) for scope in schema.root.walk() for run in scope.runs)
+    runs = [len(run.tokens) for scope in schema.root.walk() for run in scope.runs]
     digest = hashlib.sha256(json.dumps([pml, mode, scaffolds]).encode()).hexdigest()
-    return Stored(schema, digest, mode, modules, num_tokens)
+    return Stored(schema, digest, mode, modules, sum(runs), len(runs))
 
 
 class SchemaStore:
@@ -115,7 +117,7 @@ class SchemaStore:
             if len(kept) == MAX_SCHEMAS or size > MAX_SIZE:
                 message = (
                     f"one client may keep {MAX_SCHEMAS} schemas with {MAX_SIZE} tokens in all, "
-                    f"where a module counts for {_TOKENS_OF_MODULE} more than it has"
+                    f"where a module, and each text and parameter in it, counts for {_TOKENS_OF_PART} more"
                 )
                 raise SchemaConflict(message, param="pml", code="too_many_schemas")
         stored = kept[new.schema.name] = known or new
@@ -128,6 +130,15 @@ class SchemaStore:
         stored = self.get(account, name)
         del self._schemas[account][name]
         return stored
+
+    def holds(self, account: str, stored: Stored) -> bool:
+        """Whether this very schema is kept, and no other one of its name."""
+        return self._schemas.get(account, {}).get(stored.schema.name) is stored
+
+    def drop(self, account: str, stored: Stored) -> None:
+        """Forget this very schema, if it is still kept."""
+        if self.holds(account, stored):
+            del self._schemas[account][stored.schema.name]
 
     def compile(self, account: str, pml: str) -> ModulePrompt:
         """The request of a prompt, by the schema that it names; thread-safe. Raises PmlError and NotFound."""

@@ -108,6 +108,12 @@ class Modules(PrefixStrategy):
         self._fit(request, entries)
 
     def _entries(self, layout: Layout, namespace: Namespace) -> list[Entry]:
+        if (most := self.cache.pool.num_pages) < len(layout.entries):  # each takes a page, and some time to be read
+            raise InvalidRequest(
+                f"there are {len(layout.entries)} modules; the KV pool has {most} pages",
+                param="reuse",
+                code="context_length_exceeded",
+            )
         found: dict[Namespace, Entry] = {}
         for fields in layout.entries:
             entry = read_entry(fields, namespace, self._model)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -93,6 +95,31 @@ def test_modules_are_computed_once_and_read_by_all_ways_to_ask(client, add):
     events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
     assert events[-1]["text"] == whole["text"]
     assert events[-1]["meta_info"]["reuse"]["modules"] == reuse["modules"]
+
+
+def test_what_ends_an_encoding_leaves_neither_schema_nor_pins(client):
+    def abort():
+        client.post("/abort_request", json={"abort_all": True})
+
+    def delete():
+        assert client.delete("/v1/schemas/brief").status_code == 200
+        client.post("/resume")
+
+    for n, (end, code) in enumerate([(abort, "aborted"), (delete, "schema_deleted")]):
+        pml = f"<schema name='brief'>{f'A brief text {n}. ' * 8}</schema>"
+        client.post("/pause")
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(client.post, "/v1/schemas", json={"pml": pml, "pin": True})
+                deadline = time.monotonic() + 30
+                while not client.get("/server_info").json()["state"]["waiting"]:
+                    assert time.monotonic() < deadline
+                end()
+                response = answer.result()
+        finally:
+            client.post("/resume")
+        assert (response.status_code, response.json()["error"]["code"]) == (409, code)
+        assert client.get("/v1/schemas").json()["data"] == client.get("/cache/pins").json()["pins"] == []
 
 
 def test_options_of_a_request_hold_with_modules_too(client, add):

@@ -60,6 +60,18 @@ def test_a_schema_of_another_account_does_not_exist(schema):
     assert [stored.schema.name for stored in store.of("alice")] == ["a", "b"]
 
 
+def test_only_the_very_schema_is_dropped(schema):
+    store = SchemaStore()
+    old, _ = store.put("alice", schema("a"), None)
+    store.remove("alice", "a")
+    store.drop("alice", old)
+    new, _ = store.put("alice", schema("a", "Other text."), None)
+    store.drop("alice", old)
+    assert store.of("alice") == [new]
+    store.drop("alice", new)
+    assert store.of("alice") == []
+
+
 def test_a_schema_expires_and_the_same_one_again_renews_it(schema):
     now = 0.0
     store = SchemaStore(lambda: now)
@@ -93,3 +105,9 @@ def test_an_account_is_bounded(schema, monkeypatch):
     monkeypatch.setattr(room, "MAX_SIZE", 500)
     with pytest.raises(SchemaConflict):
         store.put("bob", schema("d"), None)
+    # A parameter of one token takes more memory than a token.
+    monkeypatch.setattr(room, "MAX_SIZE", 2000)
+    store.put("carol", schema("a", "<module name='b'>c</module>"), None)
+    parameters = "".join(f"<param name='p{i}' len='1'/>" for i in range(20))
+    with pytest.raises(SchemaConflict):
+        store.put("carol", schema("d", f"<module name='b'>{parameters}</module>"), None)

@@ -37,6 +37,9 @@ SCHEMAS = [
     ("<prompt schema='a'/>", "line 1: a schema begins with <schema>"),
     ("<schema/>", "/, line 1: <schema> needs the attribute 'name'"),
     ("<schema name='a' src='b'/>", "/, line 1: <schema> has no attribute 'src'"),
+    ("<s:schema xmlns:s='t' name='a'/>", "line 1: a schema begins with <schema>, not with <s:schema>"),
+    ("<schema xmlns='t' name='a'/>", "/, line 1: <schema> has no attribute 'xmlns'"),
+    ("\n<schema " + " ".join(f"a{i}\n= '>\"'" for i in range(1025)) + "/>", "line 2: an element has more than 1024 "),
     ("<schema name='a b'/>", "/, line 1: 'a b' is no name"),
     ("<schema name='-a'/>", "/, line 1: '-a' is no name"),
 ]
@@ -183,6 +186,7 @@ HOSTILE = {
     + "".join(f"<module name='m{i}'><param name='p' len='8000'/></module>" for i in range(5_000))
     + "</union></schema>",
     "attributes": "<schema name='a' " + " ".join(f"a{i}=''" for i in range(100_000)) + "/>",
+    "namespace": f"<schema name='a' xmlns:b='{'n' * 300_000}'>{''.join(f'<b:c{i}/>' for i in range(500))}</schema>",
     "bomb": f'<!DOCTYPE s [<!ENTITY a "{"a" * 1000}">{BOMB}]><schema name="a">&u;</schema>',
 }
 
@@ -195,7 +199,7 @@ def test_hostile_schemas_cost_little(name, tokenizer):
     assert time.process_time() - started < 5
 
 
-@pytest.mark.parametrize("name", ["open", "deep", "wide", "members", "bomb"])
+@pytest.mark.parametrize("name", ["open", "deep", "wide", "members", "namespace", "bomb"])
 def test_hostile_schemas_take_little_memory(name, tokenizer):
     tracemalloc.start()
     try:

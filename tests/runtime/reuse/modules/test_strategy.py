@@ -406,8 +406,10 @@ def test_refusals_beside_the_fields(tiny_dir):
     driver = ModuleDriver(tiny_dir, pool_tokens=160)
     driver.ask("logprobs", behind(draw, [module(draw, 9)]), NEW, prompt_logprobs_from=0)
     driver.ask("pages", behind(draw, [module(draw, 100)]), 100)
+    driver.ask("modules", behind(draw, [module(draw, 1) for _ in range(11)]), 1)
     driver.ask("nothing", Prompt([module(draw, 9)], [], []), NEW, asked={"anchors": []})
-    assert [driver.finish[rid].refused for rid in ("logprobs", "pages", "nothing")] == [True] * 3
+    assert [driver.finish[rid].refused for rid in ("logprobs", "pages", "modules", "nothing")] == [True] * 4
+    assert driver.finish["modules"].message == "there are 11 modules; the KV pool has 10 pages"
     assert "KV pool has 10" in driver.finish["pages"].message
     driver.ask("placeholders alone", Prompt([module(draw, 9, 0, tuple(range(9)))], [5], [9]), 1)
     driver.ask("no bound", behind(draw, [module(draw, 100)]), sampling={"max_new_tokens": None})
