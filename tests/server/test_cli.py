@@ -73,7 +73,7 @@ def test_schema_check_prints_the_layout_or_the_first_error(tiny_dir, tmp_path, c
     assert rows[2] == ["/plan/rome", "10 to 11", "2", "", "10 to 11"]
     (tmp_path / "cities.pml").write_text(SCHEMA.replace("</union>", ""))
     assert main(["schema", "check", str(tmp_path / "cities.pml"), "--model", str(tiny_dir)]) == 1
-    assert "ramet: line 3: this is no XML: mismatched tag" in capsys.readouterr().err
+    assert "ramet: /plan, line 3: this is no XML: mismatched tag" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["schema", "check", str(tmp_path / "none.pml"), "--model", str(tiny_dir)])
     assert "none.pml cannot be read: No such file" in capsys.readouterr().err
