@@ -229,7 +229,7 @@ def _together_table(together: dict[str, Any], arguments: argparse.Namespace) -> 
 def _plot(first: dict[int, dict[str, Samples]], path: Path) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.6, 3.6), layout="constrained")
+    figure = Figure(figsize=(11.2, 3.6), layout="constrained")
     for axes, scale in zip(figure.subplots(1, 2), ("linear", "log"), strict=True):
         for name in next(iter(first.values())):
             axes.plot(list(first), [np.median(ways[name]["ttft"]) for ways in first.values()], marker="o", label=name)
@@ -237,5 +237,5 @@ def _plot(first: dict[int, dict[str, Samples]], path: Path) -> None:
         axes.set_xlabel("tokens of modules")
         axes.set_ylabel("time to first token, ms")
         axes.grid(alpha=0.3)
-    axes.legend(fontsize=7)
+    figure.legend(*axes.get_legend_handles_labels(), fontsize=7, loc="outside right center")
     figure.savefig(path, dpi=130)
