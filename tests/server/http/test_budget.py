@@ -27,10 +27,9 @@ from runtime.sampling.json_text import MAX_NODES
 from server.http.app import create_app
 
 MIB = 1 << 20
-# For each body: processor seconds in all, and between two turns of the event loop; bytes.
-MOST_CPU_S, MOST_GAP_S, MOST_BYTES = 0.3, 0.1, 64 * MIB
-# The same processor parses a mebibyte of numbers so fast, unless it is busy.
-NUMBERS_S = 0.015
+# For each body: processor seconds in all, and between two turns of the event loop; bytes. An idle processor of 2024
+# takes less than a fifth of them, which `ramet bench faults --case amplify` measures; a cost per element takes more.
+MOST_CPU_S, MOST_GAP_S, MOST_BYTES = 1.5, 0.6, 64 * MIB
 # Room for the other fields of a body, and for their nodes.
 SIZE, NODES = MIB - 300, MAX_NODES - 100
 ROUTES = ("/generate", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/completions", "/cache/pin")
@@ -52,7 +51,6 @@ def padded(short: str) -> str:
     return f"{short[:-1]},{fill('0')[1 : SIZE - len(short)].rstrip(',')}]"
 
 
-NUMBERS = fill("0")
 WORST = {
     "lists": padded(fill("[]", most=NODES)),
     "objects": padded(fill("{}", most=NODES)),
@@ -252,19 +250,11 @@ async def ask(app: FastAPI, path: str, body: bytes) -> tuple[int, float, float]:
 
 
 def check(app: FastAPI, path: str, body: bytes, name: str) -> None:
-    """The best of three counts, each beside a known one, as other processes take caches and turns."""
     assert len(body) <= MIB
-    for _ in range(3):
-        status, cpu_s, gap_s = asyncio.run(ask(app, path, body))
-        assert status in (200, 400, 404, 503), name
-        if cpu_s <= MOST_CPU_S and gap_s <= MOST_GAP_S:
-            return
-        begin_s = time.process_time()
-        json.loads(NUMBERS)
-        slowness = max((time.process_time() - begin_s) / NUMBERS_S, 1)
-        if cpu_s <= MOST_CPU_S * slowness and gap_s <= MOST_GAP_S * slowness:
-            return
-    pytest.fail(f"{path} {name}: {cpu_s:.3f} CPU seconds, {gap_s:.3f} at a stretch")
+    status, cpu_s, gap_s = asyncio.run(ask(app, path, body))
+    assert status in (200, 400, 404, 503), name
+    assert cpu_s <= MOST_CPU_S, name
+    assert gap_s <= MOST_GAP_S, name
 
 
 @pytest.fixture(scope="module")
