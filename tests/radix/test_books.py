@@ -256,6 +256,7 @@ def test_a_cost_is_divided_with_its_run():
     assert (node.cost, node.key, list(node.pages)) == (4.0, key(3, 4), [2, 3])
     other = tree.add(1, 2, 7, cost=3.0)
     assert (other.cost, other.meta, upper.cost) == (3.0, None, 4.0), "what was there keeps its own"
+    assert tree.add(8).cost == 0.0
 
 
 def test_times_and_hits_of_a_path():
