@@ -276,6 +276,18 @@ def test_whoever_waits_for_memory_holds_up_no_step_until_there_may_be_some():
     assert ahead(engine) == {}, "its pages are free"
 
 
+def test_those_behind_one_that_waited_for_memory_are_looked_at_when_it_has_left():
+    engine = Engine(pages=24, prefix_cache=False)
+    engine.add("a", prompt(1, 3), new=9)
+    engine.step()
+    engine.add("c", prompt(3, 23))
+    engine.add("d", prompt(4, 2))
+    engine.work = engine.scheduler.schedule()
+    assert ahead(engine).keys() == {"a"}
+    engine.remove("c")
+    assert ahead(engine) == {}, "d fits"
+
+
 def test_whoever_waits_for_memory_is_looked_at_again_when_a_pin_has_left():
     engine = Engine(pages=24, pin_budget=1.0)
     pin(engine, prompt(9, 10))

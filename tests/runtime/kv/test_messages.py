@@ -100,9 +100,10 @@ def test_an_error_gives_the_first_endpoint_free():
     with Socket() as taken:
         taken.bind(("127.0.0.1", 0))
         free = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-    with pytest.raises(ModelError):
+    with pytest.raises(ModelError) as failed:  # whose traceback keeps the publisher
         EventPublisher(free, "ipc:///no/such/place", 2, "CPU", True)
     EventPublisher(free, None, 2, "CPU", True).close()
+    assert failed.value.message.startswith("--kv-events-replay")
 
 
 def test_without_tokens_nobody_learns_any(tmp_path):
