@@ -123,7 +123,7 @@ def test_a_page_that_is_named_twice_changes_two_references():
         allocator.check([page])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.randoms(), st.integers(1, 60))
 def test_references_against_a_counter(random, steps):
     allocator, owned = PageAllocator(12), Counter()
