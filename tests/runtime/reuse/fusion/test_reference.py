@@ -77,8 +77,11 @@ def test_two_layers_are_exact_up_to_the_first_token(rope_dirs, method):
 
 
 @torch.inference_mode()
-def moved(reference: Reference, one: Ask, output: list[int], shifts: bool = True) -> torch.Tensor:
-    """PIE as its paper has it: caches of chunks side by side, keys rotated on by the chunks' starts."""
+def moved(reference: Reference, one: Ask, output: list[int], shifts: bool = True):
+    """PIE as its paper has it: caches of chunks side by side, keys rotated on by the chunks' starts.
+
+    Returns the last pass of transformers: the question and an output behind all.
+    """
     model, tokens = reference.model, [*one.prompt, *output]
     cuts = [0, *(cut for document in one.documents for cut in document), len(tokens)]
     cache = DynamicCache()
@@ -87,7 +90,7 @@ def moved(reference: Reference, one: Ask, output: list[int], shifts: bool = True
             if start < stop:
                 found = model(
                     torch.tensor([tokens[start:stop]]), past_key_values=cache,
-                    position_ids=torch.arange(start, stop)[None], use_cache=True,
+                    position_ids=torch.arange(start, stop)[None], use_cache=True, output_attentions=True,
                 )  # fmt: skip
             continue
         for chunk in [c for c in one.chunks if start <= c.start < stop]:
@@ -96,13 +99,13 @@ def moved(reference: Reference, one: Ask, output: list[int], shifts: bool = True
             cos, sin = (x / model.model.rotary_emb.attention_scaling for x in (cos, sin))
             for i, layer in enumerate(alone.layers):
                 cache.update(layer.keys * cos + rotate_half(layer.keys) * sin, layer.values, i)
-    return found.logits[0, -1 - len(output) :]
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_pie_moves_the_keys(references, kind):
     one = ask("pie", ((7, 60), (64, 120)), 131, chunk_tokens=20)
-    expected = moved(references[kind], one, OUTPUT)
+    expected = moved(references[kind], one, OUTPUT).logits[0, -1 - len(OUTPUT) :]
     torch.testing.assert_close(references[kind].logits(one, [], OUTPUT), expected, **CLOSE)
 
 
@@ -113,7 +116,7 @@ def test_full_reuse_reads_the_question_as_well(references, kind):
     as_pie = Ask(whole.prompt, ((7, 60), (60, 79)), "pie", chunk_tokens=100)
     assert whole.own == [*range(7), 79]
     for variant, shifts in (("cat", True), ("local", False)):
-        expected = moved(references[kind], as_pie, OUTPUT, shifts)
+        expected = moved(references[kind], as_pie, OUTPUT, shifts).logits[0, -1 - len(OUTPUT) :]
         found = references[kind].logits(replace(whole, variant=variant), [], OUTPUT)
         torch.testing.assert_close(found, expected, **CLOSE)
 
@@ -192,6 +195,16 @@ def test_a3_scores_by_hand(rope_dirs, kind):
     sums = [0.0, 0.0, *scores.values(), 0.0, 0.0]
     pooled = [sum(sums[i : i + 5]) / 5 for i in range(len(scores))]
     assert list(reference.scores(one).values()) == pytest.approx(pooled, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prophetkv_asks_what_the_question_looks_at(references, kind):
+    """In the pass of PIE, all layers but the first, all heads alike."""
+    one = around("prophetkv")
+    seen = moved(references[kind], one, []).attentions  # for each layer [1, heads, question, prompt]
+    expected = sum(seen[layer][0, head] for layer in (1, 2) for head in range(6)) / 12
+    found = list(references[kind].scores(one).values())
+    assert found == pytest.approx(expected.sum(0)[one.document_rows].tolist(), rel=1e-3)
 
 
 def test_random_rows_depend_on_the_prompt_alone(references):

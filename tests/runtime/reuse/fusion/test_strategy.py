@@ -288,7 +288,7 @@ def test_a_pool_that_is_too_small_retracts(tiny_dir, reference, method, granular
     chosen = {}
 
     def between(step: int) -> None:
-        for rid, request in driver.requests.items():
+        for rid in driver.requests:
             if driver.tokens[rid]:
                 chosen.setdefault(rid, driver.selected(rid))
 
