@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,16 @@ class FusionDriver(ModuleDriver):
     def selected(self, rid: str) -> list[int]:
         return self.requests[rid].reuse.selected.tolist()
 
+    def first_turn(self, rid: str) -> tuple[Ask, tuple[int, ...]]:
+        """The ask for which the rows were chosen, and what follows it: an answer, and what is asked next.
+
+        That was an earlier one, of which the prompt is the continuation, or it was this one.
+        """
+        ask = self.asks[rid]
+        first = replace(ask, prompt=ask.prompt[: self.requests[rid].reuse.selected_for])
+        assert first in self.asks.values(), (rid, len(first.prompt))
+        return first, ask.prompt[len(first.prompt) :]
+
     def report(self, rid: str) -> dict[str, Any]:
         return next(event.reuse for event in self.events[rid] if event.reuse)
 
@@ -90,8 +101,9 @@ def check(driver: FusionDriver, reference: Reference, count: int | None = NEW) -
             check_answer(driver, rid, reference.dense(driver.plain[rid], tokens))
             continue
         ask, rows = driver.asks[rid], driver.selected(rid)
-        assert reference.accepts(ask, page_size, rows), (rid, ask, rows)
-        check_answer(driver, rid, reference.logits(ask, rows, tokens))
+        first, later = driver.first_turn(rid)
+        assert reference.accepts(first, page_size, rows), (rid, ask, rows)
+        check_answer(driver, rid, reference.logits(first, rows, [*later, *tokens])[len(later) :])
 
 
 def check_answer(driver: FusionDriver, rid: str, logits: torch.Tensor) -> None:
@@ -111,17 +123,18 @@ def check_answer(driver: FusionDriver, rid: str, logits: torch.Tensor) -> None:
         assert off < CLOSE, (rid, driver.asks.get(rid), off)
 
 
-def row_layers(ask: Ask, rows: list[int], encoded: int, prefix: int, count: int = NEW) -> int:
-    """Rows x layers of a request: chunks that it encodes, the dense pass, and what is computed behind.
+def row_layers(ask: Ask, rows: list[int], encoded: int, page_size: int, count: int = NEW) -> int:
+    """Rows x layers of a request: what it encodes, what it looks at before it chooses, and what it computes then.
 
     Args:
         rows: that are recomputed.
-        encoded: rows of chunks that were missing.
-        prefix: rows before the documents that were cached.
+        encoded: rows of chunks, and of the pages before the first document, that were missing.
     """
-    length = len(ask.prompt)
-    dense = length - prefix if ask.is_dense else 0
-    return LAYERS * (encoded + len(ask.own) - prefix + len(rows) + count - 1) + dense
+    prefix = ask.documents[0][0] // page_size * page_size
+    own = len(ask.own) - prefix
+    dense = len(ask.prompt) - prefix if ask.is_dense else 0
+    question = LAYERS * own if ask.method == "prophetkv" and ask.count else 0
+    return LAYERS * (encoded + own + len(rows) + count - 1) + dense + question
 
 
 # -- drawing -----------------------------------------------------------------------------------------------------

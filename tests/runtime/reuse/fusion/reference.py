@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,7 @@ STORED, TRUE, FUSED, OUTPUT = range(4)
 class Ask:
     """A prompt with documents, and how they are fused."""
 
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...] = field(repr=False)
     documents: tuple[tuple[int, int], ...]
     method: str
     ratio: float | None = 0.15
@@ -47,13 +47,19 @@ class Ask:
         return [range(at, min(at + step, stop)) for start, stop in self.documents for at in range(start, stop, step)]
 
     @property
+    def last(self) -> int:
+        """The prompt's last row is computed, even if it is a document's: its logits are wanted."""
+        return len(self.prompt) - 1
+
+    @property
     def document_rows(self) -> list[int]:
-        return [row for chunk in self.chunks for row in chunk]
+        """Rows that may be recomputed."""
+        return [row for chunk in self.chunks for row in chunk if row != self.last]
 
     @property
     def question(self) -> range:
-        """The rows behind the last document."""
-        return range(self.documents[-1][1], len(self.prompt))
+        """The rows behind the last document, or else the last one."""
+        return range(min(self.documents[-1][1], self.last), len(self.prompt))
 
     @property
     def stored(self) -> list[range]:
@@ -63,7 +69,7 @@ class Ask:
     @property
     def own(self) -> list[int]:
         """Rows that are computed in any case."""
-        stored = {row for chunk in self.stored for row in chunk}
+        stored = {row for chunk in self.stored for row in chunk if row != self.last}
         return [row for row in range(len(self.prompt)) if row not in stored]
 
     @property
@@ -78,7 +84,8 @@ class Ask:
     def units(self, page_size: int) -> list[range]:
         """What is selected as one: rows, or runs of them from the beginnings of the chunks on."""
         step = page_size if self.granularity == "page" else 1
-        return [chunk[at : at + step] for chunk in self.chunks for at in range(0, len(chunk), step)]
+        chunks = [range(chunk.start, min(chunk.stop, self.last)) for chunk in self.chunks]
+        return [chunk[at : at + step] for chunk in chunks for at in range(0, len(chunk), step)]
 
 
 class Reference:
@@ -108,7 +115,8 @@ class Reference:
             order = np.random.Generator(np.random.PCG64(seed)).permutation(len(units))
             return fill(units, order.tolist(), ask.count)
         if ask.method == "legolink":
-            return [row for chunk in ask.chunks if chunk.start for row in chunk[: head_of(ask, chunk, page_size)]]
+            heads = [chunk[: head_of(ask, chunk, page_size)] for chunk in ask.chunks if chunk.start]
+            return [row for head in heads for row in head if row != ask.last]
         return []
 
     def accepts(self, ask: Ask, page_size: int, rows: list[int]) -> bool:
@@ -118,7 +126,7 @@ class Reference:
         if ask.method not in SCORED or not ask.count:
             return False
         scores = self.scores(ask)
-        slack = 1e-4 * max(scores.values())
+        slack = 1e-4 * max(scores.values()) + 1e-7  # what need not deviate deviates by float32
         nudged = {row: score + (slack if row in rows else -slack) for row, score in scores.items()}
         return rows == best_units(ask.units(page_size), nudged, ask.count)
 
@@ -130,14 +138,14 @@ class Reference:
     def _deviations(self, ask: Ask) -> torch.Tensor:
         """CacheBlend: how far the values of layer 1 are from those stored."""
         rows = ask.document_rows
-        values = self._project(ask, "v_proj")
-        return (values[len(rows) :][rows] - values[: len(rows)]).square().sum(-1)
+        stored, true = self._project(ask, "v_proj")
+        return (true[rows] - stored[: len(rows)]).square().sum(-1)
 
     def _attended(self, ask: Ask) -> torch.Tensor:
         """A3, equation 3: the attention of the question to the documents at layer 1, all heads as one."""
         config, rows = self.model.config, ask.document_rows
         size = config.hidden_size // config.num_attention_heads
-        heads = [self._project(ask, name)[len(rows) :].unflatten(-1, (-1, size)) for name in ("q_proj", "k_proj")]
+        heads = [self._project(ask, name)[1].unflatten(-1, (-1, size)) for name in ("q_proj", "k_proj")]
         q, k = (x.transpose(0, 1)[None] for x in heads)  # [1, heads, rows, size]
         q, k = apply_rotary_pos_emb(q, k, *self.model.model.rotary_emb(q, torch.arange(q.shape[2])[None]))
         k = repeat_kv(k, config.num_attention_heads // config.num_key_value_heads)
@@ -155,14 +163,14 @@ class Reference:
         asking = [i for i in range(len(copies.kinds)) if copies.kinds[i] == FUSED and copies.places[i] in ask.question]
         return weights[asking, : len(ask.document_rows)].sum(0)
 
-    def _project(self, ask: Ask, name: str) -> torch.Tensor:
-        """A projection of layer 1, float32: of the stored document rows, then of all true rows."""
+    def _project(self, ask: Ask, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """A projection of layer 1, float32: of the stored rows, and of all true rows."""
         found: list[torch.Tensor] = []
         module = getattr(self.model.model.layers[1].self_attn, name)
         hook = module.register_forward_hook(lambda module, args, output: found.append(output[0]))
-        self._run(Copies(ask, kinds=(STORED, TRUE)))
+        self._run(copies := Copies(ask, kinds=(STORED, TRUE)))
         hook.remove()
-        return found[0]
+        return found[0].tensor_split([copies.kinds.count(STORED)])
 
     # -- what is answered ------------------------------------------------------------------------------------
 
@@ -218,9 +226,10 @@ class Copies:
         self.tokens = [text[place] for place in self.places]
         self._chunks = {row: number for number, chunk in enumerate(ask.stored) for row in chunk}
         self._fused = set(fused)
-        moved = {} if ask.variant == "cat" else {row: row - chunk.start for chunk in ask.stored for row in chunk}
+        is_local = ask.method == "full" and ask.variant == "local"
+        stored_at = {row: row - chunk.start if is_local else row for chunk in ask.stored for row in chunk}
         pairs = zip(self.kinds, self.places, strict=True)
-        self.positions = [moved.get(place, place) if kind == STORED else place for kind, place in pairs]
+        self.positions = [stored_at[place] if kind == STORED else place for kind, place in pairs]
 
     def sees(self, layer: int) -> torch.Tensor:
         """bool [rows, rows]: who sees whom in a layer."""
