@@ -74,9 +74,8 @@ class DenseLook(Look):
     def rows(self, first: int, stop: int) -> RowSet:
         layout, before = self.layout, self.layout.num_prefix
         positions = np.arange(before + first, before + stop)
-        reads = [
-            read for place in layout.places[: 1 if before else 0] for read in place.reads(positions, layout.page_size)
-        ]
+        exact = layout.places[:1] if before else []
+        reads = [read for place in exact for read in place.reads(positions, layout.page_size)]
         table = np.frombuffer(self.pages, dtype=np.int32)[: -(-stop // layout.page_size)]
         reads.append(Read(table, stop, visible=causal_visible(stop, stop - first)))
         writes = slots_of(self.pages, np.arange(first, stop), layout.page_size)
@@ -160,7 +159,7 @@ class QuestionLook(Look):
         self._queries.append([self._project(layer, states, positions)[0] for layer, states in layers])
 
     def attention(self) -> torch.Tensor:
-        """Attention to each candidate, float32 [candidates], averaged over layers from 1 on, heads and question rows."""
+        """Attention to each candidate, float32 [candidates]: the mean over layers from 1 on, heads and the question."""
         layers = [torch.cat(several) for several in zip(*self._queries, strict=True)]
         total = torch.stack([self._layer_attention(layer, q) for layer, q in enumerate(layers, start=1)])
         return total.mean(0)

@@ -85,7 +85,9 @@ class Fusion(EntryStrategy):
             raise InvalidRequest(f"method {method.name!r} is not served by several ranks", param="reuse.method")
         entries = {place.entry.namespace: place.entry for place in layout.places}
         request.reuse = Fused([*entries.values()], layout=layout, method=method, namespace=request.namespace)
-        if method.look is None or not method.count():
+        if not method.count():
+            self._select(request, layout.candidates[:0], len(tokens))
+        elif method.look is None:
             self._select(request, method.choose(None), len(tokens))
         else:
             self._arrange(request, layout.candidates[:0])
@@ -215,14 +217,11 @@ class Fusion(EntryStrategy):
         return DocumentMeta(entry.name, entry.length) if entry.namespace.entry else None
 
     def admit(self, request: Request, found: Found, headroom: int) -> bool:
-        fused, is_first = request.reuse, request.cached_tokens < 0
+        fused = request.reuse
         look = fused.method.look if self._must_look(fused, found.detail[0]) else None
         num_pages = self._look_pages(fused, request.prompt_len) if look else 0
         if not super().admit(request, found, headroom + num_pages):
             return False
-        if is_first and found.tokens:
-            again = fused.method.count() if fused.selected is None else len(fused.selected)
-            request.cached_tokens = max(request.cached_tokens - again, 0)
         if look is not None:
             pages = self.cache.allocate(num_pages, array("i"), request.owner, cached=0)
             assert pages is not None, "the room was counted above"

@@ -1,4 +1,4 @@
-"""LegoLink-k (EPIC, Hu et al. 2024): the first rows of each chunk, which else draw attention as the prompt's first do."""
+"""LegoLink-k (EPIC, Hu et al. 2024): the first rows of each chunk, which draw attention as the prompt's first do."""
 
 from __future__ import annotations
 
