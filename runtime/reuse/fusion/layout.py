@@ -53,8 +53,8 @@ class Asked(msgspec.Struct):
             if not at <= start < stop <= num_tokens:
                 raise InvalidRequest(f"document [{start}, {stop}) lies outside of the prompt or another", param="reuse")
             at = stop
-        if not found.documents:
-            raise InvalidRequest("the prompt has no documents", param="reuse")
+        if not found.documents or len(found.names) not in (0, len(found.documents)):
+            raise InvalidRequest("the prompt has no documents, or other names than documents", param="reuse")
         if not 0 <= (found.ratio or 0) <= 1 or found.chunk_tokens < 1 or found.k < 0 or (found.keep_tokens or 1) < 1:
             raise InvalidRequest("ratio, chunk_tokens, k or keep_tokens is outside of its range", param="reuse")
         return found
@@ -62,7 +62,7 @@ class Asked(msgspec.Struct):
     def chunks(self) -> Iterator[tuple[int, int, str]]:
         """Ranges of the prompt that are encoded alone, and the name of the document that each belongs to."""
         names = self.names or [f"document {i + 1}" for i in range(len(self.documents))]
-        for (start, stop), name in zip(self.documents, names, strict=False):
+        for (start, stop), name in zip(self.documents, names, strict=True):
             for at in range(start, stop, self.chunk_tokens):
                 yield at, min(at + self.chunk_tokens, stop), name
 

@@ -126,7 +126,7 @@ class Fusion(EntryStrategy):
         start, stop, name = chunk
         mine, kept = tokens[start:stop], np.ones(stop - start, dtype=bool)
         if start or is_document:
-            namespace = namespace.for_entry("chunk", _digest(mine.tobytes()))
+            namespace = namespace.for_entry("document", _digest(mine.tobytes()))
         entry = Entry(name, Own(mine), kept, namespace, self.cache.page_size)
         return Place(entry, start, start if moved else 0, is_document, kept)
 
@@ -184,7 +184,7 @@ class Fusion(EntryStrategy):
         self._arrange(request, chosen)
         fused.selected, fused.selected_for = chosen, chosen_for
         fused.num_fused = int(np.searchsorted(fused.layout.computed(chosen), chosen_for))
-        places = [(place.entry.namespace.entry, place.start, place.shift) for place in fused.layout.places]
+        places = [(_digest(place.entry.key), place.start, place.shift) for place in fused.layout.places]
         # Behind a dense look, rows up to there read other KV than those that follow.
         until = chosen_for if self._is_dense(fused) else 0
         # A last row that lies in a document is computed for its logits: here, but not in a longer prompt.
@@ -332,8 +332,8 @@ class Fusion(EntryStrategy):
             "method": asked.select,
             "ratio": asked.ratio,
             "granularity": asked.granularity,
-            "documents": len(asked.documents),
-            "computed_documents": sorted({name for name in fused.computed if name != "prefix"}),
+            "documents": list(dict.fromkeys(name for _, _, name in asked.chunks())),
+            "computed_documents": list(dict.fromkeys(name for name in fused.computed if name != "prefix")),
             "reused_tokens": reused,
             "computed_tokens": request.num_prompt - reused,
             "recomputed_rows": len(fused.selected) if fused.selected is not None else 0,
