@@ -73,6 +73,11 @@ class AddPin(msgspec.Struct, tag="pin"):
     ttl_s: float | None = None
     reuse: dict[str, Any] | None = None
 
+    @property
+    def rid(self) -> str:
+        """Id of the request that computes what is missing; an `Abort` of it ends the call."""
+        return f"(pin {self.call})"
+
 
 class RemovePin(msgspec.Struct, tag="unpin"):
     """Remove a pin. Answered by `Reply`: `{"found": bool}`."""

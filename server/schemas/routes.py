@@ -70,7 +70,7 @@ async def add_schema(body: SchemaRequest, request: Request, context: Ctx, tenant
         if is_new:
             context.schemas.drop(tenant.account, stored)
         raise
-    return _show(stored, context)
+    return await _show(stored, context)
 
 
 async def _encode(
@@ -89,7 +89,7 @@ async def _encode(
     if done.finish is not None and done.finish.type == "abort":
         raise SchemaConflict("the computation was aborted", param="encode", code="aborted")
     if body.pin:
-        pins = await context.engine.pin_modules(ahead, stored.schema.name, body.ttl_s)
+        pins = await while_there(request, context.engine.pin_modules(ahead, stored.schema.name, body.ttl_s))
         await _unpin(stored, context)
         stored.pins = pins
         if not context.schemas.holds(tenant.account, stored):
@@ -100,14 +100,15 @@ async def _encode(
 @router.get("", responses=examples.SCHEMAS)
 async def list_schemas(context: Ctx, tenant: Asker) -> dict[str, Any]:
     """The key's own schemas, oldest first, without their modules."""
-    now_s = context.schemas.clock()
-    return {"object": "list", "data": [stored.describe(now_s) for stored in context.schemas.of(tenant.account)]}
+    schemas = context.schemas.of(tenant.account)
+    now_s, live = context.schemas.clock(), await _live_pins(schemas, context)
+    return {"object": "list", "data": [stored.describe(now_s, live) for stored in schemas]}
 
 
 @router.get("/{name}", response_model=None, responses=examples.SCHEMA)
 async def get_schema(name: str, context: Ctx, tenant: Asker) -> Response:
     """A schema and its layout."""
-    return _show(context.schemas.get(tenant.account, name), context)
+    return await _show(context.schemas.get(tenant.account, name), context)
 
 
 @router.delete("/{name}", responses=examples.SUCCESS)
@@ -118,12 +119,18 @@ async def delete_schema(name: str, context: Ctx, tenant: Asker) -> dict[str, Any
 
 
 async def _unpin(stored: Stored, context: Context) -> None:
-    """Remove a schema's pins. A new engine counts pins anew: only those with the schema's name are its own."""
-    if stored.pins:
-        for pin in (await context.engine.pins())["pins"]:
-            if pin["id"] in stored.pins and pin["name"] == stored.schema.name:
-                await context.engine.unpin(pin["id"])
+    """Remove a schema's pins, if they are still there."""
+    for pin in stored.pins:
+        await context.engine.unpin(pin)
 
 
-def _show(stored: Stored, context: Context) -> Response:
-    return JsonAnswer({**stored.describe(context.schemas.clock()), "modules": stored.modules})
+async def _live_pins(schemas: list[Stored], context: Context) -> set[str]:
+    """Ids of all pins, if a schema has some: pins expire, yield to requests, and end with the engine."""
+    if not any(stored.pins for stored in schemas):
+        return set()
+    return {pin["id"] for pin in (await context.engine.pins())["pins"]}
+
+
+async def _show(stored: Stored, context: Context) -> Response:
+    live = await _live_pins([stored], context)
+    return JsonAnswer({**stored.describe(context.schemas.clock(), live), "modules": stored.modules})

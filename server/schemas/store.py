@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,14 +58,15 @@ class Stored:
         """The memory that it takes, in tokens."""
         return self.num_tokens + (len(self.modules) + self.num_runs) * _TOKENS_OF_PART
 
-    def describe(self, now_s: float) -> dict[str, Any]:
+    def describe(self, now_s: float, live: Container[str]) -> dict[str, Any]:
+        """The schema for clients; `live`: ids of the pins that the engine has."""
         return {
             "id": self.schema.name,
             "object": "schema",
             "mode": self.mode,
             "length": self.schema.length,
             "tokens": self.num_tokens,
-            "pins": self.pins,
+            "pins": [pin for pin in self.pins if pin in live],
             "expires_in_s": None if self.expires_s is None else round(self.expires_s - now_s, 1),
         }
 
