@@ -72,7 +72,7 @@ class Scope:
             scope = scope.parent
 
     def before(self) -> Iterator[Run]:
-        """What its own tokens see of the scopes around it, by position."""
+        """The runs of the scopes around it that its own tokens see, by position."""
         for scope in reversed(list(self.lineage())):
             if scope.parent is not None:
                 yield from scope.parent.runs[: scope.runs_before]

@@ -99,13 +99,17 @@ class Schema:
         )
 
     def everything(self) -> ModulePrompt:
-        """A request that only encodes: every module alone, and all scaffolds."""
+        """A request that only encodes: every module alone, and all scaffolds.
+
+        Members of a union that have the same text are one entry, with the names of all.
+        """
         unique: dict[str, tuple[dict[str, Any], int]] = {}
         for scopes in (*self.scaffolds, *([scope] for scope in self.root.walk())):
             if kept := sum(scope.num_kept for scope in scopes):
-                # Members of a union may have the same text, and are one entry then.
                 entry = make_entry(scopes)
-                unique.setdefault(repr({**entry, "name": ""}), (entry, kept))
+                first, _ = unique.setdefault(repr({**entry, "name": ""}), (entry, kept))
+                if first is not entry:
+                    first["name"] += f", {entry['name']}"
         reuse = {"method": "modules", "schema": self.name, "entries": [entry for entry, _ in unique.values()]}
         return ModulePrompt([], reuse, [kept for _, kept in unique.values()], 0)
 
