@@ -314,8 +314,9 @@ class Modules(PrefixStrategy):
 
 
 def _names(entries: Iterable[Entry]) -> list[str]:
-    """Names in the order in which the entries begin."""
-    return [entry.name for entry in sorted(entries, key=lambda entry: entry.sequence.position(0))]
+    """Names in the order of the entries' first kept rows."""
+    first = {entry: entry.sequence.position(int(entry.is_kept.argmax())) for entry in entries}
+    return [entry.name for entry in sorted(first, key=first.__getitem__)]
 
 
 def _own_namespace(namespace: Namespace, entries: list[Entry], anchors: Pairs) -> Namespace:

@@ -121,6 +121,19 @@ def test_a_schema_says_which_modules_are_cached(client, add):
     assert client.get("/v1/schemas/many?cache_scope=all").status_code == 400
 
 
+def test_modules_of_a_nested_schema_see_the_texts_around_them(client, add):
+    """The same positions and the same cost; a module that is alone in its schema's text is the plain text."""
+    made = add(CITIES, mode="nested", encode=True)
+    assert made["mode"] == "nested"
+    reuse = generate(client)["meta_info"]["reuse"]
+    assert (reuse["modules"], reuse["computed_modules"]) == (["/", "/plan", "/plan/miami", "/food"], [])
+    assert reuse["computed_tokens"] == 5
+    add("<schema name='one'>The sea is<module name='m'> warm in summer, and it</module></schema>", mode="nested")
+    text = "The sea is warm in summer, and it is cold"
+    plain = client.post("/generate", json={"text": text, "sampling_params": GREEDY}).json()["text"]
+    assert generate(client, "<prompt schema='one'><m/> is cold</prompt>")["text"] == plain
+
+
 def test_what_ends_an_encoding_leaves_neither_schema_nor_pins(client):
     def abort():
         client.post("/abort_request", json={"abort_all": True})
