@@ -32,7 +32,7 @@ def trips(duration: str, country: str, city: str = "") -> Iterator[str]:
 if __name__ == "__main__":
     print(trips.schema)
     with Engine() as engine:
-        schema = engine.schema(trips.schema, "nested")
+        schema = engine.schema(trips.schema)
         for country in ("italy", "japan", "italy"):
             prompt = trips.prompt("Good food. What do I do first?", duration="three days", country=country)
             (output,) = engine.generate(schema.compile(prompt), {"max_new_tokens": 48, "temperature": 0})

@@ -100,7 +100,8 @@ def test_modules_are_computed_once_and_read_by_all_ways_to_ask(client, add):
 
 def test_a_schema_says_which_modules_are_cached(client, add):
     """More modules than the engine looks up at once; twins are one entry; a scaffold is one of its own."""
-    twins = "".join(f"<module name='{name}'> The same text.</module>" for name in ("twin", "other"))
+    holes = {"twin": "<param name='p' len='1'/><param name='q' len='2'/>", "other": "<param name='p' len='3'/>"}
+    twins = "".join(f"<module name='{name}'>{hole} The same text.</module>" for name, hole in holes.items())
     many = "".join(f"<module name='m{number}'> Number {number}.</module>" for number in range(70))
     text = "The text of a schema, which has some more tokens than one page of the cache holds."
     made = add(f"<schema name='many'>{text}<union>{twins}</union>{many}</schema>", mode="scaffold",
