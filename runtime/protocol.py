@@ -92,6 +92,14 @@ class GetPins(msgspec.Struct, tag="pins"):
     call: int
 
 
+class GetCached(msgspec.Struct, tag="cached"):
+    """Ask how many tokens of entries are cached; `reuse`: as of an `AddRequest`. Answered by `Reply`: by entry."""
+
+    call: int
+    reuse: dict[str, Any]
+    namespace: Namespace = Namespace()
+
+
 class GetTree(msgspec.Struct, tag="tree"):
     """Ask for a page of the tree's nodes; see `radix.view`. Answered by `Reply`.
 
@@ -148,7 +156,10 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort all requests and end the engine process."""
 
 
-Call = FlushCache | GetState | AddPin | RemovePin | GetPins | GetTree | GetOutline | GetRequests | OnNode | Pause | Ping
+Call = (
+    FlushCache | GetState | AddPin | RemovePin | GetPins | GetCached | GetTree | GetOutline | GetRequests | OnNode
+    | Pause | Ping
+)  # fmt: skip
 Inbound = AddRequest | Abort | Call | Shutdown
 
 

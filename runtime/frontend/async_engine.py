@@ -17,6 +17,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from radix import Namespace
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, EngineDead, ModelError, PinRefused, RametError
 from runtime.frontend.output import Submission, expected_tokens
@@ -33,6 +34,7 @@ from runtime.protocol import (
     Call,
     Failed,
     FlushCache,
+    GetCached,
     GetOutline,
     GetPins,
     GetRequests,
@@ -56,6 +58,8 @@ from runtime.reuse.modules.compile import ModulePrompt
 
 log = logging.getLogger("ramet.client")
 _STOP_SECONDS = 10
+# Modules that are looked up between two steps.
+_ENTRIES = 64
 
 T = TypeVar("T")
 
@@ -342,6 +346,16 @@ class AsyncEngine:
         if "refused" in answer:
             raise PinRefused(answer["refused"])
         return [pin["id"] for pin in answer["pins"]]
+
+    async def cached(self, modules: ModulePrompt, namespace: Namespace) -> dict[str, int]:
+        """Cached tokens of the entries that a prompt reads, by name. The engine looks up a few at a time."""
+        entries = modules.reuse["entries"]
+        found: dict[str, int] = {}
+        most = min(_ENTRIES, self.info.pool_tokens // self.info.page_size)
+        for start in range(0, len(entries), most):
+            asked = {**modules.reuse, "entries": entries[start : start + most]}
+            found |= await self._call(partial(GetCached, reuse=asked, namespace=namespace))
+        return found
 
     async def unpin(self, pin: str) -> bool:
         """Remove a pin; False if there is none of that id."""

@@ -74,6 +74,7 @@ _PLAN = {
 }
 _TEXT_OF_ALL = {"path": "/", "start": 0, "stop": 128, "tokens": 18, "union": None, "parameters": []}
 SCHEMA = answers({**_SCHEMA, "modules": [_TEXT_OF_ALL, _PLAN]})
+CACHED_SCHEMA = answers({**_SCHEMA, "modules": [_TEXT_OF_ALL, _PLAN], "cached_tokens": {"/": 18, "/plan": 0}})
 SCHEMAS = answers({"object": "list", "data": [_SCHEMA]})
 SUCCESS = answers({"success": True})
 STOPPING = answers({"success": True}, 202)

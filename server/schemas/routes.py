@@ -105,10 +105,23 @@ async def list_schemas(context: Ctx, tenant: Asker) -> dict[str, Any]:
     return {"object": "list", "data": [stored.describe(now_s, live) for stored in schemas]}
 
 
-@router.get("/{name}", response_model=None, responses=examples.SCHEMA)
-async def get_schema(name: str, context: Ctx, tenant: Asker) -> Response:
-    """A schema and its layout."""
-    return await _show(context.schemas.get(tenant.account, name), context)
+@router.get("/{name}", response_model=None, responses=examples.CACHED_SCHEMA)
+async def get_schema(
+    name: str,
+    request: Request,
+    context: Ctx,
+    tenant: Asker,
+    cache_salt: CacheSalt | None = None,
+    cache_scope: CacheScope = "private",
+) -> Response:
+    """A schema, its layout, and how much of each module is cached now for prompts with this salt and scope."""
+    stored = context.schemas.get(tenant.account, name)
+    namespace, engine = tenant.namespace(cache_salt, cache_scope), context.engine
+    every = await while_there(request, engine.in_turn(tenant.account, 4 * stored.num_tokens, stored.schema.everything))
+    cached = await while_there(request, engine.cached(every, namespace))
+    names = [entry["name"] for entry in every.reuse["entries"]]
+    by_path = {path: cached[entry] for entry in names for path in entry.split(", ")}
+    return await _show(stored, context, cached_tokens=by_path)
 
 
 @router.delete("/{name}", responses=examples.SUCCESS)
@@ -131,6 +144,6 @@ async def _live_pins(schemas: list[Stored], context: Context) -> set[str]:
     return {pin["id"] for pin in (await context.engine.pins())["pins"]}
 
 
-async def _show(stored: Stored, context: Context) -> Response:
+async def _show(stored: Stored, context: Context, **more: Any) -> Response:
     live = await _live_pins([stored], context)
-    return JsonAnswer({**stored.describe(context.schemas.clock(), live), "modules": stored.modules})
+    return JsonAnswer({**stored.describe(context.schemas.clock(), live), "modules": stored.modules, **more})
