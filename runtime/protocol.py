@@ -74,6 +74,18 @@ class AddPin(msgspec.Struct, tag="pin"):
     reuse: dict[str, Any] | None = None
 
 
+class GetCached(msgspec.Struct, tag="cached"):
+    """Ask for the cached part of a prompt; fields as of an `AddRequest`.
+
+    Answered by `Reply`: `{"cached": [tokens of each run in whole pages]}`, see `Strategy.runs`.
+    """
+
+    call: int
+    tokens: bytes
+    namespace: Namespace = Namespace()
+    reuse: dict[str, Any] | None = None
+
+
 class RemovePin(msgspec.Struct, tag="unpin"):
     """Remove a pin. Answered by `Reply`: `{"found": bool}`."""
 
@@ -143,7 +155,8 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort all requests and end the engine process."""
 
 
-Call = FlushCache | GetState | AddPin | RemovePin | GetPins | GetTree | GetOutline | GetRequests | OnNode | Pause | Ping
+Question = GetState | GetCached | GetPins | GetTree | GetOutline | GetRequests | Ping
+Call = FlushCache | AddPin | RemovePin | OnNode | Pause | Question
 Inbound = AddRequest | Abort | Call | Shutdown
 
 

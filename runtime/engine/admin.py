@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Generator
 from dataclasses import asdict
 from itertools import islice
@@ -11,10 +12,12 @@ from typing import Any, Protocol
 from radix import Block, Node, outline, path, view
 from radix.stats import Histogram
 from runtime.engine.scheduler import Scheduler
+from runtime.errors import InvalidRequest
 from runtime.kv.cache import PagedCache
 from runtime.protocol import (
     Call,
     FlushCache,
+    GetCached,
     GetOutline,
     GetPins,
     GetRequests,
@@ -42,6 +45,8 @@ class _Core(Protocol):
     counters: dict[str, int]
     paused: bool
 
+    def strategy_of(self, asked: dict[str, Any]) -> Strategy: ...
+
 
 class Admin:
     """Answers operators' calls, each in a time that requests hardly notice.
@@ -55,6 +60,7 @@ class Admin:
         self._walk: _Walk | None = None
         self._answers: dict[type, Callable[[Any], dict[str, Any]]] = {
             FlushCache: lambda message: self.flush(message.pins),
+            GetCached: self.cached,
             GetOutline: lambda message: self.outline(message.limit, message.preview_tokens, message.anew),
             GetPins: lambda _: self.pins(),
             GetRequests: lambda message: self.requests(message.limit),
@@ -68,6 +74,16 @@ class Admin:
 
     def handle(self, message: Call) -> Reply:
         return Reply(message.call, self._answers[type(message)](message))
+
+    def cached(self, message: GetCached) -> dict[str, Any]:
+        """Cached tokens of each run of a prompt, in whole pages; none of one that can never be served."""
+        asked, cache = message.reuse or {}, self._core.cache
+        try:
+            runs = self._core.strategy_of(asked).runs(array("i", message.tokens), message.namespace, asked)
+        except InvalidRequest:
+            return {"cached": []}
+        pages = [len(cache.tree.match(run.tokens.tobytes(), run.namespace).pages) for run in runs]
+        return {"cached": [count * cache.page_size for count in pages]}
 
     def flush(self, pins: bool = False) -> dict[str, Any]:
         """Drop the cached pages that no live request uses; `pins`: the pinned ones, too. Tokens dropped and left."""

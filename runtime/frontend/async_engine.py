@@ -18,9 +18,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from radix import Namespace
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, EngineDead, ModelError, PinRefused, RametError
-from runtime.frontend.output import Output, Submission, expected_tokens, merge_outputs
+from runtime.frontend.output import Output, PlacedPrompt, Submission, expected_tokens, merge_outputs
 from runtime.frontend.processor import Frontend
 from runtime.frontend.text_work import TextWork
 from runtime.frontend.watchdog import Watchdog
@@ -32,6 +33,7 @@ from runtime.protocol import (
     Call,
     Failed,
     FlushCache,
+    GetCached,
     GetOutline,
     GetPins,
     GetRequests,
@@ -51,7 +53,7 @@ from runtime.protocol import (
     encode,
     outbound_decoder,
 )
-from runtime.reuse.modules.compile import ModulePrompt
+from runtime.reuse.fusion.plan import Planner
 
 log = logging.getLogger("ramet.client")
 _STOP_SECONDS = 10
@@ -116,7 +118,8 @@ class AsyncEngine:
                 await self._start_process(path, directory)
         except (OSError, zmq.ZMQError) as error:
             raise ModelError(f"the engine process cannot be started: {error}") from None
-        self._frontend = Frontend(self.info, self.tokenizer, self._send, self.config.scheduler)
+        planner = Planner.load(self.config.cache.document_reuse, path)
+        self._frontend = Frontend(self.info, self.tokenizer, self._send, self.config.scheduler, planner=planner)
         self._reader = asyncio.create_task(self._read())
         self._watch = asyncio.create_task(self._watchdog.watch(lambda: self._call(Ping), self._kill))
 
@@ -320,28 +323,29 @@ class AsyncEngine:
             PinRefused: over the budget, or if the cache is too busy to keep what was computed.
             Overloaded, RateLimited: over the limits on open requests.
         """
-        frontend = self._running()
-        with frontend.admit(prefix.account, 1, prefix.expected_tokens):
+        frontend, space, account = self._running(), prefix.namespace, prefix.account
+        with frontend.admit(account, 1, prefix.expected_tokens):
             key = array("i", await self._work.encode(frontend, prefix)).tobytes()
-            answer = await self._call(lambda call: AddPin(call, key, prefix.namespace, prefix.account, name, ttl_s))
-        if "refused" in answer:
-            raise PinRefused(answer["refused"])
-        return answer["pin"]
+            return (await self._call(lambda call: AddPin(call, key, space, account, name, ttl_s)))["pin"]
 
-    async def pin_modules(self, encoded: Submission, name: str, ttl_s: float | None) -> list[str]:
-        """Keep the KV of all modules that a submission read in the cache; ids of their pins.
+    async def pin_entries(self, encoded: Submission, name: str, ttl_s: float | None) -> list[str]:
+        """Keep the KV of all modules or documents that a submission read in the cache; ids of their pins.
 
         Raises:
             PinRefused: over the budget, or if the cache is too busy to keep them.
             Overloaded, RateLimited: over the limits on open requests.
         """
-        modules, space, account = encoded.prompt, encoded.namespace, encoded.account
-        assert isinstance(modules, ModulePrompt)
-        with self._running().admit(account, 1, modules.length):
-            answer = await self._call(lambda call: AddPin(call, b"", space, account, name, ttl_s, modules.reuse))
-        if "refused" in answer:
-            raise PinRefused(answer["refused"])
+        prompt, space, account = encoded.prompt, encoded.namespace, encoded.account
+        assert isinstance(prompt, PlacedPrompt)
+        tokens = array("i", prompt.tokens).tobytes()
+        with self._running().admit(account, 1, prompt.length):
+            answer = await self._call(lambda call: AddPin(call, tokens, space, account, name, ttl_s, prompt.reuse))
         return [pin["id"] for pin in answer["pins"]]
+
+    async def cached(self, prompt: PlacedPrompt, namespace: Namespace) -> list[int]:
+        """Cached tokens of each module or chunk of documents that a prompt reads, in whole pages."""
+        tokens = array("i", prompt.tokens).tobytes()
+        return (await self._call(lambda call: GetCached(call, tokens, namespace, prompt.reuse)))["cached"]
 
     async def unpin(self, pin: str) -> bool:
         """Remove a pin; False if there is none of that id."""
@@ -376,7 +380,7 @@ class AsyncEngine:
         return (await self._call(lambda call: GetRequests(call, limit)))["requests"]
 
     async def on_node(self, verb: Literal["pin", "unpin", "drop"], page: int, start: int) -> dict[str, Any]:
-        """Pin, unpin or evict a node of the tree; see `Admin`."""
+        """Pin, unpin or evict a node of the tree; see `Admin`. Raises PinRefused."""
         return await self._call(lambda call: OnNode(call, verb, page, start))
 
     def _running(self) -> Frontend:
@@ -391,9 +395,12 @@ class AsyncEngine:
         self._calls[call] = future = asyncio.get_running_loop().create_future()
         self._send(make(call))
         try:
-            return await future
+            answer = await future
         finally:
             self._calls.pop(call, None)
+        if "refused" in answer:
+            raise PinRefused(answer["refused"])
+        return answer
 
     # -- wire ------------------------------------------------------------------------------------------------
 
