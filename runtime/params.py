@@ -165,7 +165,7 @@ class ReuseParams(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=False)
 
-    method: DocumentMethod | Literal["auto"] = Field(
+    method: Literal[DocumentMethod, "auto"] = Field(
         description="selects the rows; none: an ordinary prompt; auto: by the model's table, within max_kl"
     )
     ratio: float | None = Field(

@@ -20,7 +20,7 @@ class Conflict(RametError):
 
 @dataclass(slots=True)
 class Lease:
-    """How long an object is kept.
+    """The time for which an object is kept, and its pins.
 
     Attributes:
         expires_s: on the store's clock; None: never.

@@ -42,11 +42,13 @@ def read_table(directory: Path) -> list[Measured] | None:
 def _read(value: dict[str, object], path: Path) -> list[Measured]:
     rows = value.get("measured")
     try:
-        return [Measured.model_validate(row) for row in (rows if isinstance(rows, list) else ())]
+        if isinstance(rows, list) and rows:
+            return [Measured.model_validate(row) for row in rows]
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))
         raise ModelError(f"the table {path} cannot be read: {where}: {problem['msg']}") from None
+    raise ModelError(f"the table {path} cannot be read: it measures nothing")
 
 
 def choose(table: list[Measured] | None, max_kl: float) -> Measured | None:
