@@ -125,7 +125,9 @@ def submissions_of(body: GenerateRequest, tenant: Tenant, context: Context) -> t
 def _prompts(
     body: GenerateRequest, account: str, context: Context
 ) -> tuple[Sequence[Prompt | Callable[[], Prompt]], list[int], bool]:
-    """The prompts, the characters of each (0 where they are known), and whether it was a list."""
+    """The prompts, the characters of each (0: they are known), and whether it was a list. Raises InvalidRequest."""
+    if body.pml is not None and body.reuse is not None:
+        raise InvalidRequest("reuse is for prompts with documents, and pml has none", param="reuse")
     if body.segments is not None:
         is_list = isinstance(body.segments[0], list) if body.segments else True
         several: list[Any] = body.segments if is_list else [body.segments]

@@ -9,7 +9,7 @@ import sys
 from itertools import permutations
 
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, HumanMessage
+from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 
 PAPERS = [
@@ -28,10 +28,10 @@ def message_of(documents: list[Document], question: str) -> HumanMessage:
     return HumanMessage([*parts, {"type": "text", "text": question}])
 
 
-def main(url: str = "http://127.0.0.1:30000", model: str = "smollm2-135m-instruct", method: str = "a3") -> list[AIMessage]:
+def main(url: str = "http://127.0.0.1:30000", model: str = "smollm2-135m-instruct", method: str = "a3") -> list[str]:
     chat = ChatOpenAI(
         **{"base_url": f"{url}/v1", "api_key": "none", "model": model, "temperature": 0, "max_tokens": 24},
-        extra_body={"reuse": {"method": method, "chunk_tokens": 16, "ratio": 0.15}},
+        extra_body={"reuse": {"method": method}},
     )
     answers = []
     for documents in permutations(PAPERS):
@@ -39,8 +39,8 @@ def main(url: str = "http://127.0.0.1:30000", model: str = "smollm2-135m-instruc
         usage = answer.usage_metadata
         assert usage is not None
         cached = usage["input_token_details"].get("cache_read")
-        print(f"{cached} of {usage['input_tokens']} tokens from the cache: {answer.content!r}")
-        answers.append(answer)
+        print(f"{cached} of {usage['input_tokens']} tokens from the cache: {answer.text!r}")
+        answers.append(str(answer.text))
     return answers
 
 

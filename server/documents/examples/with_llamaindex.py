@@ -28,7 +28,7 @@ def main(url: str = "http://127.0.0.1:30000", model: str = "smollm2-135m-instruc
         documents = [{"text": node.get_content()} for node in nodes]
         answer = llm.chat(
             [ChatMessage(role="user", content="On which day is the market of Tor?")],
-            extra_body={"documents": documents, "reuse": {"method": method, "chunk_tokens": 16, "ratio": 0.15}},
+            extra_body={"documents": documents, "reuse": {"method": method}},
         )
         print(answer.message.content, answer.raw.model_extra["reuse"], sep="\n")
 

@@ -102,7 +102,8 @@ def test_an_option_of_another_method_is_refused(asked, param):
 
 
 @pytest.mark.parametrize(
-    ("name", "least", "most"), [("ratio", 0, 1), ("chunk_tokens", 16, 4096), ("k", 0, 512), ("keep_tokens", 64, 1 << 20)]
+    ("name", "least", "most"),
+    [("ratio", 0, 1), ("chunk_tokens", 16, 4096), ("k", 0, 512), ("keep_tokens", 64, 1 << 20)],
 )
 def test_options_have_ranges(name, least, most):
     for value in (least, most):

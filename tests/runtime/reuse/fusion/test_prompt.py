@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +35,7 @@ def parts_of(tokenizer: Tokenizer, prompt: Segments) -> list[str]:
     """The texts between the documents' borders, of the prompt's tokens."""
     found = prompt.tokenize(tokenizer, add_special_tokens=False)
     borders = [0, *(border for span in found.documents for border in span), len(found.tokens)]
-    pieces = [found.tokens[a:b].tolist() for a, b in zip(borders, borders[1:], strict=False)]
+    pieces = [found.tokens[a:b].tolist() for a, b in pairwise(borders)]
     return [tokenizer.decode(piece, skip_special_tokens=False) for piece in pieces]
 
 
