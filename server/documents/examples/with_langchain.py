@@ -6,7 +6,6 @@ python with_langchain.py [URL [MODEL [METHOD]]]
 from __future__ import annotations
 
 import sys
-from itertools import permutations
 
 from langchain_core.documents import Document
 from langchain_core.messages import HumanMessage
@@ -34,8 +33,9 @@ def main(url: str = "http://127.0.0.1:30000", model: str = "smollm2-135m-instruc
         extra_body={"reuse": {"method": method}},
     )
     answers = []
-    for documents in permutations(PAPERS):
-        answer = chat.invoke([message_of(list(documents), "On which day is the market of Tor?")])
+    for first in range(len(PAPERS)):
+        documents = PAPERS[first:] + PAPERS[:first]
+        answer = chat.invoke([message_of(documents, "On which day is the market of Tor?")])
         usage = answer.usage_metadata
         assert usage is not None
         cached = usage["input_token_details"].get("cache_read")

@@ -21,7 +21,7 @@ def test_langchain(server, client, capsys):
     from server.documents.examples import with_langchain
 
     answers = with_langchain.main(server.url, "smollm2", "legolink")
-    assert len(answers) == 6
+    assert len(answers) == 3
     assert all(answers)
     found = [list(map(int, re.findall(r"\d+", line)[:2])) for line in capsys.readouterr().out.splitlines()]
     assert len({prompt for _, prompt in found}) == 1
@@ -40,6 +40,6 @@ def test_llamaindex(server, client):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     reuses = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(reuses) == 6
+    assert len(reuses) == 3
     assert all("'method': 'legolink'" in line for line in reuses)
     assert all("'computed_documents': []" in line for line in reuses[1:])
