@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field
 
 from runtime.errors import InvalidRequest
@@ -16,6 +16,7 @@ from server.context import Context, Ctx
 from server.documents.store import StoredDocument, make
 from server.documents.wire import Title
 from server.http import examples
+from server.http.answers import JsonAnswer, JsonList
 from server.http.sse import while_there
 from server.http.wire import Text
 
@@ -48,11 +49,13 @@ async def add_document(body: DocumentRequest, request: Request, context: Ctx, te
     return await _show(stored, context)
 
 
-@router.get("", responses=examples.DOCUMENTS)
-async def list_documents(context: Ctx, tenant: Asker) -> dict[str, Any]:
+@router.get("", response_model=None, responses=examples.DOCUMENTS)
+async def list_documents(context: Ctx, tenant: Asker) -> Response:
     """The key's own documents, oldest first."""
-    now_s = context.documents.clock()
-    return {"object": "list", "data": [stored.describe(now_s) for stored in context.documents.of(tenant.account)]}
+    documents, now_s = JsonList(), context.documents.clock()
+    for stored in context.documents.of(tenant.account):
+        documents.append(stored.describe(now_s))
+    return JsonAnswer({"object": "list", "data": documents})
 
 
 @router.get("/{document_id}", responses=examples.DOCUMENT)

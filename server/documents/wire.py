@@ -14,7 +14,7 @@ from server.http.wire import Body, OneOrLists, Text
 # Texts and documents in a prompt.
 MAX_SEGMENTS = 4096
 
-Title = Annotated[Text, Field(min_length=1, max_length=1024, description="the first line of the document")]
+Title = Annotated[Text, Field(min_length=1, max_length=256, description="the first line of the document")]
 
 
 class GivenDocument(Body):

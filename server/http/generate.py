@@ -227,8 +227,10 @@ def _result(output: Output, text: str, token_ids: list[int], logprobs: _Logprobs
         "prefill_time": output.prefill_s,
         "e2e_latency": output.e2e_s,
     }
-    if output.reuse is not None:
-        meta |= {"reuse": output.reuse} if "strategy" in output.reuse else output.reuse
+    if output.reuse is not None and "strategy" not in output.reuse:
+        meta |= output.reuse
+    elif output.reuse is not None and finish is not None:  # not in every event: it names all modules or documents
+        meta["reuse"] = output.reuse
     return {"text": text, "output_ids": list(token_ids), "meta_info": meta | logprobs.fields()}
 
 

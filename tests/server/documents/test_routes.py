@@ -130,6 +130,7 @@ def test_tenants_have_documents_of_their_own(guarded):
         ({"text": ""}, "text: ", "text"),
         ({"title": "x"}, "text: Field required", "text"),
         ({"text": "x", "title": ""}, "title: ", "title"),
+        ({"text": "x", "title": "x" * 257}, "title: ", "title"),
         ({"text": "x", "chunk_tokens": 15}, "chunk_tokens: ", "chunk_tokens"),
         ({"text": "x", "ttl_s": 0}, "ttl_s: ", "ttl_s"),
         ({"text": "word " * 9000}, "the document has 9001 tokens", "text"),
@@ -199,6 +200,7 @@ def test_options_of_a_request_hold_with_documents_too(client):
     events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
     assert events[-1]["text"] == whole["text"]
     assert events[-1]["meta_info"]["reuse"]["method"] == "legolink"
+    assert "reuse" not in events[0]["meta_info"]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from runtime.errors import InvalidRequest, ModelError
 from runtime.models.spec import ModelSpec
 from runtime.params import ReuseParams
+from runtime.reuse.fusion import table
 from runtime.reuse.fusion.plan import Planner, plan_encoding
 from runtime.reuse.fusion.prompt import TokenizedPrompt
 from runtime.reuse.fusion.table import Measured, choose, read_table
@@ -165,6 +166,18 @@ def test_a_broken_table_is_an_error_at_the_start(rows, words, directory):
     write(directory, ModelSpec.load(directory).identity, rows)
     with pytest.raises(ModelError, match=words):
         Planner.load("none", directory)
+
+
+def test_a_published_table_serves_the_models_that_it_is_for(directory, tmp_path_factory, monkeypatch):
+    published = tmp_path_factory.mktemp("tables")
+    monkeypatch.setattr(table, "_PUBLISHED", published)
+    identity = ModelSpec.load(directory).identity
+    write(published, {**identity, "num_layers": 99})
+    assert read_table(directory) is None
+    (published / "another.json").write_text(json.dumps({"model": identity, "measured": ROWS[:1]}))
+    assert [one.method for one in read_table(directory)] == ["pie"]
+    write(directory, identity)
+    assert len(read_table(directory)) == len(ROWS)
 
 
 def test_a_table_of_another_model_is_an_error(directory):
