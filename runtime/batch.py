@@ -103,7 +103,7 @@ class ForwardBatch:
         tokens: int64 [T], the flat rows of all requests; on the device if an earlier step chose them and the host has
             not read them.
         positions: int64 [T], position ids; they need not be contiguous.
-        groups: cover all layers in order.
+        groups: in the order of their layers; there is none for layers in which no row is computed.
         logits_rows: int64 [S], the flat rows whose logits are computed.
     """
 

@@ -43,6 +43,7 @@ from runtime.protocol import (
 from runtime.request import Request, Sequence, Work
 from runtime.reuse.bicache.strategy import BiCache
 from runtime.reuse.build import build
+from runtime.reuse.fusion.strategy import Fusion
 from runtime.reuse.modules.strategy import Modules
 from runtime.reuse.prefix import PrefixStrategy
 from runtime.reuse.strategy import Strategy
@@ -120,6 +121,7 @@ class EngineCore:
         if spec.diffusion is None:
             self.add_strategy(PrefixStrategy(self.cache, spec.num_layers))
             self.add_strategy(Modules(self.cache, spec.num_layers, self.info))
+            self.add_strategy(Fusion(self.cache, executor, self.info))
             sampler = make_sampler(executor.backend_name, spec.vocab_size, executor.device, executor.argmax)
             return NextToken(sampler)
         bicache = BiCache.load(self.config.diffusion, path, spec, self.cache)

@@ -49,7 +49,10 @@ class WaitingQueue:
     """
 
     def __init__(self, policy: SchedulePolicy, overtake_share: float, step_tokens: int, page_size: int) -> None:
-        self._order: SortedKeyList = SortedKeyList(key=_RANKS[policy])
+        # Of each request, its place in the order and its family as it came: what it reads may become clear meanwhile.
+        self._placed: dict[Request, tuple[Any, _Family]] = {}
+        self._rank = _RANKS[policy]
+        self._order: SortedKeyList = SortedKeyList(key=lambda request: self._placed[request][0])
         self._matches: SortedKeyList | None = SortedKeyList(key=lambda request: request.rank)
         if policy not in ("lpm", "balanced"):
             self._matches = None
@@ -84,19 +87,23 @@ class WaitingQueue:
         return _first(self._order, passed)
 
     def add(self, request: Request) -> None:
+        family = self._family(request)
+        self._placed[request] = self._rank(request), family
         self._order.add(request)
         if self._matches is not None:
             request.matched_tokens = request.strategy.find(request).tokens
             request.rank = _match_rank(request)
             self._matches.add(request)
-            self._families.setdefault(self._family(request), OrderedDict())[request] = None
+            self._families.setdefault(family, OrderedDict())[request] = None
 
     def remove(self, request: Request) -> None:
         """Remove a request. Raises ValueError if it does not wait."""
+        if request not in self._placed:
+            raise ValueError(f"{request.rid} does not wait")
         self._order.remove(request)
+        _, family = self._placed.pop(request)
         if self._matches is not None:
             self._matches.remove(request)
-            family = self._family(request)
             del self._families[family][request]
             if not self._families[family]:
                 del self._families[family]

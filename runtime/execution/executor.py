@@ -41,9 +41,11 @@ class Executor:
         backend_name: attention kernels: `native-` and an instruction set, `cpu` (torch) or `flashinfer`.
         least_saved_tokens: see `AttentionBackend`.
         argmax: the highest tokens, int64 [n], of logits [n, vocab]; the first one among equals.
+        project: see `LlamaModel.project`; of this rank's heads.
     """
 
     argmax: Callable[[torch.Tensor], torch.Tensor]
+    project: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
     least_saved_tokens = AttentionBackend.least_saved_tokens
 
     def __init__(self, config: Config, path: Path, group: Group | None = None):
@@ -68,12 +70,14 @@ class Executor:
         else:
             weights = load_weights(path, self.spec, self.dtype, shard)
         model = LlamaModel(self._share, weights, self.device, ops)
+        self.rope = model.rope
         graphs = self._graph_sizes(config) if backend == "flashinfer" else []
         self.pool = self._make_pool(config, spare_pages=1 if graphs else 0)
         if library is not None:
             threads, int8 = config.engine.threads or ALL_THREADS, config.model.quantization == "int8"
             native = NativeDecoder(library, model, self.pool, threads, int8)
             self.backend_name, self._forward, self.argmax = native.name, native.forward, native.argmax
+            self.project = native.project
             # Torch's threads spin after each parallel operation, on the cores that the kernels use.
             torch.set_num_threads(1)
         else:
@@ -81,6 +85,7 @@ class Executor:
             self.backend_name = attention.name
             self.least_saved_tokens = attention.least_saved_tokens
             self._forward = partial(model.forward, pool=self.pool, backend=attention)
+            self.project = model.project
             self.argmax = partial(torch.argmax, dim=-1)
             if isinstance(attention, FlashInferAttention) and graphs:
                 self._graphs = DecodeGraphs(model, self.pool, attention, graphs, self.context_length)

@@ -142,6 +142,18 @@ class LlamaModel:
             x, normed = ops.add_linear_norm(x, inner, layer.down, layer.down_bias, following, eps)
         return x
 
+    @torch.inference_mode()
+    def project(self, layer: int, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Queries and keys, rotated for int64 positions [n], and values, float32 [n, heads + 2 kv_heads, head_dim].
+
+        `states`: float32 [n, hidden], with which the rows enter the layer.
+        """
+        weights, device = self.layers[layer], self.embedding.device
+        normed = self.ops.rms_norm(states.to(device, self.embedding.dtype), weights.input_norm, self.spec.rms_norm_eps)
+        qk, v = self._qkv(weights, normed)
+        q, k = self.ops.rotate_qk(qk, self.spec.num_heads, self.ops.angles(self.rope, self._upload(positions)))
+        return torch.cat((q, k, v), dim=1).float()
+
     def _qkv(self, layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys side by side [T, heads + kv_heads, head_dim], to be rotated together, and values."""
         spec = self.spec

@@ -81,7 +81,7 @@ class Plan:
 
     Attributes:
         logits: rows of the step's logits.
-        saved: float32 [n, hidden], filled by the step; None where nothing was to be saved.
+        saved: float32 [n, hidden], of all stages in their order, filled by the step; None where nothing is saved.
     """
 
     batch: ForwardBatch
@@ -135,7 +135,8 @@ def build(
         total += len(one.tokens)
     cuts = sorted({stage.layers.start for one in sets for stage in one.stages} | {num_layers})
     ordered = [(sets[i], starts[i]) for i in order]
-    groups = [_group(ordered, range(*cut), total, page_size, least_saved_tokens) for cut in pairwise(cuts)]
+    every = [_group(ordered, range(*cut), total, page_size, least_saved_tokens) for cut in pairwise(cuts)]
+    groups = [group for group in every if len(group.kv_write)]
     saved = [_carry(one, start, groups, hidden_size, device) for one, start in zip(sets, starts, strict=True)]
     batch = ForwardBatch(
         tokens=torch.from_numpy(np.concatenate([one.tokens for one, _ in ordered])),
@@ -267,16 +268,18 @@ def _carry(
     one: RowSet, start: int, groups: Sequence[LayerGroup], hidden_size: int, device: torch.device | None
 ) -> torch.Tensor | None:
     """Let rows enter with the states that are known, and keep the states that are wanted."""
-    saved = None
     for stage in one.stages:
         if stage.load is not None:
             rows, states = stage.load
             group = next(g for g in groups if g.layers.start == stage.layers.start)
             group.load.append(HiddenRows(torch.from_numpy(start + rows), states))
-        if stage.save is not None:
-            saved = torch.empty(len(stage.save), hidden_size, device=device)
-            group = next(g for g in groups if g.layers.stop == stage.layers.stop)
-            group.save.append(HiddenRows(torch.from_numpy(start + stage.save), saved))
+    wanted = [(stage.layers.stop, stage.save) for stage in one.stages if stage.save is not None]
+    if not wanted:
+        return None
+    saved = torch.empty(sum(len(rows) for _, rows in wanted), hidden_size, device=device)
+    for (stop, rows), states in zip(wanted, saved.split([len(rows) for _, rows in wanted]), strict=True):
+        group = next(g for g in groups if g.layers.stop == stop)
+        group.save.append(HiddenRows(torch.from_numpy(start + rows), states))
     return saved
 
 

@@ -42,6 +42,8 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "refreshes": ("Denoising steps that refreshed a shared prefix", ("ramet:prefix_refreshes",)),
     "encoded_prefixes": ("Shared prefixes encoded for a diffusion model", ("ramet:encoded_prefixes",)),
     "encoded_modules": ("Prompt modules encoded", ("ramet:encoded_modules",)),
+    "encoded_documents": ("Chunks of documents encoded", ("ramet:encoded_documents",)),
+    "fused_rows": ("Rows of documents that were chosen to be computed again", ("ramet:fused_rows",)),
     "partial_matches": ("Requests that reused the beginning of a longer encoding", ("ramet:partial_matches",)),
     "prefill_tokens": ("Token rows computed by prefill", ("ramet:prefill_tokens",)),
 }

@@ -207,6 +207,23 @@ class NativeDecoder:
         self.library.decoder_forward(self._handle, ctypes.byref(step))
         return logits
 
+    def project(self, layer: int, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """See `LlamaModel.project`."""
+        spec = self.spec
+        cosine, sine = (part.contiguous() for part in self.rope.cos_sin(positions))
+        states = states.contiguous()
+        out = torch.empty(len(states), spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        wanted = c.Projection(
+            layer=layer,
+            num_rows=len(states),
+            states=states.data_ptr(),
+            cosine=cosine.data_ptr(),
+            sine=sine.data_ptr(),
+            out=out.data_ptr(),
+        )
+        self.library.decoder_project(self._handle, ctypes.byref(wanted))
+        return out
+
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """The highest tokens, int64 [n], of float32 logits [n, vocab]; the first one among equals."""
         logits = logits.contiguous()

@@ -90,6 +90,10 @@ class Step(Structure):
     )
 
 
+class Projection(Structure):
+    _fields_ = (*_fields("layer num_rows"), *_fields(pointers="states cosine sine out"))
+
+
 _INTO_LIBRARY: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "interface": (c_int64, ()),
     "supported": (c_int64, ()),
@@ -114,6 +118,7 @@ _INTO_LIBRARY: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "decoder_create": (c_void_p, (POINTER(Model), c_void_p)),
     "decoder_destroy": (None, (c_void_p,)),
     "decoder_forward": (None, (c_void_p, POINTER(Step))),
+    "decoder_project": (None, (c_void_p, POINTER(Projection))),
 }
 
 

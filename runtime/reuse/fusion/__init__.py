@@ -1,1 +1,1 @@
-"""Documents anywhere in a prompt: their KV is reused, and mended by computing a few rows anew."""
+"""Documents anywhere in a prompt: chunks that were encoded alone, and a few of their rows computed again."""

@@ -89,3 +89,6 @@ RAMET_API ramet::Decoder* ramet_decoder_create(const ramet::Model* model, ramet:
 }
 RAMET_API void ramet_decoder_destroy(ramet::Decoder* decoder) { delete decoder; }
 RAMET_API void ramet_decoder_forward(ramet::Decoder* decoder, const ramet::Step* step) { decoder->forward(*step); }
+RAMET_API void ramet_decoder_project(ramet::Decoder* decoder, const ramet::Projection* wanted) {
+    decoder->project(*wanted);
+}

@@ -66,6 +66,16 @@ struct Step {
     float* logits;  // [num_logits, vocab]
 };
 
+// Queries, keys and values of some rows at the entrance of a layer.
+struct Projection {
+    int64_t layer;
+    int64_t num_rows;
+    const float* states;  // [num_rows, hidden]
+    const float* cosine;  // [num_rows, dim / 2]
+    const float* sine;
+    float* out;  // [num_rows, heads + 2 kv_heads, dim], queries and keys rotated
+};
+
 class Decoder {
   public:
     Decoder(const Model& model, Team& team)
@@ -109,6 +119,26 @@ class Decoder {
             multiply({normed_.data(), ld_hidden_, step.num_logits, &model_.head, step.logits, model_.vocab,
                       model_.vocab, Into::kStore},
                      scratch_[thread]);
+        });
+    }
+
+    void project(const Projection& wanted) {
+        const Layer& layer = model_.layers[wanted.layer];
+        const Shape& shape = model_.shape;
+        const int64_t m = wanted.num_rows, width = (shape.heads + 2 * shape.kv_heads) * shape.dim;
+        normed_.reserve(m * ld_hidden_);
+        qkv_.reserve(m * ld_qkv_);
+        team_.run([&](int thread) {
+            each_row(m, [&](int64_t row) {
+                normalise_row(wanted.states + row * model_.hidden, layer.input_norm, model_.hidden,
+                              normed_.data() + row * ld_hidden_);
+            });
+            multiply({normed_.data(), ld_hidden_, m, &layer.qkv, qkv_.data(), ld_qkv_, ld_qkv_, Into::kStore},
+                     scratch_[thread]);
+            each_row(m, [&](int64_t row) {
+                rotate(layer, wanted.cosine, wanted.sine, row);
+                std::copy_n(qkv_.data() + row * ld_qkv_, width, wanted.out + row * width);
+            });
         });
     }
 
@@ -170,7 +200,10 @@ class Decoder {
         const int64_t m = group.num_rows;
         normalise(x, nullptr, m, layer.input_norm);
         multiply({normed_.data(), ld_hidden_, m, &layer.qkv, qkv_.data(), ld_qkv_, ld_qkv_, Into::kStore}, scratch);
-        each_row(m, [&](int64_t row) { rotate_and_write(layer, group, row); });
+        each_row(m, [&](int64_t row) {
+            rotate(layer, group.cosine, group.sine, row);
+            write_row(layer, group.kv_write[row], row);
+        });
         attention_.run(team_, layer.kv, qkv_.data(), ld_qkv_, attended_.data(), ld_attention_, scratch.attention);
         team_.barrier();
         if (attention_.merges()) {
@@ -201,25 +234,30 @@ class Decoder {
         for (i = 0; i < n; ++i) out[i] = x[i] * scale * weight[i];
     }
 
-    // Norm and rotation of a row's queries and keys in place, then its keys and values go to the pool.
-    void rotate_and_write(const Layer& layer, const Group& group, int64_t row) {
+    // Norm and rotation of a row's queries and keys, in place.
+    void rotate(const Layer& layer, const float* cosines, const float* sines, int64_t row) {
         const Shape& shape = model_.shape;
         const int64_t half = shape.dim / 2;
         float* q = qkv_.data() + row * ld_qkv_;
-        float* k = q + shape.heads * shape.dim;
         for (int64_t head = 0; head < shape.heads + shape.kv_heads; ++head) {
             float* x = q + head * shape.dim;
             if (layer.q_norm != nullptr) {
                 normalise_row(x, head < shape.heads ? layer.q_norm : layer.k_norm, shape.dim, x);
             }
-            const float *cosine = group.cosine + row * half, *sine = group.sine + row * half;
+            const float *cosine = cosines + row * half, *sine = sines + row * half;
             for (int64_t d = 0; d < half; ++d) {
                 float first = x[d], second = x[half + d];
                 x[d] = first * cosine[d] - second * sine[d];
                 x[half + d] = second * cosine[d] + first * sine[d];
             }
         }
-        int64_t slot = group.kv_write[row], width = shape.kv_heads * shape.dim;
+    }
+
+    // A row's keys and values go to the pool.
+    void write_row(const Layer& layer, int64_t slot, int64_t row) {
+        const Shape& shape = model_.shape;
+        const int64_t width = shape.kv_heads * shape.dim;
+        const float* k = qkv_.data() + row * ld_qkv_ + shape.heads * shape.dim;
         if (slot < 0) return;
         if (shape.is_bf16) {
             write(k, width, static_cast<bf16*>(layer.kv.k) + slot * width);

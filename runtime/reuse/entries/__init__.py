@@ -1,0 +1,1 @@
+"""Entries: KV that is encoded apart from the prompts which read it."""

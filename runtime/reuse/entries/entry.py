@@ -1,0 +1,85 @@
+"""Entries: tokens that are encoded together and see nothing else; some of their rows are kept for other requests."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import InitVar, dataclass, field
+
+import numpy as np
+
+from radix import Namespace
+from radix.node import TOKEN_BYTES
+from runtime.errors import InvalidRequest
+from runtime.request import Sequence
+
+Pairs = list[tuple[int, int]]
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """An entry that a request reads.
+
+    Attributes:
+        sequence: its tokens and their positions.
+        is_kept: bool [n], the rows that are kept.
+        namespace: in which the kept rows lie in the tree; equal tokens, anchors and holes give the same one.
+        num_kept: int32 [n], how many rows up to each one, itself included, are kept.
+        length: how many are kept in all; num_holes: how many are not.
+        tokens: of the kept rows.
+        key: the same as the tree's key: whole pages; what the last one lacks is -1, which no token is.
+    """
+
+    name: str
+    sequence: Sequence
+    is_kept: np.ndarray
+    namespace: Namespace
+    page_size: InitVar[int]
+    num_kept: np.ndarray = field(init=False)
+    length: int = field(init=False)
+    num_holes: int = field(init=False)
+    tokens: array[int] = field(init=False)
+    key: bytes = field(init=False)
+
+    def __post_init__(self, page_size: int) -> None:
+        self.num_kept = np.cumsum(self.is_kept, dtype=np.int32)
+        self.length = int(self.num_kept[-1])
+        self.num_holes = len(self.is_kept) - self.length
+        self.tokens = array("i", np.frombuffer(self.sequence.tokens, dtype=np.int32)[self.is_kept].tobytes())
+        self.key = (self.tokens + array("i", [-1]) * (-self.length % page_size)).tobytes()
+
+    @property
+    def before_holes(self) -> int:
+        """Rows before the first one that is not kept."""
+        return int(self.is_kept.argmin()) if self.num_holes else self.length
+
+
+def read_tokens(data: bytes, vocab_size: int, what: str) -> array[int]:
+    """Raises InvalidRequest for what is no run of the model's tokens."""
+    if len(data) % TOKEN_BYTES:
+        raise InvalidRequest(f"{what} has {len(data)} bytes of tokens; a token has {TOKEN_BYTES}", param="reuse")
+    tokens = array("i", data)
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        raise InvalidRequest(f"{what} has a token outside of the model's {vocab_size}", param="reuse")
+    return tokens
+
+
+def read_anchors(anchors: Pairs, length: int, context_length: int, what: str) -> Pairs:
+    """Anchors without those that change nothing; positions may stand still, but not go back. Raises InvalidRequest.
+
+    An anchor behind the last token places those that follow.
+    """
+    found: Pairs = []
+    for index, position in anchors:
+        at, start = found[-1] if found else (-1, -1)
+        following = start + index - at if found else 0
+        if index <= at or (not found and index) or index > length or position < max(following - 1, 0):
+            raise InvalidRequest(f"{what} has an anchor ({index}, {position}) out of order", param="reuse")
+        if not found or position != following:
+            found.append((index, position))
+    if not found:
+        raise InvalidRequest(f"{what} has no anchors", param="reuse")
+    at, start = found[-1]
+    if (last := start + max(length - at, 1)) > context_length:
+        message = f"the positions of {what} go up to {last}; the model's context is {context_length} tokens"
+        raise InvalidRequest(message, param="reuse", code="context_length_exceeded")
+    return found

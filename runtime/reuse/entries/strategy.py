@@ -1,0 +1,248 @@
+"""Entries in a request's life: found, encoded by the first request that lacks them, kept, and read."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from radix import Match, Node
+from runtime.request import Request, Segment, Work, slots_of
+from runtime.reuse.build import Read, RowSet, Stage
+from runtime.reuse.entries.entry import Entry
+from runtime.reuse.prefix import PrefixStrategy
+from runtime.reuse.strategy import Found
+
+NO_ROWS = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(slots=True, eq=False)
+class Encoding:
+    """An entry that a request encodes.
+
+    Attributes:
+        start: the row at which the request begins: those before lie in the tree.
+        at: rows of other entries that the request encodes before.
+        pages: int32 page ids of the rows that are kept, those in the tree first.
+        scratch: of the placeholder rows; freed when the entry is complete.
+        held: what keeps these pages for the request meanwhile.
+        seconds: what the rows took so far.
+    """
+
+    entry: Entry
+    start: int
+    at: int
+    pages: array[int]
+    scratch: array[int]
+    held: list[Segment]
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Imports:
+    """A request's entries, and those that it encodes itself: `to_encode` rows, of which the first `done` are encoded.
+
+    `computed`: names of the entries that were missing when the request was first admitted.
+    """
+
+    entries: list[Entry]
+    encodings: list[Encoding] = field(default_factory=list)
+    to_encode: int = 0
+    done: int = 0
+    computed: list[str] = field(default_factory=list)
+
+    def parts(self, work: Work) -> Iterator[tuple[Encoding, int, int]]:
+        """The rows of entries, as ranges, that a piece of work encodes."""
+        for one in self.encodings:
+            shift, length = one.start - one.at, len(one.entry.is_kept)
+            first, stop = max(work.start + shift, one.start), min(work.start + work.count + shift, length)
+            if first < stop:
+                yield one, first, stop
+
+
+class EntryStrategy(PrefixStrategy):
+    """Entries are found by their content; the first request that reads a missing one encodes it.
+
+    An entry is encoded alone: causal among its own rows, at its own positions. Rows of placeholders go to scratch
+    pages, the others side by side into whole pages, so that nobody who reads them needs a mask.
+
+    A request's own tokens are a prefix as those of `PrefixStrategy`, in a namespace of what they read. Its segments are
+    this prefix, if there is one, and its entries. `request.reuse` is an `Imports`.
+
+    The first of `counted` is the number of entries that were encoded.
+    """
+
+    # -- which entries exist ---------------------------------------------------------------------------------
+
+    def find(self, request: Request) -> Found:
+        """`detail`: the match of the request's own tokens, and those of its entries."""
+        own = super().find(request)
+        matches = [self._match(entry) for entry in request.reuse.entries]
+        whole = sum(e.length for e, match in zip(request.reuse.entries, matches, strict=True) if self._all(e, match))
+        return Found(own.tokens + whole, (own, matches))
+
+    def _match(self, entry: Entry) -> Match:
+        if not self.cache.enabled:
+            return Match()
+        return self.cache.tree.match(entry.key, entry.namespace)
+
+    def _all(self, entry: Entry, match: Match) -> bool:
+        return len(match.pages) == self.cache.pages_for(entry.length)
+
+    def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
+        """One that encodes an entry which this one lacks, or that computes the same own tokens."""
+        own, matches = found.detail
+        if self.cache.enabled:
+            pairs = zip(request.reuse.entries, matches, strict=True)
+            missing = {entry.namespace for entry, match in pairs if not self._all(entry, match)}
+            for other in computing:
+                if any(one.entry.namespace in missing for one in other.reuse.encodings):
+                    return other, 0
+        return super().peer(request, own, computing)
+
+    # -- running ---------------------------------------------------------------------------------------------
+
+    def admit(self, request: Request, found: Found, headroom: int) -> bool:
+        cache, imports = self.cache, request.reuse
+        own, matches = found.detail
+        pairs = list(zip(imports.entries, matches, strict=True))
+        missing = [(entry, self._start(entry, match)) for entry, match in pairs if not self._all(entry, match)]
+        kept = sum(cache.pages_for(entry.length) - start // cache.page_size for entry, start in missing)
+        scratch = sum(cache.pages_for(entry.num_holes) for entry, _ in missing)
+        nodes = [cache.tree.lock_match(match) for match in matches]
+        is_first = request.cached_tokens < 0
+        if not super().admit(request, own, headroom + kept + scratch):
+            for node in nodes:
+                cache.tree.unlock(node)
+            return False
+        fresh = cache.allocate(kept + scratch, array("i"), request.owner, cached=kept)
+        assert fresh is not None, "the room was counted above"
+        if is_first:
+            request.cached_tokens += found.tokens - own.tokens
+            imports.computed = names_of(entry for entry, _ in missing)
+        for (entry, match), node in zip(pairs, nodes, strict=True):
+            cache.tree.use(node)
+            if self._all(entry, match):
+                request.segments.append(Segment(match.pages, entry.length, node=node))
+                self._there(request, entry, match.pages)
+            else:
+                fresh = self._begin(request, entry, match, node, fresh)
+        return True
+
+    def _there(self, request: Request, entry: Entry, pages: array[int]) -> None:
+        """Take note of the pages of an entry that a request can read from now on."""
+
+    def _meta(self, request: Request, entry: Entry) -> Any:
+        """The record of an entry's run in the tree."""
+        return None
+
+    def _start(self, entry: Entry, match: Match) -> int:
+        """The row at which an entry is encoded: behind its whole pages in the tree, if none of them has a hole."""
+        page_size = self.cache.page_size
+        return min(len(match.pages), entry.before_holes // page_size) * page_size
+
+    def _begin(self, request: Request, entry: Entry, match: Match, node: Node | None, fresh: array[int]) -> array[int]:
+        """Let a request encode an entry, in the first of some fresh pages; returns the others."""
+        start = self._start(entry, match)
+        before = match.pages[: start // self.cache.page_size]
+        kept = self.cache.pages_for(entry.length) - len(before)
+        size = kept + self.cache.pages_for(entry.num_holes)
+        held = [Segment(fresh[:size], 0)]
+        if node is not None:
+            held.append(Segment(before, 0, node=node))
+        request.segments += held
+        pages, scratch = before + fresh[:kept], fresh[kept:size]
+        imports, owed = request.reuse, len(entry.is_kept) - start
+        imports.encodings.append(Encoding(entry, start, imports.to_encode, pages, scratch, held))
+        imports.to_encode += owed
+        request.owed += owed
+        return fresh[size:]
+
+    def work(self, request: Request, limit: int) -> Work:
+        """Entries come first, as many in one step as there is room for."""
+        imports = request.reuse
+        if not imports.encodings:
+            return super().work(request, limit)
+        count = min(imports.to_encode - imports.done, limit)
+        return Work(request, imports.done, count, count)
+
+    def rows(self, work: Work) -> list[RowSet]:
+        if not work.request.reuse.encodings:
+            return super().rows(work)
+        return [self._encode(*part) for part in work.request.reuse.parts(work)]
+
+    def _encode(self, one: Encoding, first: int, stop: int) -> RowSet:
+        """Rows of an entry: each sees those before it, kept ones and placeholders."""
+        entry, page_size = one.entry, self.cache.page_size
+        kept, num_kept = entry.is_kept[first:stop], entry.num_kept[first:stop]
+        num_holes = np.arange(first + 1, stop + 1, dtype=np.int32) - num_kept
+        writes, reads = np.empty(stop - first, dtype=np.int64), []
+        for mine, pages, seen in ((kept, one.pages, num_kept), (~kept, one.scratch, num_holes)):
+            writes[mine] = slots_of(pages, seen[mine].astype(np.int64) - 1, page_size)
+            if seen[-1]:
+                reads.append(_see(pages, seen, page_size))
+        return RowSet(
+            tokens=np.array(entry.sequence.tokens[first:stop], dtype=np.int64),
+            positions=entry.sequence.positions(first, stop),
+            stages=[Stage(range(self.num_layers), writes, reads)],
+            logits=NO_ROWS,
+        )
+
+    def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
+        request, imports = work.request, work.request.reuse
+        if not imports.encodings:
+            return super().book(work, saved, seconds)
+        complete = []
+        for one, first, stop in imports.parts(work):
+            one.seconds += seconds * (stop - first) / work.count
+            if stop == len(one.entry.is_kept):
+                complete.append(one)
+        self._keep(request, complete)
+        imports.done += work.count
+        request.owed -= work.count
+        return False
+
+    def _keep(self, request: Request, complete: list[Encoding]) -> None:
+        """Hand complete entries to the tree, from which the request reads them."""
+        imports, known = request.reuse, set(complete)
+        imports.encodings = [one for one in imports.encodings if one not in known]
+        held = {id(segment) for one in complete for segment in one.held}
+        segments = [segment for segment in request.segments if id(segment) not in held]
+        request.segments = segments + [self._insert(request, one) for one in complete]
+        self.counters[self.counted[0]] += len(complete)
+
+    def _insert(self, request: Request, one: Encoding) -> Segment:
+        """The segment of a complete entry; without a cache its pages stay private."""
+        cache, entry = self.cache, one.entry
+        cache.allocator.release(one.scratch)
+        node, pages = None, one.pages
+        if cache.enabled:
+            meta = self._meta(request, entry)
+            node, pages = cache.insert(entry.key, pages, entry.namespace, one.seconds, meta, request.owner)
+            cache.tree.lock(node)
+            for segment in one.held:
+                cache.tree.unlock(segment.node)
+        self._there(request, entry, pages)
+        return Segment(pages, entry.length, node=node)
+
+    def release(self, request: Request, keep: bool) -> None:
+        super().release(request, keep)
+        imports = request.reuse
+        imports.encodings, imports.to_encode, imports.done = [], 0, 0
+
+
+def names_of(entries: Iterable[Entry]) -> list[str]:
+    """Names in the order in which the entries begin."""
+    return [entry.name for entry in sorted(entries, key=lambda entry: entry.sequence.position(0))]
+
+
+def _see(pages: array[int], seen: np.ndarray, page_size: int) -> Read:
+    """A read of the first rows of some pages; `seen`: int32 [n], ascending, how many of them each row sees."""
+    length, blind = int(seen[-1]), int(np.searchsorted(seen, 1))
+    table = np.frombuffer(pages, dtype=np.int32)[: -(-length // page_size)]
+    visible = seen[blind:] if len(seen) - blind > 1 else None
+    return Read(table, length, visible=visible, rows=slice(blind, None) if blind else None)

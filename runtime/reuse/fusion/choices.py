@@ -1,0 +1,53 @@
+"""The rows that were chosen for recent prompts: a prompt that comes again, or goes on, keeps them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+
+import msgspec
+import numpy as np
+
+from radix import Namespace
+from runtime.reuse.fusion.layout import Layout
+
+MOST = 4096
+_MOST_TURNS = 16
+
+
+class Choices:
+    """A conversation's later turns read the same documents: what the first question chose serves them all, and the
+    cache has it. The oldest conversations are forgotten."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, list[tuple[int, bytes, np.ndarray]]] = OrderedDict()
+
+    def recall(self, layout: Layout, namespace: Namespace) -> tuple[np.ndarray, int] | None:
+        """The rows int64 that were chosen for the longest beginning of the prompt, and its length."""
+        for length, digest, chosen in self._known.get(_key(layout, namespace), ()):
+            if length <= len(layout.prompt) and digest == _tail(layout, length):
+                self._known.move_to_end(_key(layout, namespace))
+                return chosen, length
+        return None
+
+    def keep(self, layout: Layout, namespace: Namespace, chosen: np.ndarray) -> None:
+        key, length = _key(layout, namespace), len(layout.prompt)
+        turns = [*self._known.pop(key, ()), (length, _tail(layout, length), chosen)]
+        self._known[key] = sorted(turns, key=lambda turn: -turn[0])[:_MOST_TURNS]
+        while len(self._known) > MOST:
+            self._known.popitem(last=False)
+
+    def clear(self) -> None:
+        self._known.clear()
+
+
+def _key(layout: Layout, namespace: Namespace) -> bytes:
+    """Documents, what stands before and between them, and what is asked of them."""
+    before = layout.prompt[: layout.asked.documents[-1][1]].tobytes()
+    content = msgspec.msgpack.encode((namespace.to_bytes(), before, msgspec.to_builtins(layout.asked)))
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+def _tail(layout: Layout, length: int) -> bytes:
+    tail = layout.prompt[layout.asked.documents[-1][1] : length]
+    return hashlib.blake2b(tail.tobytes(), digest_size=16).digest()

@@ -1,0 +1,197 @@
+"""The places at which a prompt reads entries, and which of its rows are read and which computed."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import torch
+
+from runtime.errors import InvalidRequest
+from runtime.reuse.build import Read
+from runtime.reuse.entries.entry import Entry
+
+
+class Asked(msgspec.Struct):
+    """The `reuse` fields of a message.
+
+    Attributes:
+        select: name of the method that chooses which rows are computed again.
+        documents: ranges [start, stop) of the prompt's tokens, ascending.
+        names: of the documents, for people.
+        ratio: share of the documents' rows that are computed again; None: the method's own.
+        granularity: whether single rows are chosen, or whole pages of them.
+        chunk_tokens: longer documents are encoded in pieces of this many tokens.
+        k: leading rows of each chunk (LegoLink).
+        variant: of full reuse: whether rows are moved to their place (`cat`), or read as if they stood at 0.
+        keep_tokens: document rows that are read after the first token; None: all.
+    """
+
+    select: str
+    documents: list[tuple[int, int]]
+    names: list[str] = []
+    ratio: float | None = None
+    granularity: Literal["page", "token"] = "page"
+    chunk_tokens: int = 512
+    k: int = 16
+    variant: Literal["cat", "local"] = "cat"
+    keep_tokens: int | None = None
+
+    @staticmethod
+    def read(asked: dict[str, Any], num_tokens: int) -> Asked:
+        """Raises InvalidRequest for fields of other types or outside of their ranges."""
+        try:
+            found = msgspec.convert(asked, Asked)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"reuse: {error}", param="reuse") from None
+        at = 0
+        for start, stop in found.documents:
+            if not at <= start < stop <= num_tokens:
+                raise InvalidRequest(f"document [{start}, {stop}) lies outside of the prompt or another", param="reuse")
+            at = stop
+        if not found.documents or len(found.names) not in (0, len(found.documents)):
+            raise InvalidRequest("the prompt has no documents, or other names than documents", param="reuse")
+        if not 0 <= (found.ratio or 0) <= 1 or found.chunk_tokens < 1 or found.k < 0 or (found.keep_tokens or 1) < 1:
+            raise InvalidRequest("ratio, chunk_tokens, k or keep_tokens is outside of its range", param="reuse")
+        return found
+
+    def chunks(self) -> Iterator[tuple[int, int, str]]:
+        """Ranges of the prompt that are encoded alone, and the name of the document that each belongs to."""
+        names = self.names or [f"document {i + 1}" for i in range(len(self.documents))]
+        for (start, stop), name in zip(self.documents, names, strict=True):
+            for at in range(start, stop, self.chunk_tokens):
+                yield at, min(at + self.chunk_tokens, stop), name
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentMeta:
+    """The record of a chunk's run in the tree: the name that it had first, and its rows without the padding."""
+
+    name: str
+    tokens: int
+
+    def describe(self) -> dict[str, Any]:
+        return {"document": self.name, "document_tokens": self.tokens}
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A run of a prompt's rows that is read from an entry.
+
+    Attributes:
+        start: the row of the prompt that the entry's first row is.
+        shift: how many positions further on it is read than it was computed for.
+        is_document: whether rows of it may be computed again.
+        kept: bool [length], the rows that are read.
+        pages: int32 page ids of the whole entry, once it is there.
+    """
+
+    entry: Entry
+    start: int
+    shift: int
+    is_document: bool
+    kept: np.ndarray
+    pages: array[int] = field(default_factory=lambda: array("i"))
+    _thinned: tuple[Read, np.ndarray] | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is the exact prefix before all documents."""
+        return not self.entry.namespace.entry
+
+    def keep(self, kept: np.ndarray) -> None:
+        self.kept, self._thinned = kept, None
+
+    def found(self, pages: array[int]) -> None:
+        self.pages, self._thinned = pages, None
+
+    def reads(self, positions: np.ndarray, page_size: int) -> Iterator[Read]:
+        """The kept rows before each of ascending positions int64 [n], as one read, or none."""
+        if self._thinned is None:
+            self._thinned = self._thin(page_size)
+        whole, rows = self._thinned
+        seen = np.searchsorted(rows, positions)
+        length, blind = int(seen[-1]), int(np.searchsorted(seen, 1))
+        if blind == len(seen):
+            return
+        yield Read(
+            pages=whole.pages[: -(-length // page_size)],
+            length=length,
+            shift=self.shift,
+            keep=None if whole.keep is None else whole.keep[:length],
+            visible=None if seen[blind] == length else seen[blind:].astype(np.int32),
+            rows=slice(blind, None) if blind else None,
+        )
+
+    def _thin(self, page_size: int) -> tuple[Read, np.ndarray]:
+        """The pages with kept rows, and the rows of the prompt, int64, that lie there, up to the last kept one."""
+        kept = np.flatnonzero(self.kept)
+        pages = np.unique(kept // page_size)
+        rows = (pages[:, None] * page_size + np.arange(page_size)).ravel()
+        rows = rows[: np.searchsorted(rows, kept[-1:], side="right").sum()]
+        mask = self.kept[rows]
+        table = np.frombuffer(self.pages, dtype=np.int32)[pages]
+        keep = None if mask.all() else torch.from_numpy(mask)
+        return Read(table, len(rows), self.shift, keep), self.start + rows
+
+
+@dataclass(slots=True, eq=False)
+class Layout:
+    """A prompt with documents.
+
+    Attributes:
+        prompt: int32 [n], all its tokens.
+        places: in the order of the prompt. The first one may be the exact prefix before all documents.
+        is_own: bool [n], rows that are computed whatever is chosen.
+        num_prefix: tokens of the exact prefix.
+        candidates: int64, the document rows among which a method chooses, ascending.
+        pages: int64, for each of them a number that it shares with its page's.
+    """
+
+    prompt: np.ndarray
+    places: Sequence[Place]
+    asked: Asked
+    page_size: int
+    is_own: np.ndarray = field(init=False)
+    num_prefix: int = field(init=False)
+    candidates: np.ndarray = field(init=False)
+    pages: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_own = np.ones(len(self.prompt), dtype=bool)
+        rows, pages, at = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)], 0
+        for place in self.places:
+            self.is_own[place.start : place.start + place.entry.length] = False
+            if place.is_document:
+                own = np.arange(place.entry.length)
+                rows.append(place.start + own)
+                pages.append(at + own // self.page_size)
+                at = int(pages[-1][-1]) + 1
+        self.is_own[-1] = True  # its logits are wanted
+        candidates, pages_of = np.concatenate(rows), np.concatenate(pages)
+        free = ~self.is_own[candidates]
+        self.candidates, self.pages = candidates[free], np.unique(pages_of[free], return_inverse=True)[1]
+        first = self.places[0]
+        self.num_prefix = first.entry.length if first.is_exact else 0
+
+    @property
+    def question(self) -> int:
+        """The first row behind the last document; the last one of the prompt where there is none behind."""
+        return min(self.asked.documents[-1][1], len(self.prompt) - 1)
+
+    def computed(self, chosen: np.ndarray) -> np.ndarray:
+        """The rows of the prompt, int64 ascending, that a request computes if some rows are chosen."""
+        is_computed = self.is_own.copy()
+        is_computed[chosen] = True
+        return np.flatnonzero(is_computed)
+
+    def keep(self, computed: np.ndarray) -> None:
+        """Let places be read without the rows that are computed."""
+        is_kept = np.ones(len(self.prompt), dtype=bool)
+        is_kept[computed] = False
+        for place in self.places:
+            place.keep(is_kept[place.start : place.start + place.entry.length])

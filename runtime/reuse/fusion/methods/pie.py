@@ -1,0 +1,20 @@
+"""PIE (Lin et al. 2024): document rows are moved to their place, and none is computed again."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from runtime.reuse.fusion.looks import Look
+from runtime.reuse.fusion.methods.method import Method
+
+
+class Pie(Method):
+    """Own rows alone are computed."""
+
+    name = "pie"
+
+    def count(self) -> int:
+        return 0
+
+    def choose(self, look: Look | None) -> np.ndarray:
+        return self.layout.candidates[:0]

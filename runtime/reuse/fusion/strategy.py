@@ -1,0 +1,360 @@
+"""The `fusion` strategy: documents are read wherever they stand, and a few of their rows are computed again."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from radix import Namespace
+from runtime.batch import causal_visible
+from runtime.errors import InvalidRequest
+from runtime.execution.executor import Executor
+from runtime.kv.cache import PagedCache
+from runtime.protocol import ModelInfo
+from runtime.request import Request, Segment, Work
+from runtime.request import Sequence as Own
+from runtime.reuse.build import Read, RowSet, Stage
+from runtime.reuse.entries.entry import Entry, Pairs, read_tokens
+from runtime.reuse.entries.strategy import EntryStrategy, Imports
+from runtime.reuse.fusion.choices import Choices
+from runtime.reuse.fusion.layout import Asked, DocumentMeta, Layout, Place
+from runtime.reuse.fusion.looks import DenseLook, Look
+from runtime.reuse.fusion.methods import METHODS, Method
+from runtime.reuse.strategy import Found, Run
+
+
+@dataclass(slots=True, kw_only=True)
+class Fused(Imports):
+    """A request that reads documents.
+
+    Attributes:
+        namespace: of the request, before it was that of its own rows.
+        selected: int64, the document rows that are computed again, ascending; None: that is not known yet.
+        selected_for: leading tokens of the prompt for which they were chosen, before later turns.
+        num_fused: rows of the sequence up to there.
+        look: the pass before rows are fused, while they are.
+        held: its pages, and pages for the rows to be chosen.
+    """
+
+    layout: Layout
+    method: Method
+    namespace: Namespace
+    selected: np.ndarray | None = None
+    selected_for: int = 0
+    num_fused: int = 0
+    look: Look | None = None
+    held: list[Segment] = field(default_factory=list)
+
+
+class Fusion(EntryStrategy):
+    """Chunks of documents are entries, encoded alone at position 0, and read with a shift.
+
+    The sequence holds own rows and chosen document rows in the order of their positions. Each sees the rows of entries
+    that lie before it and were not chosen, and the sequence up to itself. Whole pages before the first document are an
+    entry, too: an exact one, in the request's own namespace.
+
+    Methods that look first run up to three passes: what is missing is encoded, the look, and the fused rows. Behind a
+    `DenseLook`, fused rows read in layer 1 what it computed there for all rows; rows that are decoded later read the
+    stored KV.
+    """
+
+    name = "fusion"
+    counted = ("encoded_documents", "fused_rows")
+
+    def __init__(self, cache: PagedCache, executor: Executor, model: ModelInfo):
+        super().__init__(cache, executor.spec.num_layers)
+        self._executor, self._model = executor, model
+        self._choices = Choices()
+
+    # -- what is asked ---------------------------------------------------------------------------------------
+
+    def open(self, request: Request, asked: dict[str, Any]) -> None:
+        if request.prompt_logprobs_from is not None:
+            raise InvalidRequest("prompts whose documents are reused have no log-probabilities", param="reuse")
+        tokens = read_tokens(request.sequence.tokens.tobytes(), self._model.vocab_size, "the prompt")
+        layout = self._layout(tokens, asked, request.namespace)
+        method = METHODS[layout.asked.select](layout)
+        if method.look is not None and self._executor.spec.num_kv_heads != self.cache.pool.k.shape[2]:
+            raise InvalidRequest(f"method {method.name!r} is not served by several ranks", param="reuse.method")
+        entries = {place.entry.namespace: place.entry for place in layout.places}
+        request.reuse = Fused([*entries.values()], layout=layout, method=method, namespace=request.namespace)
+        if not method.count():
+            self._select(request, layout.candidates[:0], len(tokens))
+        elif method.look is None:
+            self._select(request, method.choose(None), len(tokens))
+        else:
+            self._arrange(request, layout.candidates[:0])
+            self._recall(request)
+        self._fit(request)
+
+    def _layout(self, tokens: array[int], asked: dict[str, Any], namespace: Namespace) -> Layout:
+        found = Asked.read(asked, len(tokens))
+        if found.select not in METHODS:
+            raise InvalidRequest(f"no method {found.select!r}", param="reuse.method")
+        chunks, prefix = list(found.chunks()), self.cache.page_size * (found.documents[0][0] // self.cache.page_size)
+        if (most := self.cache.pool.num_pages) < len(chunks):  # each takes a page
+            raise InvalidRequest(
+                f"the documents have {len(chunks)} chunks; the KV pool has {most} pages",
+                param="reuse",
+                code="context_length_exceeded",
+            )
+        moved = found.select != "full" or found.variant == "cat"
+        places = [self._place(tokens, chunk, namespace, moved) for chunk in chunks]
+        if prefix:
+            places.insert(0, self._place(tokens, (0, prefix, "prefix"), namespace, False, False))
+        last = len(tokens) - 1
+        if METHODS[found.select].reuses_question and found.documents[-1][1] < last:
+            question = (found.documents[-1][1], last, "question")
+            places.append(self._place(tokens, question, namespace, moved, False))
+        return Layout(np.frombuffer(tokens, dtype=np.int32), places, found, self.cache.page_size)
+
+    def _place(
+        self,
+        tokens: array[int],
+        chunk: tuple[int, int, str],
+        namespace: Namespace,
+        moved: bool,
+        is_document: bool = True,
+    ) -> Place:
+        start, stop, name = chunk
+        mine, kept = tokens[start:stop], np.ones(stop - start, dtype=bool)
+        if start or is_document:
+            namespace = namespace.for_entry("document", _digest(mine.tobytes()))
+        entry = Entry(name, Own(mine), kept, namespace, self.cache.page_size)
+        return Place(entry, start, start if moved else 0, is_document, kept)
+
+    def runs(self, tokens: array[int], namespace: Namespace, asked: dict[str, Any]) -> list[Run]:
+        """One for each chunk."""
+        entries = [p.entry for p in self._layout(tokens, asked, namespace).places if p.is_document]
+        return [Run(array("i", e.key), e.namespace, e.name) for e in {e.namespace: e for e in entries}.values()]
+
+    def _fit(self, request: Request) -> None:
+        """Bound the output of a request that does not; InvalidRequest if it could never have its pages."""
+        pool, pages_for, fused = self.cache.pool, self.cache.pages_for, request.reuse
+        others = sum(pages_for(entry.length) for entry in fused.entries) + self._look_pages(fused, request.prompt_len)
+        if request.sampling.max_new_tokens is None:
+            most = (pool.num_pages - others) * pool.page_size
+            request.max_tokens = max(min(request.max_tokens, most), request.prompt_len + 1)
+        if others + pages_for(request.max_tokens) > pool.num_pages:
+            raise InvalidRequest(
+                f"documents and the choice of their rows take {others} pages of {pool.page_size} tokens, and other "
+                f"text and output {pages_for(request.max_tokens)} more; the KV pool has {pool.num_pages}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+
+    def _look_pages(self, fused: Fused, prompt_len: int) -> int:
+        """Pages for a look and for rows that it may choose."""
+        if fused.method.look is None or not (count := fused.method.count()):
+            return 0
+        own = fused.method.look.length(fused.layout) if fused.method.look.writes_pages else 0
+        return self.cache.pages_for(own) + self.cache.pages_for(count)
+
+    # -- which rows are computed -----------------------------------------------------------------------------
+
+    def _arrange(self, request: Request, chosen: np.ndarray) -> None:
+        """Make a sequence of own rows and chosen ones."""
+        fused = request.reuse
+        layout, sequence = fused.layout, request.sequence
+        rows = layout.computed(chosen)
+        limit = request.max_tokens - request.prompt_len
+        sequence.tokens = array("i", layout.prompt[rows].tobytes())
+        sequence.anchors = _anchors(rows)
+        sequence.start, sequence.num_computed = 0, 0
+        request.prompt_len = len(rows)
+        request.max_tokens = len(rows) + limit
+        is_read = np.ones(len(layout.prompt), dtype=bool)
+        is_read[rows] = False
+        request.entry_tokens = array("i", layout.prompt[is_read].tobytes())
+        layout.keep(rows)
+        # Nothing is committed before rows are chosen; who asks the same waits for the choice.
+        fused.num_fused = len(rows)
+        request.namespace = fused.namespace.for_entry("fused", _digest(layout.prompt.tobytes()))
+
+    def _select(self, request: Request, chosen: np.ndarray, chosen_for: int) -> None:
+        """Let rows be computed that were chosen for so many tokens of the prompt."""
+        fused = request.reuse
+        self._arrange(request, chosen)
+        fused.selected, fused.selected_for = chosen, chosen_for
+        fused.num_fused = int(np.searchsorted(fused.layout.computed(chosen), chosen_for))
+        places = [(_digest(place.entry.key), place.start, place.shift) for place in fused.layout.places]
+        # Behind a dense look, rows up to there read other KV than those that follow.
+        until = chosen_for if self._is_dense(fused) else 0
+        # A last row that lies in a document is computed for its logits: here, but not in a longer prompt.
+        forced = len(fused.layout.prompt) if fused.layout.asked.documents[-1][1] == len(fused.layout.prompt) else 0
+        content = msgspec.msgpack.encode((places, chosen.tobytes(), until, forced))
+        request.namespace = fused.namespace.for_entry("fused", _digest(content))
+
+    def _recall(self, request: Request) -> None:
+        """Take the rows that were chosen for the prompt before, or for that of an earlier turn."""
+        fused = request.reuse
+        if (choice := self._choices.recall(fused.layout, fused.namespace)) is not None:
+            self._select(request, *choice)
+
+    def _is_dense(self, fused: Fused) -> bool:
+        return fused.method.look is DenseLook and fused.method.count() > 0
+
+    # -- what exists -----------------------------------------------------------------------------------------
+
+    def find(self, request: Request) -> Found:
+        if request.reuse.selected is None:
+            self._recall(request)
+        return super().find(request)
+
+    def _there(self, request: Request, entry: Entry, pages: array[int]) -> None:
+        for place in request.reuse.layout.places:
+            if place.entry is entry or place.entry.namespace == entry.namespace:
+                place.found(pages)
+
+    def _meta(self, request: Request, entry: Entry) -> DocumentMeta | None:
+        return DocumentMeta(entry.name, entry.length) if entry.namespace.entry else None
+
+    def admit(self, request: Request, found: Found, headroom: int) -> bool:
+        fused = request.reuse
+        look = fused.method.look if self._must_look(fused, found.detail[0]) else None
+        num_pages = self._look_pages(fused, request.prompt_len) if look else 0
+        if not super().admit(request, found, headroom + num_pages):
+            return False
+        if look is not None:
+            pages = self.cache.allocate(num_pages, array("i"), request.owner, cached=0)
+            assert pages is not None, "the room was counted above"
+            own = self.cache.pages_for(look.length(fused.layout)) if look.writes_pages else 0
+            fused.held = [Segment(pages[:own], 0), Segment(pages[own:], 0)]
+            request.segments += fused.held
+            fused.look = look(fused.layout, request.sequence, pages[:own], self._executor)
+            request.owed += fused.look.num_rows
+        return True
+
+    def _must_look(self, fused: Fused, own: Found) -> bool:
+        if fused.selected is None:
+            return True
+        return self._is_dense(fused) and own.tokens < fused.num_fused
+
+    # -- passes ----------------------------------------------------------------------------------------------
+
+    def _looks(self, fused: Fused) -> bool:
+        return fused.look is not None and not fused.encodings and fused.look.done < fused.look.num_rows
+
+    def work(self, request: Request, limit: int) -> Work:
+        fused, done = request.reuse, request.sequence.num_computed
+        if self._looks(fused):
+            count = min(fused.look.num_rows - fused.look.done, limit)
+            return Work(request, fused.look.done, count, count)
+        if not fused.encodings and done < fused.num_fused:
+            limit = min(limit, fused.num_fused - done)
+        return super().work(request, limit)
+
+    def rows(self, work: Work) -> list[RowSet]:
+        fused = work.request.reuse
+        if self._looks(fused):
+            return [fused.look.rows(work.start, work.start + work.count)]
+        return super().rows(work)
+
+    def _stages(self, request: Request, first: int, stop: int) -> list[Stage]:
+        fused, sequence, page_size = request.reuse, request.sequence, self.cache.page_size
+        positions = sequence.positions(first, stop)
+        writes = sequence.slots(first, stop, page_size)
+        reads = [read for place in fused.layout.places for read in place.reads(positions, page_size)]
+        own = _own_read(request, first, stop, page_size)
+        if not isinstance(fused.look, DenseLook) or first >= fused.num_fused:
+            return [Stage(range(self.num_layers), writes, [*reads, own])]
+        before = [r for place in fused.layout.places if place.is_exact for r in place.reads(positions, page_size)]
+        return [
+            Stage(range(1), writes, [*reads, own]),
+            Stage(range(1, 2), writes, [*before, fused.look.read(positions)]),
+            Stage(range(2, self.num_layers), writes, [*reads, own]),
+        ]
+
+    def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
+        request = work.request
+        fused = request.reuse
+        if self._looks(fused):
+            fused.look.take(work.start, work.start + work.count, saved[0])
+            fused.look.done += work.count
+            request.owed -= work.count
+            if not self._looks(fused):
+                self._choose(request)
+            return False
+        before = request.sequence.num_computed
+        has_logits = super().book(work, saved, seconds)
+        if before < fused.num_fused <= request.sequence.num_computed:
+            self._fused(request)
+        return has_logits
+
+    def _choose(self, request: Request) -> None:
+        """Choose rows after a look; those that a retracted request has chosen before stay."""
+        fused, sequence = request.reuse, request.sequence
+        if fused.selected is None:
+            chosen = fused.method.choose(fused.look)
+            self._choices.keep(fused.layout, fused.namespace, chosen)
+            self._select(request, chosen, len(fused.layout.prompt))
+            sequence.pages += fused.held[1].pages
+            request.segments.remove(fused.held.pop())
+            self.counters["fused_rows"] += len(chosen)
+        if not isinstance(fused.look, DenseLook):
+            self._end_look(request)
+
+    def _fused(self, request: Request) -> None:
+        """All rows are fused: what the look computed is not read any more."""
+        if request.reuse.look is not None:
+            self._end_look(request)
+
+    def _end_look(self, request: Request) -> None:
+        fused = request.reuse
+        for segment in fused.held:
+            self.cache.allocator.release(segment.pages)
+            request.segments.remove(segment)
+        fused.look, fused.held = None, []
+
+    def release(self, request: Request, keep: bool) -> None:
+        super().release(request, keep)
+        request.reuse.look, request.reuse.held = None, []
+
+    def flush(self) -> None:
+        self._choices.clear()
+
+    def report(self, request: Request) -> dict[str, Any] | None:
+        """With the first token: nothing of it changes later."""
+        if request.num_output > 1:
+            return None
+        fused = request.reuse
+        asked, reused = fused.layout.asked, max(request.cached_tokens, 0)
+        return {
+            "strategy": self.name,
+            "exact": False,
+            "method": asked.select,
+            "ratio": asked.ratio,
+            "granularity": asked.granularity,
+            "documents": list(dict.fromkeys(name for _, _, name in asked.chunks())),
+            "computed_documents": list(dict.fromkeys(name for name in fused.computed if name != "prefix")),
+            "reused_tokens": reused,
+            "computed_tokens": request.num_prompt - reused,
+            "recomputed_rows": len(fused.selected) if fused.selected is not None else 0,
+            "row_layers": request.row_layers,
+        }
+
+
+def _own_read(request: Request, first: int, stop: int, page_size: int) -> Read:
+    """The sequence, as far as each of its rows sees it."""
+    sequence = request.sequence
+    pages = sequence.pages[: -(-(stop - sequence.start) // page_size)]
+    if sequence.start:
+        pages = request.segments[0].pages + pages
+    return Read(np.frombuffer(pages, dtype=np.int32), stop, visible=causal_visible(stop, stop - first))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _anchors(rows: np.ndarray) -> Pairs:
+    """Anchors of a sequence of rows of the prompt, whose output follows behind the last one."""
+    jumps = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+    return list(zip(jumps.tolist(), rows[jumps].tolist(), strict=True))

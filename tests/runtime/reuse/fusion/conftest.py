@@ -1,0 +1,32 @@
+"""Small models of three rotary embeddings, and what the papers' methods answer with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.runtime.reuse.fusion.reference import Reference
+from tests.tiny import save_tiny
+
+
+@pytest.fixture(scope="session")
+def rope_dirs(tmp_path_factory, default_model_dir) -> dict[str, Path]:
+    """Directories of models by their kind."""
+    kinds = ("llama", "llama_llama3", "llama_yarn")
+    return {kind: save_tiny(kind, tmp_path_factory.mktemp(kind), default_model_dir) for kind in kinds}
+
+
+@pytest.fixture(scope="session")
+def references(rope_dirs) -> dict[str, Reference]:
+    return {kind: Reference(path) for kind, path in rope_dirs.items()}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Matrices of 48 columns gain nothing from a second thread, and threads wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,508 @@
+"""The life of documents: encoded once, shared, evicted, retracted, pinned; their costs; and what is refused."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from dataclasses import replace
+
+import pytest
+import torch
+
+from radix import Namespace
+from runtime.protocol import AddPin, GetPins, RemovePin
+from tests.runtime.reuse.fusion.driver import LAYERS, NEW, FusionDriver, check, row_layers
+from tests.runtime.reuse.fusion.reference import METHODS, Ask
+from tests.runtime.reuse.modules.plain import Module, Prompt, draw_tokens
+from tests.runtime.reuse.modules.plain import Reference as ModuleReference
+from tests.tiny import VOCAB
+
+
+@pytest.fixture
+def reference(references):
+    return references["llama"]
+
+
+def build(draw: random.Random, texts: list[list[int]], system: int = 0, question: int = 9, **fields) -> Ask:
+    """Documents behind a system prompt of some tokens, with a question of some more."""
+    prompt, documents = draw_tokens(draw, system), []
+    for text in texts:
+        documents.append((len(prompt), len(prompt) + len(text)))
+        prompt += text
+    method = fields.get("method", "a3")
+    fields = {"method": method, "ratio": None if method in ("pie", "full") else 0.3, "chunk_tokens": 32} | fields
+    return Ask((*prompt, *draw_tokens(draw, question)), tuple(documents), **fields)
+
+
+def exact_tokens(driver: FusionDriver, tokens: tuple[int, ...]) -> int:
+    """How many leading tokens lie in the tree under exact keys."""
+    match = driver.core.cache.tree.match(array("i", tokens).tobytes(), Namespace())
+    return len(match.pages) * driver.core.cache.page_size + match.partial_rows
+
+
+# -- what it costs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("granularity", ["token", "page"])
+@pytest.mark.parametrize("method", METHODS)
+def test_row_layers_are_those_of_the_formula(tiny_dir, reference, method, granularity):
+    """Cold; with another system prompt; with another question, of which full reuse encodes all but the last row."""
+    draw = random.Random(1)
+    texts = [draw_tokens(draw, 70), draw_tokens(draw, 50)]
+    cold = build(draw, texts, 35, method=method, granularity=granularity)
+    system = replace(cold, prompt=(*draw_tokens(draw, 35), *cold.prompt[35:]))
+    question = replace(cold, prompt=(*cold.prompt[:-9], *draw_tokens(draw, 9)))
+    driver = FusionDriver(tiny_dir, page_size=16)
+    asked = 8 if method == "full" else 0
+    for rid, ask, encoded in (
+        ("cold", cold, 32 + 120 + asked),
+        ("system", system, 32),
+        ("question", question, asked),
+    ):
+        before = driver.row_layers
+        driver.fuse(rid, ask)
+        driver.run()
+        rows = driver.selected(rid)
+        # What stands before the question is the same where the choice does not depend on that.
+        again = 3 + len(rows) if (rid, method) == ("question", "legolink") else 0
+        assert driver.row_layers - before == row_layers(ask, rows, encoded, 16) - LAYERS * again, rid
+        assert driver.requests[rid].row_layers == driver.row_layers - before
+        read = 32 + 120 + asked - encoded + (3 if again else 0)
+        assert driver.events[rid][-1].cached_tokens == read, rid
+    check(driver, reference)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_report_says_what_was_reused(tiny_dir, method):
+    draw = random.Random(2)
+    texts = [draw_tokens(draw, 64), draw_tokens(draw, 32)]
+    one = build(draw, texts, 16, method=method, granularity="page")
+    driver = FusionDriver(tiny_dir, page_size=16)
+    half = replace(one, prompt=(*one.prompt[16:80], *one.prompt[-9:]), documents=((0, 64),))
+    driver.fuse("half", half)
+    driver.run()
+    driver.fuse("a", one)
+    driver.run()
+    report = driver.report("a")
+    assert report["strategy"] == "fusion"
+    assert report["exact"] is False
+    assert report["method"] == method
+    assert report["granularity"] == "page"
+    assert report["documents"] == ["document 0", "document 1"]
+    assert report["computed_documents"] == ["document 1"]
+    assert report["recomputed_rows"] == len(driver.selected("a"))
+    assert report["reused_tokens"] == 64 + (8 if method == "full" else 0)
+    assert report["reused_tokens"] + report["computed_tokens"] == len(one.prompt)
+    assert report["row_layers"] == driver.requests["a"].row_layers - LAYERS * (NEW - 1)
+    assert (method in ("pie", "full")) == (report.get("ratio") is None)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prompt_that_comes_again_costs_its_last_row(tiny_dir, reference, method, page_size):
+    """Or its last page. Rows that were recomputed are found twice, and counted once."""
+    draw = random.Random(25)
+    one = build(draw, [draw_tokens(draw, 60), draw_tokens(draw, 41)], 20, 23, method=method)
+    driver = FusionDriver(tiny_dir, page_size=page_size)
+    for i in range(3):
+        before = driver.row_layers
+        driver.fuse(f"{i}", one, logprobs=0)
+        driver.run()
+        report, cached = driver.report(f"{i}"), driver.events[f"{i}"][-1].cached_tokens
+        assert report["reused_tokens"] == cached
+        assert report["computed_tokens"] == len(one.prompt) - cached
+        if i:
+            assert len(one.prompt) - page_size <= cached < len(one.prompt)
+            assert driver.row_layers - before <= LAYERS * (page_size + NEW - 1)
+    check(driver, reference)
+
+
+# -- computed once -----------------------------------------------------------------------------------------------
+
+
+def test_requests_that_bring_a_document_at_once_encode_it_once(tiny_dir, reference):
+    draw = random.Random(3)
+    shared, other = draw_tokens(draw, 96), draw_tokens(draw, 40)
+    driver = FusionDriver(tiny_dir, page_size=16, chunk_tokens=16)
+    asks = [build(draw, texts, 0, 5, method="legolink", k=2, ratio=None)
+            for texts in ([shared], [other, shared], [shared, other])]  # fmt: skip
+    for i, ask in enumerate(asks):
+        driver.fuse(f"{i}", ask)
+    driver.run()
+    check(driver, reference)
+    computed = sum(len(ask.own) + len(driver.selected(f"{i}")) + NEW - 1 for i, ask in enumerate(asks))
+    assert driver.row_layers == LAYERS * (96 + 40 + computed)
+
+
+def test_the_same_prompt_twice_at_once(tiny_dir, reference):
+    """The second waits for the documents, and chooses the same rows."""
+    draw = random.Random(4)
+    driver = FusionDriver(tiny_dir, page_size=16, step_tokens=32)
+    for i, method in enumerate(METHODS * 2):
+        draw = random.Random(4)
+        driver.fuse(f"{i}", build(draw, [draw_tokens(draw, 60), draw_tokens(draw, 30)], 20, method=method))
+    driver.run()
+    check(driver, reference)
+    for i, method in enumerate(METHODS):
+        assert driver.selected(f"{i}") == driver.selected(f"{i + len(METHODS)}"), method
+
+
+def test_a_document_is_in_memory_once_for_all_who_read_it(tiny_dir):
+    """At any place; and of the rows that fusion needs meanwhile, only the chosen ones stay."""
+    draw = random.Random(5)
+    text = draw_tokens(draw, 128)
+    driver = FusionDriver(tiny_dir, page_size=16, max_running=16)
+    for i in range(16):
+        method = ["a3", "pie", "cacheblend", "legolink", "prophetkv"][i % 5]
+        ask = build(draw, [text], i, 5, method=method, k=16, granularity="page")
+        driver.fuse(f"{i}", ask, 64)
+    while driver.core.busy and not all(driver.tokens[f"{i}"] for i in range(16)):
+        driver.step()
+    running = driver.core.scheduler.running
+    assert len(running) == 16
+    tree = driver.core.cache.tree
+    documents = {n for n in tree.nodes() if n.namespace.entry.startswith("document")}
+    assert sum(len(node.pages) for node in documents) == 128 // 16
+    held = sum(len(request.sequence.pages) for request in running)
+    state = driver.core.admin.state()
+    most = sum(-(-(i + 5 + len(driver.selected(f"{i}")) + 64) // 16) + 1 for i in range(16))
+    assert state["pages_private"] <= max(held, most), "dense rows are gone"
+    driver.run()
+
+
+def test_chunks_are_shared_by_documents_that_begin_alike(tiny_dir, reference):
+    draw = random.Random(6)
+    start, ends = draw_tokens(draw, 64), [draw_tokens(draw, 20), draw_tokens(draw, 20)]
+    driver = FusionDriver(tiny_dir, page_size=16)
+    for i, end in enumerate(ends):
+        driver.fuse(f"{i}", build(draw, [start + end], 3, method="pie"))
+        driver.run()
+    check(driver, reference)
+    assert [driver.events[f"{i}"][-1].cached_tokens for i in range(2)] == [0, 64]
+
+
+def test_a_document_twice_in_a_prompt(tiny_dir, reference):
+    draw = random.Random(7)
+    text = draw_tokens(draw, 40)
+    driver = FusionDriver(tiny_dir, page_size=16)
+    for method in METHODS:
+        driver.fuse(method, build(draw, [text, draw_tokens(draw, 8), text], 5, method=method))
+    driver.run()
+    check(driver, reference)
+
+
+# -- beside exact requests ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_of_documents_lies_under_exact_keys(tiny_dir, reference, method, page_size):
+    """An ordinary request with the same tokens finds the system prompt, and answers as transformers does."""
+    draw = random.Random(8)
+    one = build(draw, [draw_tokens(draw, 48), draw_tokens(draw, 30)], 20, method=method)
+    driver = FusionDriver(tiny_dir, page_size=page_size)
+    driver.fuse("fused", one, 20)
+    driver.run()
+    whole = 20 // page_size * page_size
+    assert exact_tokens(driver, one.prompt) == whole
+    driver.add("plain", one.prompt, max_new_tokens=20)
+    driver.run()
+    assert driver.events["plain"][-1].cached_tokens == whole
+    check(driver, reference, 20)
+
+
+def test_a_system_prompt_is_an_exact_prefix(tiny_dir, reference):
+    """Computed by an ordinary request, read by fused ones; a part of a page is not."""
+    draw = random.Random(9)
+    one = build(draw, [draw_tokens(draw, 40)], 42, method="cacheblend")
+    driver = FusionDriver(tiny_dir, page_size=16)
+    driver.add("plain", one.prompt[:45], max_new_tokens=NEW)
+    driver.run()
+    driver.fuse("fused", one)
+    driver.run()
+    check(driver, reference)
+    assert driver.events["fused"][-1].cached_tokens == 32
+
+
+def test_an_exact_answer_is_not_read_by_fused_requests(tiny_dir, reference):
+    """The ordinary request has the documents' rows, too, but those see each other."""
+    draw = random.Random(10)
+    one = build(draw, [draw_tokens(draw, 40), draw_tokens(draw, 33)], 16, method="pie")
+    driver = FusionDriver(tiny_dir, page_size=16)
+    driver.add("plain", one.prompt, max_new_tokens=NEW)
+    driver.run()
+    for method in METHODS:
+        driver.fuse(method, replace(one, method=method, ratio=0.2))
+    driver.run()
+    check(driver, reference)
+
+
+def test_modules_and_documents_with_the_same_tokens(tiny_dir, reference):
+    draw = random.Random(11)
+    text = draw_tokens(draw, 32)
+    one = build(draw, [text], 3, 5)
+    module = Prompt([Module("/m", text, list(range(32)))], list(one.prompt[-5:]), list(range(32, 37)))
+    driver = FusionDriver(tiny_dir, page_size=16)
+    for i in range(2):
+        driver.fuse(f"fused {i}", one)
+        driver.ask(f"module {i}", module, NEW)
+        driver.run()
+    check(driver, reference)
+    for rid in ("module 0", "module 1"):
+        assert driver.tokens[rid] == ModuleReference(tiny_dir).best(module, driver.tokens[rid])
+
+
+def test_a_schedule_of_decoding_and_fusing_requests(tiny_dir, reference):
+    """Requests that decode go on while others are fused in small chunks."""
+    draw = random.Random(12)
+    driver = FusionDriver(tiny_dir, page_size=16, step_tokens=16, overlap="on")
+    driver.add("plain", draw_tokens(draw, 20), max_new_tokens=60)
+    driver.fuse("first", build(draw, [draw_tokens(draw, 32)], 3, method="a3"), 60)
+    for _ in range(10):
+        driver.step()
+    driver.fuse("second", build(draw, [draw_tokens(draw, 70), draw_tokens(draw, 70)], 7, method="cacheblend"), 60)
+    before = len(driver.tokens["plain"])
+    while not driver.tokens["second"]:
+        driver.step()
+    assert len(driver.tokens["plain"]) >= before + 9, "two documents, and their dense pass, in chunks of 16"
+    driver.run()
+    check(driver, reference, 60)
+
+
+# -- later -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_later_turn_finds_the_documents(tiny_dir, reference, method):
+    """The question is another one then, and so may be the rows."""
+    draw = random.Random(13)
+    first = build(draw, [draw_tokens(draw, 64), draw_tokens(draw, 40)], 16, 20, method=method)
+    driver = FusionDriver(tiny_dir, page_size=16)
+    driver.fuse("1", first, 20)
+    driver.run()
+    more = (*first.prompt, *driver.tokens["1"], *draw_tokens(draw, 8))
+    second = replace(first, prompt=more)
+    driver.fuse("2", second, 20)
+    driver.run()
+    driver.fuse("3", replace(first, prompt=(*more, *driver.tokens["2"], 77)), 20)
+    driver.run()
+    check(driver, reference, 20)
+    assert driver.events["2"][-1].cached_tokens >= 104 + 16
+    if method in ("pie", "legolink"):
+        assert driver.events["2"][-1].cached_tokens >= 104 + 16, "rows behind the same choice are the same rows"
+
+
+@pytest.mark.parametrize("granularity", ["token", "page"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_pool_that_is_too_small_retracts(tiny_dir, reference, method, granularity):
+    """In the midst of answers; the rows that were chosen stay the same."""
+    draw = random.Random(14)
+    driver = FusionDriver(tiny_dir, page_size=1, pool_tokens=230, max_running=16)
+    for i in range(5):
+        texts = [draw_tokens(draw, 20), draw_tokens(draw, 12)]
+        driver.fuse(f"{i}", build(draw, texts, 2, 4, method=method, granularity=granularity), 40, logprobs=0)
+    chosen = {}
+
+    def between(step: int) -> None:
+        for rid in driver.requests:
+            if driver.tokens[rid]:
+                chosen.setdefault(rid, driver.selected(rid))
+
+    driver.run(between)
+    assert driver.core.scheduler.num_retracted > 0
+    check(driver, reference, 40)
+    assert chosen == {rid: driver.selected(rid) for rid in driver.requests}
+    driver.flush()
+    assert driver.core.cache.tree.num_pages == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_chunks_in_the_midst_of_a_document_are_evicted(tiny_dir, reference, method):
+    draw = random.Random(15)
+    one = build(draw, [draw_tokens(draw, 96), draw_tokens(draw, 64)], 16, method=method)
+    driver = FusionDriver(tiny_dir, page_size=16)
+    driver.fuse("before", one, logprobs=0)
+    driver.run()
+    tree = driver.core.cache.tree
+    nodes = sorted((n for n in tree.nodes() if n.namespace.entry), key=lambda n: n.namespace.entry)
+    for node in nodes[::2]:
+        driver.core.cache.allocator.release(tree._evict(len(node.pages), "room", iter([node]).__next__))
+    driver.fuse("after", one, logprobs=0)
+    driver.run()
+    check(driver, reference)
+    assert driver.selected("before") == driver.selected("after")
+    assert 0 < driver.events["after"][-1].cached_tokens < 160 + 16
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_abort_at_any_step_loses_nothing(tiny_dir, reference, method):
+    draw = random.Random(16)
+    texts = [draw_tokens(draw, 40), draw_tokens(draw, 40)]
+    driver = FusionDriver(tiny_dir, page_size=16, step_tokens=24)
+    for steps in range(1, 40):
+        one = build(draw, texts if steps % 2 else [draw_tokens(draw, 40)], 17, method=method)
+        driver.fuse(f"{steps}", one, 3)
+        for _ in range(steps // 2):
+            if driver.core.busy:
+                driver.step()
+        if driver.core.busy:
+            driver.abort(f"{steps}")
+        driver.run()
+    check(driver, reference, None)
+    assert any(len(driver.tokens[rid]) == 3 for rid in driver.asks), "the last ones come to their ends"
+
+
+def test_without_a_cache_every_request_encodes_for_itself(tiny_dir, reference):
+    draw = random.Random(17)
+    driver = FusionDriver(tiny_dir, prefix_cache=False)
+    texts = [draw_tokens(draw, 40), draw_tokens(draw, 20)]
+    for method in METHODS:
+        driver.fuse(method, build(draw, texts, 9, method=method))
+    driver.run()
+    check(driver, reference)
+    assert {driver.events[method][-1].cached_tokens for method in METHODS} == {0}
+    assert driver.core.cache.tree.num_pages == 0
+
+
+def test_documents_of_different_tenants_never_meet(tiny_dir, reference):
+    draw = random.Random(18)
+    one = build(draw, [draw_tokens(draw, 40)], 0, method="pie")
+    driver = FusionDriver(tiny_dir, page_size=16)
+    for i, namespace in enumerate([Namespace("a"), Namespace("b"), Namespace("a", "salt"), Namespace("a")]):
+        driver.fuse(f"{i}", one, namespace=namespace)
+        driver.run()
+    check(driver, reference)
+    assert [driver.events[f"{i}"][-1].cached_tokens for i in range(4)] == [0, 0, 0, 40]
+    assert {namespace.tenant for namespace, _ in driver.core.cache.tree.roots()} == {"a", "b"}
+
+
+def test_a_tenant_over_its_quota_is_served(tiny_dir, reference):
+    draw = random.Random(19)
+    driver = FusionDriver(tiny_dir, tenant_quota=2, page_size=16)
+    for i, method in enumerate(METHODS):
+        one = build(draw, [draw_tokens(draw, 50)], 20, method=method)
+        driver.fuse(f"{i}", one, namespace=Namespace("a"))
+        driver.run()
+    check(driver, reference)
+    assert driver.core.cache.tree.num_pages <= 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bad_numbers_take_the_documents_with_them(tiny_dir, reference, method):
+    draw = random.Random(20)
+    one = build(draw, [draw_tokens(draw, 40)], 3, method=method)
+    driver = FusionDriver(tiny_dir, page_size=16)
+    driver.fuse("a", one)
+    driver.run()
+    for node in driver.core.cache.tree.nodes():
+        for page in node.pages:
+            driver.core.executor.pool.v[:, page * 16] = torch.nan
+    driver.fuse("bad", one)
+    driver.run()
+    assert "finite" in driver.finish["bad"].message
+    del driver.asks["bad"]
+    driver.fuse("again", one)
+    driver.run()
+    check(driver, reference)
+
+
+def test_penalties_count_the_tokens_of_documents(tiny_dir):
+    draw = random.Random(21)
+    one = build(draw, [draw_tokens(draw, 40)], 5, method="a3", ratio=1.0)
+    driver = FusionDriver(tiny_dir)
+    driver.fuse("fused", one, 12, {"repetition_penalty": 1.8})
+    driver.add("prefill", one.prompt, max_new_tokens=12, repetition_penalty=1.8)
+    driver.add("without", one.prompt, max_new_tokens=12)
+    driver.run()
+    assert driver.tokens["fused"] == driver.tokens["prefill"] != driver.tokens["without"]
+
+
+# -- pins --------------------------------------------------------------------------------------------------------
+
+
+def test_documents_are_encoded_ahead_and_pinned(tiny_dir, reference):
+    draw = random.Random(22)
+    text = draw_tokens(draw, 80)
+    driver = FusionDriver(tiny_dir, pool_tokens=640, pin_budget=0.5, page_size=16)
+    reuse = {"method": "fusion", "select": "pie", "documents": [[0, 80]], "names": ["a"], "granularity": "page",
+             "chunk_tokens": 32}  # fmt: skip
+    call = AddPin(7, array("i", text).tobytes(), reuse=reuse, ttl_s=60)
+    reply = driver.core.handle(call)
+    if reply is None:
+        driver.run()
+        (reply,) = driver.core.take_replies()
+    pins = reply.result["pins"]
+    assert sorted(one["tokens"] for one in pins) == [16, 32, 32], "one for each chunk"
+    assert driver.row_layers <= LAYERS * (80 + 1)
+    driver.flush()
+    for i in range(12):
+        driver.add(f"flood {i}", draw_tokens(draw, 60), max_new_tokens=NEW)
+    driver.run()
+    driver.fuse("a", build(draw, [text], 7))
+    driver.run()
+    check(driver, reference)
+    assert driver.events["a"][-1].cached_tokens == 80
+    assert len(driver.core.handle(GetPins(1)).result["pins"]) == 3
+    for one in pins:
+        assert driver.core.handle(RemovePin(1, one["id"])).result["found"]
+    assert driver.flush()["live_tokens"] == 0
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"documents": []},
+        {"documents": "all"},
+        {"documents": [[0]], "names": ["a"]},
+        {"documents": [[4, 4]], "names": ["a"]},
+        {"documents": [[9, 4]], "names": ["a"]},
+        {"documents": [[-1, 4]], "names": ["a"]},
+        {"documents": [[3, 1 << 62]], "names": ["a"]},
+        {"documents": [[0, 9], [8, 12]], "names": ["a", "b"]},
+        {"documents": [[10, 14], [2, 5]], "names": ["a", "b"]},
+        {"documents": [["x", 5]], "names": ["a"]},
+        {"names": ["a", "b", "c"]},
+        {"names": [7, 8]},
+        {"select": "best"},
+        {"select": ["a3"]},
+        {"ratio": -0.1},
+        {"ratio": 1.5},
+        {"ratio": float("nan")},
+        {"ratio": "half"},
+        {"granularity": "word"},
+        {"chunk_tokens": 0},
+        {"chunk_tokens": -5},
+        {"chunk_tokens": "all"},
+        {"select": "legolink", "k": -1},
+        {"select": "full", "variant": "far"},
+    ],
+)
+def test_bad_fields_are_refused(tiny_dir, fields):
+    draw = random.Random(23)
+    driver = FusionDriver(tiny_dir)
+    one = build(draw, [draw_tokens(draw, 8), draw_tokens(draw, 8)])
+    driver.fuse("a", one, asked=fields)
+    assert driver.finish["a"].refused, driver.finish["a"]
+    assert driver.finish["a"].message
+    assert not driver.core.requests
+    driver.check_idle()
+
+
+def test_refusals_beside_the_fields(tiny_dir):
+    draw = random.Random(24)
+    driver = FusionDriver(tiny_dir, pool_tokens=160)
+    one = build(draw, [draw_tokens(draw, 8)])
+    driver.fuse("logprobs", one, prompt_logprobs_from=0)
+    driver.fuse("pages", build(draw, [draw_tokens(draw, 120)]), 100)
+    driver.fuse("token", replace(one, prompt=(*one.prompt[:-1], VOCAB)))
+    driver.fuse("context", build(draw, [draw_tokens(draw, 600)]))
+    for rid in ("logprobs", "pages", "token", "context"):
+        assert driver.finish[rid].refused, rid
+    assert not driver.core.requests
+    driver.fuse("no bound", build(draw, [draw_tokens(draw, 30)]), sampling={"max_new_tokens": None})
+    driver.run()
+    assert driver.finish["no bound"].type == "length"
+    assert len(driver.tokens["no bound"]) > 50
