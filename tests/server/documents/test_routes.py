@@ -170,13 +170,11 @@ def test_without_reuse_segments_are_an_ordinary_prompt(client, default_model_dir
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_answers_and_says_so(client, method):
-    answer = generate(client, reuse={"method": method})
-    meta = answer["meta_info"]
+    meta = generate(client, reuse={"method": method})["meta_info"]
     reuse = meta["reuse"]
     assert (reuse["strategy"], reuse["method"], reuse["exact"]) == ("fusion", method, False)
     assert reuse["reused_tokens"] + reuse["computed_tokens"] == meta["prompt_tokens"]
     assert len(reuse["documents"]) == 2
-    assert answer["meta_info"]["completion_tokens"] == 8
 
 
 @pytest.mark.parametrize("method", ["a3", "legolink"])
