@@ -73,17 +73,10 @@ class AddPin(msgspec.Struct, tag="pin"):
     ttl_s: float | None = None
     reuse: dict[str, Any] | None = None
 
-
-class GetCached(msgspec.Struct, tag="cached"):
-    """Ask for the cached part of a prompt; fields as of an `AddRequest`.
-
-    Answered by `Reply`: `{"cached": [tokens of each run in whole pages]}`, see `Strategy.runs`.
-    """
-
-    call: int
-    tokens: bytes
-    namespace: Namespace = Namespace()
-    reuse: dict[str, Any] | None = None
+    @property
+    def rid(self) -> str:
+        """Id of the request that computes what is missing; an `Abort` of it ends the call."""
+        return f"(pin {self.call})"
 
 
 class RemovePin(msgspec.Struct, tag="unpin"):
@@ -97,6 +90,15 @@ class GetPins(msgspec.Struct, tag="pins"):
     """Ask for all pins. Answered by `Reply`."""
 
     call: int
+
+
+class GetCached(msgspec.Struct, tag="cached"):
+    """Ask how many tokens of entries are cached; fields as of an `AddPin`. Answered by `Reply`: by entry."""
+
+    call: int
+    reuse: dict[str, Any]
+    namespace: Namespace = Namespace()
+    tokens: bytes = b""
 
 
 class GetTree(msgspec.Struct, tag="tree"):
@@ -155,8 +157,10 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort all requests and end the engine process."""
 
 
-Question = GetState | GetCached | GetPins | GetTree | GetOutline | GetRequests | Ping
-Call = FlushCache | AddPin | RemovePin | OnNode | Pause | Question
+Call = (
+    FlushCache | GetState | AddPin | RemovePin | GetPins | GetCached | GetTree | GetOutline | GetRequests | OnNode
+    | Pause | Ping
+)  # fmt: skip
 Inbound = AddRequest | Abort | Call | Shutdown
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fastapi import Request
 from pydantic import Field
@@ -60,7 +60,7 @@ async def keep(
         if body.encode or body.pin:
             await _encode(ahead, request, context)
         if body.pin:
-            await _pin(ahead, stored, store, body.ttl_s, context)
+            await _pin(ahead, stored, store, body.ttl_s, request, context)
     except BaseException:
         if is_new:
             store.drop(tenant.account, stored)
@@ -75,8 +75,10 @@ async def _encode(ahead: Submission, request: Request, context: Context) -> None
         raise Conflict("the computation was aborted", param="encode", code="aborted")
 
 
-async def _pin(ahead: Submission, stored: S, store: Store[S], ttl_s: float | None, context: Context) -> None:
-    pins = await context.engine.pin_entries(ahead, stored.id, ttl_s)
+async def _pin(
+    ahead: Submission, stored: S, store: Store[S], ttl_s: float | None, request: Request, context: Context
+) -> None:
+    pins = await while_there(request, context.engine.pin_entries(ahead, stored.id, ttl_s))
     await unpin(stored, context)
     stored.lease.pins = pins
     if not store.holds(ahead.account, stored):
@@ -86,8 +88,13 @@ async def _pin(ahead: Submission, stored: S, store: Store[S], ttl_s: float | Non
 
 
 async def unpin(stored: Stored, context: Context) -> None:
-    """Remove an object's pins. A new engine counts pins anew: only those with the object's id are its own."""
-    if stored.lease.pins:
-        for pin in (await context.engine.pins())["pins"]:
-            if pin["id"] in stored.lease.pins and pin["name"] == stored.id:
-                await context.engine.unpin(pin["id"])
+    """Remove an object's pins, if they are still there."""
+    for pin in stored.lease.pins:
+        await context.engine.unpin(pin)
+
+
+async def live_pins(several: Sequence[Stored], context: Context) -> set[str]:
+    """Ids of all pins, if an object has some: pins expire, yield to requests, and end with the engine."""
+    if not any(stored.lease.pins for stored in several):
+        return set()
+    return {pin["id"] for pin in (await context.engine.pins())["pins"]}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -29,7 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(given)
     run = _COMMANDS[arguments.command][2]
     try:
-        return run(parser, arguments)
+        code = run(parser, arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever read the output has left. What is still buffered would fail again as the process ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except RametError as error:
         print(f"ramet: {error.message}", file=sys.stderr)
         return 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -30,9 +30,10 @@ class Lease:
     expires_s: float | None = None
     pins: list[str] = field(default_factory=list)
 
-    def describe(self, now_s: float) -> dict[str, Any]:
+    def describe(self, now_s: float, live: Container[str]) -> dict[str, Any]:
+        """The fields for clients; `live`: ids of the pins that the engine has."""
         left = None if self.expires_s is None else round(self.expires_s - now_s, 1)
-        return {"pins": self.pins, "expires_in_s": left}
+        return {"pins": [pin for pin in self.pins if pin in live], "expires_in_s": left}
 
 
 class Stored(Protocol):

@@ -60,7 +60,7 @@ class Admin:
         self._walk: _Walk | None = None
         self._answers: dict[type, Callable[[Any], dict[str, Any]]] = {
             FlushCache: lambda message: self.flush(message.pins),
-            GetCached: self.cached,
+            GetCached: self._cached,
             GetOutline: lambda message: self.outline(message.limit, message.preview_tokens, message.anew),
             GetPins: lambda _: self.pins(),
             GetRequests: lambda message: self.requests(message.limit),
@@ -74,16 +74,6 @@ class Admin:
 
     def handle(self, message: Call) -> Reply:
         return Reply(message.call, self._answers[type(message)](message))
-
-    def cached(self, message: GetCached) -> dict[str, Any]:
-        """Cached tokens of each run of a prompt, in whole pages; none of one that can never be served."""
-        asked, cache = message.reuse or {}, self._core.cache
-        try:
-            runs = self._core.strategy_of(asked).runs(array("i", message.tokens), message.namespace, asked)
-        except InvalidRequest:
-            return {"cached": []}
-        pages = [len(cache.tree.match(run.tokens.tobytes(), run.namespace).pages) for run in runs]
-        return {"cached": [count * cache.page_size for count in pages]}
 
     def flush(self, pins: bool = False) -> dict[str, Any]:
         """Drop the cached pages that no live request uses; `pins`: the pinned ones, too. Tokens dropped and left."""
@@ -107,6 +97,20 @@ class Admin:
             "pinned_tokens": self._core.cache.tree.num_pinned_pages * page_size,
             "budget_tokens": board.budget_pages * page_size,
         }
+
+    def _cached(self, message: GetCached) -> dict[str, Any]:
+        """Tokens of entries that lie in the tree, by the entries' names; none of what can never be served."""
+        cache, asked = self._core.cache, message.reuse
+        found: dict[str, Any] = {}
+        try:
+            runs = self._core.strategy_of(asked).runs(array("i", message.tokens), message.namespace, asked)
+        except InvalidRequest:
+            return found
+        for run in runs:
+            rows = run.tokens[: len(cache.tree.match(run.tokens.tobytes(), run.namespace).pages) * cache.page_size]
+            name = run.name or ""
+            found[name] = found.get(name, 0) + len(rows) - rows.count(-1)  # which fills the last page
+        return found
 
     def _pause(self, message: Pause) -> dict[str, Any]:
         self._core.paused = message.paused

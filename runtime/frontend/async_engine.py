@@ -8,8 +8,7 @@ import logging
 import sys
 import tempfile
 from array import array
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -21,14 +20,16 @@ import zmq.asyncio
 from radix import Namespace
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, EngineDead, ModelError, PinRefused, RametError
-from runtime.frontend.output import Output, PlacedPrompt, Submission, expected_tokens, merge_outputs
+from runtime.frontend.output import PlacedPrompt, Submission, expected_tokens
 from runtime.frontend.processor import Frontend
+from runtime.frontend.stream import OutputStream
 from runtime.frontend.text_work import TextWork
 from runtime.frontend.watchdog import Watchdog
 from runtime.models.publishing import scratch
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import (
+    Abort,
     AddPin,
     Call,
     Failed,
@@ -57,7 +58,8 @@ from runtime.reuse.fusion.plan import Planner
 
 log = logging.getLogger("ramet.client")
 _STOP_SECONDS = 10
-InTurn = Callable[[Callable[[], None]], Awaitable[None]]
+# Modules that are looked up between two steps.
+_ENTRIES = 64
 
 T = TypeVar("T")
 
@@ -342,10 +344,17 @@ class AsyncEngine:
             answer = await self._call(lambda call: AddPin(call, tokens, space, account, name, ttl_s, prompt.reuse))
         return [pin["id"] for pin in answer["pins"]]
 
-    async def cached(self, prompt: PlacedPrompt, namespace: Namespace) -> list[int]:
-        """Cached tokens of each module or chunk of documents that a prompt reads, in whole pages."""
-        tokens = array("i", prompt.tokens).tobytes()
-        return (await self._call(lambda call: GetCached(call, tokens, namespace, prompt.reuse)))["cached"]
+    async def cached(self, prompt: PlacedPrompt, namespace: Namespace) -> dict[str, int]:
+        """Cached tokens of the modules or documents that a prompt reads, by name; few modules at a time."""
+        key, found = array("i", prompt.tokens).tobytes(), dict[str, int]()
+        asked = prompt.reuse or {}
+        if (entries := asked.get("entries")) is None:
+            return await self._call(partial(GetCached, reuse=asked, namespace=namespace, tokens=key))
+        most = min(_ENTRIES, self.info.pool_tokens // self.info.page_size)
+        for start in range(0, len(entries), most):
+            some = {**asked, "entries": entries[start : start + most]}
+            found |= await self._call(partial(GetCached, reuse=some, namespace=namespace))
+        return found
 
     async def unpin(self, pin: str) -> bool:
         """Remove a pin; False if there is none of that id."""
@@ -393,9 +402,14 @@ class AsyncEngine:
         self._num_calls += 1
         call = self._num_calls
         self._calls[call] = future = asyncio.get_running_loop().create_future()
-        self._send(make(call))
+        message = make(call)
+        self._send(message)
         try:
             answer = await future
+        except asyncio.CancelledError:
+            if isinstance(message, AddPin):
+                self._send(Abort(message.rid))
+            raise
         finally:
             self._calls.pop(call, None)
         if "refused" in answer:
@@ -433,75 +447,3 @@ class AsyncEngine:
 
 def _too_late(timeout_s: float | None) -> DeadlineExceeded:
     return DeadlineExceeded(f"the request took longer than its {timeout_s:g} seconds", param="timeout_s")
-
-
-class OutputStream:
-    """Outputs of submissions, until every completion has finished.
-
-    For a reader slower than the engine, successive Outputs of a completion are merged. Reading raises RametError, such
-    as EngineDead, if a completion fails; an aborted completion ends with an Output.
-    """
-
-    def __init__(self, frontend: Frontend, in_turn: InTurn = asyncio.to_thread):
-        """`in_turn`: does work on Outputs in a thread."""
-        self._frontend = frontend
-        self.in_turn = in_turn
-        self._queue: asyncio.Queue[Output | RametError] = asyncio.Queue()
-        self._ready: deque[Output | RametError] = deque()
-        self._submissions: list[Submission] = []
-        self._open = 0
-        self.timer: asyncio.TimerHandle | None = None
-
-    def submit(self, submission: Submission, tokens: list[int]) -> None:
-        """Add a submission; `index` of its Outputs counts the calls. Raises InvalidRequest, Overloaded, RateLimited."""
-        self._frontend.submit(submission, tokens, len(self._submissions), self._queue.put_nowait)
-        self._submissions.append(submission)
-        self._open += submission.sampling.n
-
-    def close(self) -> None:
-        """Abort unfinished completions."""
-        if self.timer is not None:
-            self.timer.cancel()
-        if self._open:
-            for submission in self._submissions:
-                self._frontend.drop(submission)
-
-    def expire(self, error: RametError) -> None:
-        """Abort unfinished completions; reading raises `error` after the Outputs that have arrived."""
-        for submission in self._submissions:
-            self._frontend.drop(submission)
-        if self._open:
-            self._queue.put_nowait(error)
-
-    def __enter__(self) -> OutputStream:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __aiter__(self) -> OutputStream:
-        return self
-
-    async def __anext__(self) -> Output:
-        if not self._open:
-            raise StopAsyncIteration
-        if not self._ready:
-            self._fill(await self._queue.get())
-        output = self._ready.popleft()
-        if isinstance(output, RametError):
-            raise output
-        self._open -= output.finish is not None
-        return output
-
-    def _fill(self, item: Output | RametError) -> None:
-        """Take all items that have arrived, and merge successive Outputs of one completion."""
-        while True:
-            last = self._ready[-1] if self._ready else None
-            same = isinstance(item, Output) and isinstance(last, Output) and item.index == last.index
-            if same and item.choice == last.choice:  # type: ignore[union-attr]
-                self._ready[-1] = merge_outputs(last, item)  # type: ignore[arg-type]
-            else:
-                self._ready.append(item)
-            if self._queue.empty():
-                return
-            item = self._queue.get_nowait()

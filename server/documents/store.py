@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from radix import Namespace
 from runtime.errors import InvalidRequest
 from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.fusion.plan import DocumentPrompt, plan_encoding
@@ -24,14 +24,11 @@ class StoredDocument:
         id: of its content.
         document: with its tokens.
         alone: the document as a prompt.
-        chunk_tokens, namespace: for which its KV was computed ahead, or would be.
     """
 
     id: str
     document: Document
     alone: TokenizedPrompt
-    chunk_tokens: int
-    namespace: Namespace
     lease: Lease = field(default_factory=Lease)
 
     @property
@@ -47,24 +44,22 @@ class StoredDocument:
         """The memory that it takes, in bytes."""
         return 4 * (self.document.num_characters + self.num_tokens) + _BYTES
 
-    def encoding(self) -> DocumentPrompt:
+    def encoding(self, chunk_tokens: int) -> DocumentPrompt:
         """A prompt that only encodes the document."""
-        return plan_encoding(self.alone, self.chunk_tokens)
+        return plan_encoding(self.alone, chunk_tokens)
 
-    def describe(self, now_s: float) -> dict[str, Any]:
+    def describe(self, now_s: float, live: Container[str]) -> dict[str, Any]:
+        """The document for clients; `live`: ids of the pins that the engine has."""
         return {
             "id": self.id,
             "object": "document",
             "title": self.document.title or None,
             "tokens": self.num_tokens,
-            "chunks": -(-self.num_tokens // self.chunk_tokens),
-            **self.lease.describe(now_s),
+            **self.lease.describe(now_s, live),
         }
 
 
-def make(
-    document: Document, chunk_tokens: int, namespace: Namespace, tokenizer: Tokenizer, context_length: int
-) -> StoredDocument:
+def make(document: Document, tokenizer: Tokenizer, context_length: int) -> StoredDocument:
     """A document that is in no store yet. Raises InvalidRequest if it does not fit into the model's context."""
     code = "context_length_exceeded"
     if document.num_characters > (most := context_length * tokenizer.longest_token):
@@ -74,7 +69,7 @@ def make(
     if (count := len(alone.tokens)) >= context_length:
         message = f"the document has {count} tokens; the model's context is {context_length} tokens"
         raise InvalidRequest(message, param="text", code=code)
-    return StoredDocument(document.id, replace(document, tokens=alone.tokens), alone, chunk_tokens, namespace)
+    return StoredDocument(document.id, replace(document, tokens=alone.tokens), alone)
 
 
 class DocumentStore(Store[StoredDocument]):

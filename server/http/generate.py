@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field
 
 from runtime.errors import InvalidRequest
-from runtime.frontend.async_engine import OutputStream
 from runtime.frontend.output import Output, Prompt, Submission, new_rid, prompts_of
+from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import TokenLogprob

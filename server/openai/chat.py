@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from runtime.errors import InvalidRequest
-from runtime.frontend.async_engine import OutputStream
 from runtime.frontend.output import Output, Prompt, Submission, new_rid
+from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.fusion.prompt import in_messages
 from runtime.reuse.modules.pml import Prompt as ModuleText

@@ -11,13 +11,13 @@ from pydantic import ConfigDict, Field
 from runtime.errors import InvalidRequest
 from runtime.reuse.modules.markup import MAX_CHARACTERS
 from runtime.reuse.modules.schema import Mode
-from server.ahead import Ahead, keep, unpin
-from server.auth.keys import Asker
+from server.ahead import Ahead, keep, live_pins, unpin
+from server.auth.keys import Asker, CacheScope
 from server.context import Context, Ctx
 from server.http import examples
 from server.http.answers import JsonAnswer
 from server.http.sse import while_there
-from server.http.wire import Text
+from server.http.wire import CacheSalt, Text
 from server.schemas.store import StoredSchema, make
 
 router = APIRouter(prefix="/v1/schemas", tags=["schemas"])
@@ -52,20 +52,33 @@ async def add_schema(body: SchemaRequest, request: Request, context: Ctx, tenant
     read = partial(make, body.pml, body.mode, body.scaffolds, engine.tokenizer, engine.info.context_length)
     made = await while_there(request, engine.in_turn(tenant.account, len(body.pml), read))
     stored = await keep(context.schemas, made, made.schema.everything, body, request, context, tenant)
-    return _show(stored, context)
+    return await _show(stored, context)
 
 
 @router.get("", responses=examples.SCHEMAS)
 async def list_schemas(context: Ctx, tenant: Asker) -> dict[str, Any]:
     """The key's own schemas, oldest first, without their modules."""
-    now_s = context.schemas.clock()
-    return {"object": "list", "data": [stored.describe(now_s) for stored in context.schemas.of(tenant.account)]}
+    schemas = context.schemas.of(tenant.account)
+    now_s, live = context.schemas.clock(), await live_pins(schemas, context)
+    return {"object": "list", "data": [stored.describe(now_s, live) for stored in schemas]}
 
 
-@router.get("/{name}", response_model=None, responses=examples.SCHEMA)
-async def get_schema(name: str, context: Ctx, tenant: Asker) -> Response:
-    """A schema and its layout."""
-    return _show(context.schemas.get(tenant.account, name), context)
+@router.get("/{name}", response_model=None, responses=examples.CACHED_SCHEMA)
+async def get_schema(
+    name: str,
+    request: Request,
+    context: Ctx,
+    tenant: Asker,
+    cache_salt: CacheSalt | None = None,
+    cache_scope: CacheScope = "private",
+) -> Response:
+    """A schema, its layout, and how much of each module is cached now for prompts with this salt and scope."""
+    stored = context.schemas.get(tenant.account, name)
+    namespace, engine = tenant.namespace(cache_salt, cache_scope), context.engine
+    every = await while_there(request, engine.in_turn(tenant.account, 4 * stored.num_tokens, stored.schema.everything))
+    cached = await while_there(request, engine.cached(every, namespace))
+    by_path = {path: tokens for entry, tokens in cached.items() for path in entry.split(", ")}
+    return await _show(stored, context, cached_tokens=by_path)
 
 
 @router.delete("/{name}", responses=examples.SUCCESS)
@@ -75,5 +88,6 @@ async def delete_schema(name: str, context: Ctx, tenant: Asker) -> dict[str, Any
     return {"success": True}
 
 
-def _show(stored: StoredSchema, context: Context) -> Response:
-    return JsonAnswer({**stored.describe(context.schemas.clock()), "modules": stored.modules})
+async def _show(stored: StoredSchema, context: Context, **more: Any) -> Response:
+    live = await live_pins([stored], context)
+    return JsonAnswer({**stored.describe(context.schemas.clock(), live), "modules": stored.modules, **more})

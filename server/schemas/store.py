@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,14 +47,15 @@ class StoredSchema:
         """The memory that it takes, in tokens."""
         return self.num_tokens + (len(self.modules) + self.num_runs) * _TOKENS_OF_PART
 
-    def describe(self, now_s: float) -> dict[str, Any]:
+    def describe(self, now_s: float, live: Container[str]) -> dict[str, Any]:
+        """The schema for clients; `live`: ids of the pins that the engine has."""
         return {
             "id": self.schema.name,
             "object": "schema",
             "mode": self.mode,
             "length": self.schema.length,
             "tokens": self.num_tokens,
-            **self.lease.describe(now_s),
+            **self.lease.describe(now_s, live),
         }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -55,6 +57,15 @@ def test_generate_prints_the_text(tiny_dir, capsys):
     assert main(["generate", "Once upon", *options]) == 0
     assert capsys.readouterr().out == once
     assert main(["generate", "Hello", "--chat", *options]) == 0
+
+
+def test_a_reader_that_leaves_ends_the_output_quietly():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-c", "import sys; from server.cli import main; sys.exit(main())", "options"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 SCHEMA = """<schema name="cities">Trips.

@@ -51,11 +51,13 @@ def test_store_list_and_delete(client, add):
     again = add(ROME, encode=False, chunk_tokens=16)
     assert 0 < made.pop("expires_in_s") <= 60
     assert again == {**made, "chunks": 2, "expires_in_s": None}
+    del made["chunks"], made["cached"]
     other = add(OSLO, encode=False)
     assert other["title"] is None
     listed = client.get("/v1/documents").json()["data"]
+    assert listed[0] == {**made, "expires_in_s": None}
     assert [one["id"] for one in listed] == [made["id"], other["id"]]
-    assert client.get(f"/v1/documents/{made['id']}").json() == again
+    assert client.get(f"/v1/documents/{made['id']}?chunk_tokens=16").json() == again
     assert client.delete(f"/v1/documents/{other['id']}").json() == {"success": True}
     for method in (client.get, client.delete):
         response = method(f"/v1/documents/{other['id']}")
@@ -76,6 +78,10 @@ def test_a_document_is_encoded_ahead_once(client, add):
 def test_a_salt_and_the_length_of_chunks_are_those_of_requests_to_come(client, add):
     made = add(ROME, cache_salt="mine", chunk_tokens=16)
     assert (made["chunks"], made["cached"]) == (2, made["tokens"])
+    queries = {"?cache_salt=mine&chunk_tokens=16": made["tokens"], "?cache_salt=mine": 0, "?chunk_tokens=16": 0, "": 0}
+    for query, cached in queries.items():
+        assert client.get(f"/v1/documents/{made['id']}{query}").json()["cached"] == cached
+    assert client.get(f"/v1/documents/{made['id']}?chunk_tokens=15").status_code == 400
     for fields, computed in [
         ({"cache_salt": "mine", "reuse": {"method": "pie", "chunk_tokens": 16}}, []),
         ({"cache_salt": "mine", "reuse": {"method": "pie"}}, ["Rome"]),
@@ -92,7 +98,7 @@ def test_a_pinned_document_survives_a_flush(client, add):
     assert {pin["id"] for pin in held} == set(made["pins"])
     assert {pin["name"] for pin in held} == {made["id"]}
     client.post("/flush_cache")
-    assert client.get(f"/v1/documents/{made['id']}").json()["cached"] == made["tokens"]
+    assert client.get(f"/v1/documents/{made['id']}?chunk_tokens=16").json()["cached"] == made["tokens"]
     again = add(ROME, pin=True, chunk_tokens=16)
     assert len(again["pins"]) == len(held) == len(client.get("/cache/pins").json()["pins"])
     client.delete(f"/v1/documents/{made['id']}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from radix import Namespace
 from runtime.errors import InvalidRequest
 from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.fusion.prompt import Document
@@ -16,8 +15,8 @@ from server.store import Conflict
 def stored(default_model_dir):
     tokenizer = Tokenizer.load(default_model_dir)
 
-    def stored(text: str, title: str = "", chunk_tokens: int = 512, context_length: int = 64):
-        return make(Document(text, title), chunk_tokens, Namespace(), tokenizer, context_length)
+    def stored(text: str, title: str = ""):
+        return make(Document(text, title), tokenizer, 64)
 
     return stored
 
@@ -25,7 +24,7 @@ def stored(default_model_dir):
 def test_the_same_content_is_kept_once(stored):
     store = DocumentStore()
     first, is_new = store.put("alice", stored("Rome is old."), None)
-    again, is_new_again = store.put("alice", stored("Rome is old.", chunk_tokens=16), None)
+    again, is_new_again = store.put("alice", stored("Rome is old."), None)
     assert (again is first, is_new, is_new_again) == (True, True, False)
     other, is_new = store.put("alice", stored("Rome is old.", "Rome"), None)
     assert is_new
@@ -33,11 +32,13 @@ def test_the_same_content_is_kept_once(stored):
 
 
 def test_a_stored_document_has_the_tokens_that_prompts_read(stored):
-    one = stored("one two three four", chunk_tokens=16)
+    one = stored("one two three four", "Numbers")
     assert one.document.tokens == one.alone.tokens
-    assert one.encoding().reuse["documents"] == [[0, one.num_tokens]]
-    assert one.describe(0)["chunks"] == 1
-    assert stored("one " * 33, chunk_tokens=16).describe(0)["chunks"] == 3
+    message = one.encoding(128).reuse
+    assert (message["documents"], message["chunk_tokens"]) == ([[0, one.num_tokens]], 128)
+    one.lease.pins = ["one", "two"]
+    shown = one.describe(0, {"two"})
+    assert (shown["id"], shown["title"], shown["pins"]) == (one.id, "Numbers", ["two"])
 
 
 def test_a_document_fits_into_the_context(stored):

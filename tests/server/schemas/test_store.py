@@ -78,7 +78,7 @@ def test_a_schema_expires_and_the_same_one_again_renews_it(schema):
     store.put("", schema("a"), 10)
     store.put("", schema("b"), 10)
     now = 9.0
-    assert store.get("", "a").describe(now)["expires_in_s"] == 1
+    assert store.get("", "a").describe(now, ())["expires_in_s"] == 1
     store.put("", schema("b"), 10)
     now = 10.0
     with pytest.raises(NotFound):
