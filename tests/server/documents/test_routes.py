@@ -106,30 +106,6 @@ def test_a_pinned_document_survives_a_flush(client, add):
     add(ROME)
 
 
-def test_tenants_have_documents_of_their_own(guarded):
-    def ask(key: str, method: str, path: str = "", **fields) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {key}-secret-key"}
-        return httpx.request(method, f"{guarded.url}/v1/documents{path}", headers=headers, timeout=60, **fields)
-
-    made = ask("boss", "POST", json=ROME).json()
-    assert ask("alice", "GET", f"/{made['id']}").status_code == 404
-    assert ask("alice", "DELETE", f"/{made['id']}").status_code == 404
-    assert ask("alice", "GET").json()["data"] == []
-    body = {"segments": [{"document": {"id": made["id"]}}, {"text": QUESTION}], "sampling_params": GREEDY}
-    for key, status in (("alice", 404), ("boss", 200)):
-        headers = {"Authorization": f"Bearer {key}-secret-key"}
-        assert httpx.post(f"{guarded.url}/generate", headers=headers, json=body, timeout=60).status_code == status
-    own = ask("alice", "POST", json={**ROME, "encode": False}).json()
-    assert (own["id"], own["cached"]) == (made["id"], 0)  # another tenant's KV
-    assert ask("boss", "DELETE", f"/{made['id']}").status_code == 200
-    assert ask("alice", "DELETE", f"/{made['id']}").status_code == 200
-    refused = ask("alice", "POST", json={**ROME, "pin": True})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (403, "pin")
-    public = ask("alice", "POST", json={**ROME, "cache_scope": "public"})
-    assert (public.status_code, public.json()["error"]["param"]) == (403, "cache_scope")
-    assert ask("alice", "GET").json()["data"] == []
-
-
 @pytest.mark.parametrize(
     ("body", "words", "param"),
     [
