@@ -141,12 +141,13 @@ def row_layers(ask: Ask, rows: list[int], encoded: int, page_size: int, count: i
 
 
 class Library:
-    """Texts that prompts share."""
+    """Texts that prompts share: documents up to `longest` tokens, and a system prompt of more than half of that."""
 
-    def __init__(self, draw: random.Random):
+    def __init__(self, draw: random.Random, longest: int = 70):
         self._draw = draw
-        self.systems = [[], draw_tokens(draw, 3), draw_tokens(draw, 40)]
-        self.documents = [draw_tokens(draw, draw.choice([1, 5, 16, 32, 33, draw.randrange(1, 70)])) for _ in range(6)]
+        self.systems = [[], draw_tokens(draw, 3), draw_tokens(draw, longest * 4 // 7)]
+        lengths = [draw.choice([1, 5, 16, longest // 2, draw.randrange(1, longest)]) for _ in range(6)]
+        self.documents = [draw_tokens(draw, length) for length in lengths]
 
     def ask(self, **fields: Any) -> Ask:
         """Some of the documents in any order, behind a system prompt and with a question; `fields` of the ask."""

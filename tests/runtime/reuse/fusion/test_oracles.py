@@ -157,11 +157,11 @@ def options_of(backend: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_random_lives_answer_as_the_papers_have_it(tiny_dir, references, monkeypatch, backend, page_size, requests):
     """Batches with ordinary requests and modules, a pool that is too small, aborts, flushes and a step ahead."""
     draw = random.Random(f"{backend} {page_size}")
-    evicted = retracted = aborted = 0
+    evicted = aborted = 0
     for life in range(2):
         options = {
             "page_size": page_size,
-            "pool_tokens": [400, draw.choice([640, 4096])][life],
+            "pool_tokens": [288, draw.choice([640, 4096])][life],
             "step_tokens": [draw.choice([64, 256]), 7][life],
             "chunk_tokens": draw.choice([3, 16, None]),
             "max_running": [16, 3][life],
@@ -170,7 +170,7 @@ def test_random_lives_answer_as_the_papers_have_it(tiny_dir, references, monkeyp
             **options_of(backend, monkeypatch),
         }
         driver = FusionDriver(tiny_dir, **options)
-        gone = live(driver, draw, requests // 2)
+        gone = live(driver, draw, requests // 2, [24, 70][life])
         aborted += len(gone)
         check(driver, references["llama"], None)
         modules = ModuleReference(tiny_dir)
@@ -178,17 +178,14 @@ def test_random_lives_answer_as_the_papers_have_it(tiny_dir, references, monkeyp
             assert driver.tokens[rid] == modules.best(prompt, driver.tokens[rid]), rid
         refused = {rid for rid, finish in driver.finish.items() if finish.type == "error"}
         assert not refused, {rid: driver.finish[rid].message for rid in refused}
-        state = driver.core.admin.state()
-        evicted += state["evicted_tokens_by_cause"]["room"]
-        retracted += state["retracted_requests"]
-    assert aborted or backend == "flashinfer"
+        evicted += driver.core.admin.state()["evicted_tokens_by_cause"]["room"]
+    assert aborted
     assert evicted
-    assert retracted or backend == "flashinfer"
 
 
-def live(driver: FusionDriver, draw: random.Random, count: int) -> set[str]:
-    """Run random requests; returns those that were aborted."""
-    library, schema = Library(draw), draw_schema(draw, "schema")
+def live(driver: FusionDriver, draw: random.Random, count: int, longest: int) -> set[str]:
+    """Run random requests, with documents up to `longest` tokens; returns those that were aborted."""
+    library, schema = Library(draw, longest), draw_schema(draw, "schema")
     aborted: set[str] = set()
 
     def between(step: int) -> None:
@@ -203,7 +200,7 @@ def live(driver: FusionDriver, draw: random.Random, count: int) -> set[str]:
             add()
 
     def add() -> None:
-        rid, outputs = f"r{len(driver.tokens)}", draw.choice([2, 12, 40])
+        rid, outputs = f"r{len(driver.tokens)}", draw.choice([2, 24, 100])
         kind = draw.choice(["fused", "fused", "fused", "plain", "modules"])
         if kind == "fused":
             driver.fuse(rid, library.ask(), outputs, logprobs=draw.choice([None, 0]))
@@ -212,11 +209,9 @@ def live(driver: FusionDriver, draw: random.Random, count: int) -> set[str]:
         else:
             driver.ask(rid, draw_prompt(draw, schema), outputs)
 
-    for _ in range(6):
-        add()
-    driver.run(between)
     while len(driver.tokens) < count:
-        add()
+        for _ in range(count // 2):
+            add()
         driver.run(between)
     return aborted
 

@@ -316,6 +316,25 @@ def test_a_pool_that_is_too_small_retracts(tiny_dir, reference, method, granular
     assert driver.core.cache.tree.num_pages == 0
 
 
+@pytest.mark.parametrize("granularity", ["token", "page"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_request_retracted_at_any_step_ends_right(tiny_dir, reference, method, granularity):
+    """While chunks are encoded, while the method looks, while rows are fused, and behind."""
+    draw = random.Random(26)
+    driver = FusionDriver(tiny_dir, page_size=4, step_tokens=24)
+    for step in range(1, 14):
+        texts = [draw_tokens(draw, 30), draw_tokens(draw, 14)]
+        driver.fuse(f"{step}", build(draw, texts, 9, 6, method=method, granularity=granularity), logprobs=0)
+        for _ in range(step):
+            driver.step()
+        if driver.core.scheduler.running:
+            driver.core.scheduler._retract(driver.requests[f"{step}"])
+            driver.core.cache.check([])
+        driver.run()
+    assert driver.core.scheduler.num_retracted > 5
+    check(driver, reference)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_chunks_in_the_midst_of_a_document_are_evicted(tiny_dir, reference, method):
     draw = random.Random(15)
