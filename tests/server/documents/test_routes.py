@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -101,6 +102,14 @@ def test_a_pinned_document_survives_a_flush(client, add):
     assert client.get(f"/v1/documents/{made['id']}?chunk_tokens=16").json()["cached"] == made["tokens"]
     again = add(ROME, pin=True, chunk_tokens=16)
     assert len(again["pins"]) == len(held) == len(client.get("/cache/pins").json()["pins"])
+    assert [pin["expires_in_s"] for pin in held] == [None] * len(held)
+    add(ROME, ttl_s=60, chunk_tokens=16)
+    renewed = client.get("/cache/pins").json()["pins"]
+    assert all(0 < pin["expires_in_s"] <= 60 for pin in renewed)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda tokens: add(ROME, pin=True, chunk_tokens=tokens), (16, 32, 512, 64)))
+    held = client.get("/cache/pins").json()["pins"]
+    assert {pin["id"] for pin in held} == set(client.get(f"/v1/documents/{made['id']}").json()["pins"])
     client.delete(f"/v1/documents/{made['id']}")
     assert client.get("/cache/pins").json()["pins"] == []
     add(ROME)
