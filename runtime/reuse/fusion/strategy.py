@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from radix import Namespace
+from radix import Match, Namespace
 from runtime.batch import causal_visible
 from runtime.errors import InvalidRequest
 from runtime.execution.executor import Executor
@@ -204,9 +204,22 @@ class Fusion(EntryStrategy):
     # -- what exists -----------------------------------------------------------------------------------------
 
     def find(self, request: Request) -> Found:
-        if request.reuse.selected is None:
+        fused = request.reuse
+        if fused.selected is None:
             self._recall(request)
-        return super().find(request)
+        found = super().find(request)
+        return Found(self._num_there(fused, *found.detail), found.detail)
+
+    def _num_there(self, fused: Fused, own: Found, matches: Sequence[Match]) -> int:
+        """Tokens that need not be computed; a row of a document that was computed again, too, counts once."""
+        there = {e.namespace for e, match in zip(fused.entries, matches, strict=True) if self._all(e, match)}
+        is_there = np.zeros(len(fused.layout.prompt), dtype=bool)
+        for place in fused.layout.places:
+            if place.entry.namespace in there:
+                is_there[place.start : place.start + place.entry.length] = True
+        computed = fused.layout.computed(fused.layout.candidates[:0] if fused.selected is None else fused.selected)
+        is_there[computed[: own.tokens]] = True
+        return int(is_there.sum()) + max(own.tokens - len(computed), 0)
 
     def _there(self, request: Request, entry: Entry, pages: array[int]) -> None:
         for place in request.reuse.layout.places:
