@@ -4,6 +4,8 @@ VENV    ?= .venv
 COMPOSE ?= docker compose
 ARGS    ?=
 ROOM    ?= radix
+# Processes of the test run: files of tests are shared out among them.
+WORKERS ?= 2
 # The one version that Ramet is tested with; TORCH="torch>=2.6" or a wheel's path takes another.
 TORCH   ?= torch==2.13.0
 # An index that is asked for torch first. Without an NVIDIA driver: PyTorch's own for CPUs, whose package has no CUDA.
@@ -45,7 +47,7 @@ serve: $(VENV)/.serve
 
 test: $(VENV)/.dev
 	$(VENV)/bin/ramet fetch-model
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

@@ -98,7 +98,7 @@ class DenseLook(Look):
         self._queries.append([q[max(self.layout.question - before - first, 0) :]])
 
     def read(self, positions: np.ndarray) -> Read:
-        """What rows at ascending positions read of these pages: all rows up to their own."""
+        """Of these pages, rows at ascending positions read all rows up to their own."""
         seen = positions - self.layout.num_prefix + 1
         table = np.frombuffer(self.pages, dtype=np.int32)[: -(-int(seen[-1]) // self.layout.page_size)]
         return Read(table, int(seen[-1]), visible=seen.astype(np.int32) if len(seen) > 1 else None)
