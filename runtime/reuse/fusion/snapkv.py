@@ -68,6 +68,8 @@ class SnapKV:
         if self.kept is None:
             layers = [torch.cat(several) for several in zip(*self._queries, strict=True)]
             weights = attention(self._executor, self.layout, own, pages, layers)
+            other = np.setdiff1d(np.arange(len(weights)), self.layout.candidates)
+            weights[torch.from_numpy(other).to(weights.device)] = 0
             pooled = F.avg_pool1d(weights[None], POOLING, stride=1, padding=POOLING // 2)[0]
             self.kept = self._best(pooled.double().cpu().numpy(), len(own))
             self._queries = []

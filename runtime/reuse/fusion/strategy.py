@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from radix import Namespace
+from radix import Match, Namespace
 from runtime.batch import causal_visible
 from runtime.errors import InvalidRequest
 from runtime.execution.executor import Executor
@@ -213,14 +213,22 @@ class Fusion(EntryStrategy):
     # -- what exists -----------------------------------------------------------------------------------------
 
     def find(self, request: Request) -> Found:
-        """Rows that are computed again lie in the tree twice; they count once."""
         fused = request.reuse
         if fused.selected is None:
             self._recall(request)
         found = super().find(request)
-        if own := found.detail[0].tokens:
-            found.tokens -= int((~fused.layout.is_own[fused.layout.computed(fused.selected)[:own]]).sum())
-        return found
+        return Found(self._num_there(fused, *found.detail), found.detail)
+
+    def _num_there(self, fused: Fused, own: Found, matches: Sequence[Match]) -> int:
+        """Tokens that need not be computed; a row of a document that was computed again, too, counts once."""
+        there = {e.namespace for e, match in zip(fused.entries, matches, strict=True) if self._all(e, match)}
+        is_there = np.zeros(len(fused.layout.prompt), dtype=bool)
+        for place in fused.layout.places:
+            if place.entry.namespace in there:
+                is_there[place.start : place.start + place.entry.length] = True
+        computed = fused.layout.computed(fused.layout.candidates[:0] if fused.selected is None else fused.selected)
+        is_there[computed[: own.tokens]] = True
+        return int(is_there.sum()) + max(own.tokens - len(computed), 0)
 
     def _most(self, request: Request) -> int:
         """The rows that tell what stays are computed, if that is not known."""

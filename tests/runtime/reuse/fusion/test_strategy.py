@@ -35,7 +35,7 @@ def build(draw: random.Random, texts: list[list[int]], system: int = 0, question
 
 
 def exact_tokens(driver: FusionDriver, tokens: tuple[int, ...]) -> int:
-    """How many leading tokens lie in the tree under exact keys."""
+    """Number of leading tokens that lie in the tree under exact keys."""
     match = driver.core.cache.tree.match(array("i", tokens).tobytes(), Namespace())
     return len(match.pages) * driver.core.cache.page_size + match.partial_rows
 
@@ -100,7 +100,10 @@ def test_the_report_says_what_was_reused(tiny_dir, method):
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_prompt_that_comes_again_costs_its_last_row(tiny_dir, reference, method, page_size):
-    """Or its last page. Rows that were recomputed are found twice, and counted once."""
+    """Or its last page; and layer 0 again, if that row reads the true KV of layer 1.
+
+    Rows that were recomputed are found twice, and counted once.
+    """
     draw = random.Random(25)
     one = build(draw, [draw_tokens(draw, 60), draw_tokens(draw, 41)], 20, 23, method=method)
     driver = FusionDriver(tiny_dir, page_size=page_size)
@@ -113,7 +116,8 @@ def test_a_prompt_that_comes_again_costs_its_last_row(tiny_dir, reference, metho
         assert report["computed_tokens"] == len(one.prompt) - cached
         if i:
             assert len(one.prompt) - page_size <= cached < len(one.prompt)
-            assert driver.row_layers - before <= LAYERS * (page_size + NEW - 1)
+            dense = len(one.prompt) - 20 // page_size * page_size if one.is_dense else 0
+            assert 0 <= driver.row_layers - before - dense <= LAYERS * (page_size + NEW - 1)
     check(driver, reference)
 
 
@@ -292,14 +296,13 @@ def test_a_later_turn_finds_the_documents(tiny_dir, reference, method):
         assert driver.events["2"][-1].cached_tokens >= 104 + 16, "rows behind the same choice are the same rows"
 
 
-@pytest.mark.parametrize("granularity", ["token", "page"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_pool_that_is_too_small_retracts(tiny_dir, reference, method, granularity):
+def test_a_pool_that_is_too_small_retracts(tiny_dir, reference, method):
     """In the midst of answers; the rows that were chosen stay the same."""
     draw = random.Random(14)
     driver = FusionDriver(tiny_dir, page_size=1, pool_tokens=230, max_running=16)
     for i in range(5):
-        texts = [draw_tokens(draw, 20), draw_tokens(draw, 12)]
+        texts, granularity = [draw_tokens(draw, 20), draw_tokens(draw, 12)], ("token", "page")[i % 2]
         driver.fuse(f"{i}", build(draw, texts, 2, 4, method=method, granularity=granularity), 40, logprobs=0)
     chosen = {}
 
@@ -316,14 +319,13 @@ def test_a_pool_that_is_too_small_retracts(tiny_dir, reference, method, granular
     assert driver.core.cache.tree.num_pages == 0
 
 
-@pytest.mark.parametrize("granularity", ["token", "page"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_request_retracted_at_any_step_ends_right(tiny_dir, reference, method, granularity):
+def test_a_request_retracted_at_any_step_ends_right(tiny_dir, reference, method):
     """While chunks are encoded, while the method looks, while rows are fused, and behind."""
     draw = random.Random(26)
     driver = FusionDriver(tiny_dir, page_size=4, step_tokens=24)
     for step in range(1, 14):
-        texts = [draw_tokens(draw, 30), draw_tokens(draw, 14)]
+        texts, granularity = [draw_tokens(draw, 30), draw_tokens(draw, 14)], ("token", "page")[step % 2]
         driver.fuse(f"{step}", build(draw, texts, 9, 6, method=method, granularity=granularity), logprobs=0)
         for _ in range(step):
             driver.step()
@@ -358,10 +360,10 @@ def test_an_abort_at_any_step_loses_nothing(tiny_dir, reference, method):
     draw = random.Random(16)
     texts = [draw_tokens(draw, 40), draw_tokens(draw, 40)]
     driver = FusionDriver(tiny_dir, page_size=16, step_tokens=24)
-    for steps in range(1, 40):
+    for steps in range(1, 17):
         one = build(draw, texts if steps % 2 else [draw_tokens(draw, 40)], 17, method=method)
         driver.fuse(f"{steps}", one, 3)
-        for _ in range(steps // 2):
+        for _ in range(steps):
             if driver.core.busy:
                 driver.step()
         if driver.core.busy:
