@@ -175,14 +175,20 @@ class Reference:
     # -- what is answered ------------------------------------------------------------------------------------
 
     def logits(
-        self, ask: Ask, rows: Iterable[int], output: Iterable[int] = (), left: Iterable[int] = ()
+        self,
+        ask: Ask,
+        rows: Iterable[int],
+        output: Iterable[int] = (),
+        until: int | None = None,
+        left: Iterable[int] = (),
     ) -> torch.Tensor:
         """float32 [1 + len(output), vocab]: after the prompt, and after each token of an output.
 
+        `until`: the tokens of the prompt for which rows were chosen; those behind are an answer, and a later turn.
         `left`: document rows that the output does not see (SnapKV).
         """
         output = list(output)
-        copies = Copies(ask, rows, output)
+        copies = Copies(ask, rows, output, until=until)
         copies.left = set(left)
         return self._run(copies, 1 + len(output)).logits[0]
 
@@ -224,16 +230,23 @@ class Reference:
 class Copies:
     """The rows of one pass: which copy of which place each of them is."""
 
-    def __init__(self, ask: Ask, rows: Iterable[int] = (), output: Iterable[int] = (), kinds: tuple[int, ...] = ()):
-        fused = sorted({*ask.own, *rows})
-        output = list(output)
+    def __init__(
+        self,
+        ask: Ask,
+        rows: Iterable[int] = (),
+        output: Iterable[int] = (),
+        kinds: tuple[int, ...] = (),
+        until: int | None = None,
+    ):
+        computed, output = sorted({*ask.own, *rows}), list(output)
+        until = len(ask.prompt) if until is None else until
         self.is_dense = ask.is_dense
         self.left: set[int] = set()
         places = {
             STORED: [row for chunk in ask.stored for row in chunk],
             TRUE: list(range(len(ask.prompt))) if self.is_dense else [],
-            FUSED: fused,
-            OUTPUT: list(range(len(ask.prompt), len(ask.prompt) + len(output))),
+            FUSED: [row for row in computed if row < until],
+            OUTPUT: [row for row in computed if row >= until] + [len(ask.prompt) + i for i in range(len(output))],
         }
         kinds = kinds or tuple(places)
         text = [*ask.prompt, *output]
@@ -241,7 +254,7 @@ class Copies:
         self.kinds = [kind for kind in kinds for _ in places[kind]]
         self.tokens = [text[place] for place in self.places]
         self._chunks = {row: number for number, chunk in enumerate(ask.stored) for row in chunk}
-        self._fused = set(fused)
+        self._computed = set(computed)
         is_local = ask.method == "full" and ask.variant == "local"
         stored_at = {row: row - chunk.start if is_local else row for chunk in ask.stored for row in chunk}
         pairs = zip(self.kinds, self.places, strict=True)
@@ -251,7 +264,7 @@ class Copies:
         """bool [rows, rows]: who sees whom in a layer."""
         kind, place = torch.tensor(self.kinds), torch.tensor(self.places)
         chunk = torch.tensor([self._chunks.get(p, -1) for p in self.places])
-        kept = (kind == STORED) & torch.tensor([p not in self._fused for p in self.places])
+        kept = (kind == STORED) & torch.tensor([p not in self._computed for p in self.places])
         stored, true, fused, output = (kind == one for one in range(4))
         alone = (stored[:, None] & stored) & (chunk[:, None] == chunk)
         mixture = (fused | output)[:, None] & (kept | fused | output)

@@ -58,7 +58,7 @@ def check_stay(driver: FusionDriver, reference: Reference, rid: str, keep_tokens
 def check_answers(driver: FusionDriver, reference: Reference) -> None:
     for rid, ask in driver.asks.items():
         assert len(driver.tokens[rid]) == COUNT
-        logits = reference.logits(ask, driver.selected(rid), driver.tokens[rid], left_of(driver, rid))
+        logits = reference.logits(ask, driver.selected(rid), driver.tokens[rid], left=left_of(driver, rid))
         check_answer(driver, rid, logits)
 
 
