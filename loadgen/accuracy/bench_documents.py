@@ -1,4 +1,4 @@
-"""`ramet bench documents`: reuse of documents anywhere in a prompt beside full prefill, in process: time and quality."""
+"""`ramet bench documents`: reuse of documents anywhere in a prompt beside full prefill, in process."""
 
 from __future__ import annotations
 

@@ -60,30 +60,25 @@ def lookup(rng: random.Random) -> Item:
     return Item("This is a table of keys and values.", parts, question, f"{key}:", f" {values[key]}")
 
 
-_SAYINGS = ("I saw a {} today.", "There is a {} in the picture.", "She told me about the {}.", "Where is my {} now?")
-
-
 def few_shot(rng: random.Random) -> Item:
-    """Sentences about things of four kinds, with colours as labels, six in each document, and a new sentence."""
+    """Words of four kinds with colours as labels, six in each document, and a new word."""
     colours = rng.sample(("red", "blue", "green", "white"), len(KINDS))
     drawn = [(rng.sample(kind, 7), colour) for kind, colour in zip(KINDS, colours, strict=True)]
-    shots = [f"Text: {rng.choice(_SAYINGS).format(w)}\nLabel: {colour}\n" for words, colour in drawn for w in words[1:]]
+    shots = [f"Text: {word}\nLabel: {colour}\n" for words, colour in drawn for word in words[1:]]
     rng.shuffle(shots)
     words, colour = rng.choice(drawn)
     parts = [["".join(shots[i : i + 6])] for i in range(0, len(shots), 6)]
-    return Item("", parts, None, f"Text: {rng.choice(_SAYINGS).format(words[0])}\nLabel:", f" {colour}")
+    return Item("", parts, None, f"Text: {words[0]}\nLabel:", f" {colour}")
 
 
 def which(rng: random.Random) -> Item:
-    """The number of the document that tells of a thing; the documents are in any order."""
+    """The number of the document that is about a thing; the documents are in any order."""
     things = rng.sample(word_list(), _COUNT)
-    texts = [
-        f"Document {i}: {filler(rng, 40)} Here is a {thing}. {filler(rng, 12)}\n" for i, thing in enumerate(things, 1)
-    ]
+    texts = [f"Document {i}: The {thing} is here. {filler(rng, 40)}\n" for i, thing in enumerate(things, 1)]
     asked = rng.randrange(_COUNT)
     parts = [[text] for text in rng.sample(texts, _COUNT)]
-    question = f'Which document has the sentence "Here is a {things[asked]}."?'
-    return Item("Read the documents.", parts, question, "It is document", f" {asked + 1}")
+    question = f"Which document is about the {things[asked]}?"
+    return Item("Read the documents.", parts, question, f"The {things[asked]} is in document", f" {asked + 1}")
 
 
 TASKS: dict[str, Callable[[random.Random], Item]] = {

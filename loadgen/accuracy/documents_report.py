@@ -47,8 +47,8 @@ def _speed(count: str, ways: dict[str, Any], settings: dict[str, Any]) -> Sectio
         is_method = name not in (FULL, PREFIX)
         formula = mine["formula"] / full["formula"]
         cells += [f"{mine['formula']}", f"{share:.3f}"] if is_method else ["", f"{share:.3f}"]
-        lost = lost_share(float(np.median(mine["ttft"]) / np.median(full["ttft"])), formula)
-        rows.append([name, *cells, f"{lost:.0%}" if is_method and formula < 1 else ""])
+        time = float(np.median(mine["ttft"]) / np.median(full["ttft"]))
+        rows.append([name, *cells, f"{lost_share(time, formula):.0%}" if formula < 1 else ""])
     title = (
         f"{count} cached documents of {settings['tokens']} tokens in random order, {settings['repeats']} prompts each"
     )
@@ -135,7 +135,9 @@ def plot(found: dict[str, Any], path: Path) -> None:
             axes.errorbar(x, means, np.array(above).T, np.array(beside).T, marker="o", capsize=2, label=method)
         axes.set(title=task, xlabel=label, ylabel="KL to full prefill, nats", yscale="log")
         axes.grid(alpha=0.3)
-    handles = {name: handle for axes in figure.axes for handle, name in zip(*axes.get_legend_handles_labels())}
+    handles = {
+        name: handle for axes in figure.axes for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     figure.legend(handles.values(), handles.keys(), fontsize=8, loc="outside right center")
     figure.savefig(path, dpi=130)
 

@@ -42,13 +42,12 @@ def name_of(asked: ReuseParams) -> str:
 def row_layers(asked: ReuseParams | None, prompt: TokenizedPrompt, page_size: int, num_layers: int) -> int:
     """Rows x layers of a prompt by the papers, behind the cached pages before its documents, which are cached, too.
 
-    Dense rows x 1 + (own and chosen rows) x L. Documents that are longer than a chunk are not foreseen.
+    Dense rows x 1 + (own and chosen rows) x L. The question is new, so that full reuse has to encode it. Documents that
+    are longer than a chunk are not foreseen.
     """
     rows = len(prompt.tokens) - prompt.documents[0][0] // page_size * page_size
     if asked is None:
         return rows * num_layers
-    if asked.method == "full":  # the question's KV, encoded alone, and the last row
-        return (len(prompt.tokens) - prompt.documents[-1][1]) * num_layers
     candidates = sum(stop - start for start, stop in prompt.documents)
     own = rows - candidates
     if asked.method == "legolink":
