@@ -81,6 +81,23 @@ def test_the_report_says_what_was_reused(tiny_dir, method):
     assert (method in ("pie", "full")) == (report.get("ratio") is None)
 
 
+@pytest.mark.parametrize("method", ["a3", "full"])
+def test_the_report_names_documents_and_nothing_else(tiny_dir, method):
+    """Whatever their titles are; and all of those that share a chunk that was missing."""
+    draw = random.Random(3)
+    texts = [draw_tokens(draw, 40), draw_tokens(draw, 30)]
+    texts[1][:32] = texts[0][:32]
+    driver = FusionDriver(tiny_dir)
+    driver.fuse("a", build(draw, texts, 20, method=method), asked={"names": ["prefix", "question"]})
+    driver.run()
+    assert driver.report("a")["documents"] == ["prefix", "question"]
+    assert driver.report("a")["computed_documents"] == ["prefix", "question"]
+    again = build(draw, texts, 20, method=method)
+    driver.fuse("again", again, asked={"names": ["prefix", "question"]})
+    driver.run()
+    assert driver.report("again")["computed_documents"] == []
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_prompt_that_comes_again_costs_its_last_row(tiny_dir, reference, method, page_size):
