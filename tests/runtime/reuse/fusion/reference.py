@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 METHODS = ("a3", "cacheblend", "random", "prophetkv", "legolink", "pie", "full")
 DENSE = ("a3", "cacheblend", "random")  # layer 0 of all rows is computed
 SCORED = ("a3", "cacheblend", "prophetkv")
+LOOKING = {*DENSE, *SCORED}  # the choice depends on the question
 STORED, TRUE, FUSED, OUTPUT = range(4)
 
 
