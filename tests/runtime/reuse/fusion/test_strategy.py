@@ -19,7 +19,7 @@ from tests.tiny import VOCAB
 
 
 def exact_tokens(driver: FusionDriver, tokens: tuple[int, ...]) -> int:
-    """How many leading tokens lie in the tree under exact keys."""
+    """Number of leading tokens that lie in the tree under exact keys."""
     match = driver.core.cache.tree.match(array("i", tokens).tobytes(), Namespace())
     return len(match.pages) * driver.core.cache.page_size + match.partial_rows
 
