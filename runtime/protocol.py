@@ -73,6 +73,11 @@ class AddPin(msgspec.Struct, tag="pin"):
     ttl_s: float | None = None
     reuse: dict[str, Any] | None = None
 
+    @property
+    def rid(self) -> str:
+        """Id of the request that computes what is missing; an `Abort` of it ends the call."""
+        return f"(pin {self.call})"
+
 
 class RemovePin(msgspec.Struct, tag="unpin"):
     """Remove a pin. Answered by `Reply`: `{"found": bool}`."""
@@ -85,6 +90,15 @@ class GetPins(msgspec.Struct, tag="pins"):
     """Ask for all pins. Answered by `Reply`."""
 
     call: int
+
+
+class GetCached(msgspec.Struct, tag="cached"):
+    """Ask how many tokens of entries are cached; fields as of an `AddPin`. Answered by `Reply`: by entry."""
+
+    call: int
+    reuse: dict[str, Any]
+    namespace: Namespace = Namespace()
+    tokens: bytes = b""
 
 
 class GetTree(msgspec.Struct, tag="tree"):
@@ -143,7 +157,10 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort all requests and end the engine process."""
 
 
-Call = FlushCache | GetState | AddPin | RemovePin | GetPins | GetTree | GetOutline | GetRequests | OnNode | Pause | Ping
+Call = (
+    FlushCache | GetState | AddPin | RemovePin | GetPins | GetCached | GetTree | GetOutline | GetRequests | OnNode
+    | Pause | Ping
+)  # fmt: skip
 Inbound = AddRequest | Abort | Call | Shutdown
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from itertools import count
 from typing import Any, Protocol
 
 import msgspec
@@ -32,7 +31,6 @@ class Pinning:
     def __init__(self, core: _Core):
         self._core = core
         self._computing: dict[str, AddPin] = {}
-        self._serials = count(1)
         self._replies: list[Reply] = []
 
     def take_replies(self) -> list[Reply]:
@@ -52,14 +50,13 @@ class Pinning:
         if "missing_tokens" not in answer:
             return Reply(message.call, answer)
         sampling = SamplingParams(max_new_tokens=0, temperature=0).model_dump(exclude={"stop"})
-        rid = f"(pin {next(self._serials)})"
-        self._computing[rid] = message
+        self._computing[message.rid] = message
         space, account = message.namespace, message.account
-        asked = AddRequest(rid, message.tokens, sampling, space, account, diffusion={}, reuse=message.reuse)
+        asked = AddRequest(message.rid, message.tokens, sampling, space, account, diffusion={}, reuse=message.reuse)
         refused = self._core.add(asked)
         if refused is None:
             return None
-        del self._computing[rid]
+        del self._computing[message.rid]
         finish = refused.events[0].finish
         return Reply(message.call, {"refused": None if finish is None else finish.message})
 

@@ -8,8 +8,7 @@ import logging
 import sys
 import tempfile
 from array import array
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,20 +17,24 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from radix import Namespace
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, EngineDead, ModelError, PinRefused, RametError
-from runtime.frontend.output import Output, Submission, expected_tokens, merge_outputs
+from runtime.frontend.output import PlacedPrompt, Submission, expected_tokens
 from runtime.frontend.processor import Frontend
+from runtime.frontend.stream import OutputStream
 from runtime.frontend.text_work import TextWork
 from runtime.frontend.watchdog import Watchdog
 from runtime.models.publishing import scratch
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import (
+    Abort,
     AddPin,
     Call,
     Failed,
     FlushCache,
+    GetCached,
     GetOutline,
     GetPins,
     GetRequests,
@@ -51,11 +54,12 @@ from runtime.protocol import (
     encode,
     outbound_decoder,
 )
-from runtime.reuse.modules.compile import ModulePrompt
+from runtime.reuse.fusion.plan import Planner
 
 log = logging.getLogger("ramet.client")
 _STOP_SECONDS = 10
-InTurn = Callable[[Callable[[], None]], Awaitable[None]]
+# Modules that are looked up between two steps.
+_ENTRIES = 64
 
 T = TypeVar("T")
 
@@ -116,7 +120,8 @@ class AsyncEngine:
                 await self._start_process(path, directory)
         except (OSError, zmq.ZMQError) as error:
             raise ModelError(f"the engine process cannot be started: {error}") from None
-        self._frontend = Frontend(self.info, self.tokenizer, self._send, self.config.scheduler)
+        planner = Planner.load(self.config.cache.document_reuse, path)
+        self._frontend = Frontend(self.info, self.tokenizer, self._send, self.config.scheduler, planner=planner)
         self._reader = asyncio.create_task(self._read())
         self._watch = asyncio.create_task(self._watchdog.watch(lambda: self._call(Ping), self._kill))
 
@@ -320,28 +325,36 @@ class AsyncEngine:
             PinRefused: over the budget, or if the cache is too busy to keep what was computed.
             Overloaded, RateLimited: over the limits on open requests.
         """
-        frontend = self._running()
-        with frontend.admit(prefix.account, 1, prefix.expected_tokens):
+        frontend, space, account = self._running(), prefix.namespace, prefix.account
+        with frontend.admit(account, 1, prefix.expected_tokens):
             key = array("i", await self._work.encode(frontend, prefix)).tobytes()
-            answer = await self._call(lambda call: AddPin(call, key, prefix.namespace, prefix.account, name, ttl_s))
-        if "refused" in answer:
-            raise PinRefused(answer["refused"])
-        return answer["pin"]
+            return (await self._call(lambda call: AddPin(call, key, space, account, name, ttl_s)))["pin"]
 
-    async def pin_modules(self, encoded: Submission, name: str, ttl_s: float | None) -> list[str]:
-        """Keep the KV of all modules that a submission read in the cache; ids of their pins.
+    async def pin_entries(self, encoded: Submission, name: str, ttl_s: float | None) -> list[str]:
+        """Keep the KV of all modules or documents that a submission read in the cache; ids of their pins.
 
         Raises:
             PinRefused: over the budget, or if the cache is too busy to keep them.
             Overloaded, RateLimited: over the limits on open requests.
         """
-        modules, space, account = encoded.prompt, encoded.namespace, encoded.account
-        assert isinstance(modules, ModulePrompt)
-        with self._running().admit(account, 1, modules.length):
-            answer = await self._call(lambda call: AddPin(call, b"", space, account, name, ttl_s, modules.reuse))
-        if "refused" in answer:
-            raise PinRefused(answer["refused"])
+        prompt, space, account = encoded.prompt, encoded.namespace, encoded.account
+        assert isinstance(prompt, PlacedPrompt)
+        tokens = array("i", prompt.tokens).tobytes()
+        with self._running().admit(account, 1, prompt.length):
+            answer = await self._call(lambda call: AddPin(call, tokens, space, account, name, ttl_s, prompt.reuse))
         return [pin["id"] for pin in answer["pins"]]
+
+    async def cached(self, prompt: PlacedPrompt, namespace: Namespace) -> dict[str, int]:
+        """Cached tokens of the modules or documents that a prompt reads, by name; few modules at a time."""
+        key, found = array("i", prompt.tokens).tobytes(), dict[str, int]()
+        asked = prompt.reuse or {}
+        if (entries := asked.get("entries")) is None:
+            return await self._call(partial(GetCached, reuse=asked, namespace=namespace, tokens=key))
+        most = min(_ENTRIES, self.info.pool_tokens // self.info.page_size)
+        for start in range(0, len(entries), most):
+            some = {**asked, "entries": entries[start : start + most]}
+            found |= await self._call(partial(GetCached, reuse=some, namespace=namespace))
+        return found
 
     async def unpin(self, pin: str) -> bool:
         """Remove a pin; False if there is none of that id."""
@@ -376,7 +389,7 @@ class AsyncEngine:
         return (await self._call(lambda call: GetRequests(call, limit)))["requests"]
 
     async def on_node(self, verb: Literal["pin", "unpin", "drop"], page: int, start: int) -> dict[str, Any]:
-        """Pin, unpin or evict a node of the tree; see `Admin`."""
+        """Pin, unpin or evict a node of the tree; see `Admin`. Raises PinRefused."""
         return await self._call(lambda call: OnNode(call, verb, page, start))
 
     def _running(self) -> Frontend:
@@ -389,11 +402,19 @@ class AsyncEngine:
         self._num_calls += 1
         call = self._num_calls
         self._calls[call] = future = asyncio.get_running_loop().create_future()
-        self._send(make(call))
+        message = make(call)
+        self._send(message)
         try:
-            return await future
+            answer = await future
+        except asyncio.CancelledError:
+            if isinstance(message, AddPin):
+                self._send(Abort(message.rid))
+            raise
         finally:
             self._calls.pop(call, None)
+        if "refused" in answer:
+            raise PinRefused(answer["refused"])
+        return answer
 
     # -- wire ------------------------------------------------------------------------------------------------
 
@@ -426,75 +447,3 @@ class AsyncEngine:
 
 def _too_late(timeout_s: float | None) -> DeadlineExceeded:
     return DeadlineExceeded(f"the request took longer than its {timeout_s:g} seconds", param="timeout_s")
-
-
-class OutputStream:
-    """Outputs of submissions, until every completion has finished.
-
-    For a reader slower than the engine, successive Outputs of a completion are merged. Reading raises RametError, such
-    as EngineDead, if a completion fails; an aborted completion ends with an Output.
-    """
-
-    def __init__(self, frontend: Frontend, in_turn: InTurn = asyncio.to_thread):
-        """`in_turn`: does work on Outputs in a thread."""
-        self._frontend = frontend
-        self.in_turn = in_turn
-        self._queue: asyncio.Queue[Output | RametError] = asyncio.Queue()
-        self._ready: deque[Output | RametError] = deque()
-        self._submissions: list[Submission] = []
-        self._open = 0
-        self.timer: asyncio.TimerHandle | None = None
-
-    def submit(self, submission: Submission, tokens: list[int]) -> None:
-        """Add a submission; `index` of its Outputs counts the calls. Raises InvalidRequest, Overloaded, RateLimited."""
-        self._frontend.submit(submission, tokens, len(self._submissions), self._queue.put_nowait)
-        self._submissions.append(submission)
-        self._open += submission.sampling.n
-
-    def close(self) -> None:
-        """Abort unfinished completions."""
-        if self.timer is not None:
-            self.timer.cancel()
-        if self._open:
-            for submission in self._submissions:
-                self._frontend.drop(submission)
-
-    def expire(self, error: RametError) -> None:
-        """Abort unfinished completions; reading raises `error` after the Outputs that have arrived."""
-        for submission in self._submissions:
-            self._frontend.drop(submission)
-        if self._open:
-            self._queue.put_nowait(error)
-
-    def __enter__(self) -> OutputStream:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def __aiter__(self) -> OutputStream:
-        return self
-
-    async def __anext__(self) -> Output:
-        if not self._open:
-            raise StopAsyncIteration
-        if not self._ready:
-            self._fill(await self._queue.get())
-        output = self._ready.popleft()
-        if isinstance(output, RametError):
-            raise output
-        self._open -= output.finish is not None
-        return output
-
-    def _fill(self, item: Output | RametError) -> None:
-        """Take all items that have arrived, and merge successive Outputs of one completion."""
-        while True:
-            last = self._ready[-1] if self._ready else None
-            same = isinstance(item, Output) and isinstance(last, Output) and item.index == last.index
-            if same and item.choice == last.choice:  # type: ignore[union-attr]
-                self._ready[-1] = merge_outputs(last, item)  # type: ignore[arg-type]
-            else:
-                self._ready.append(item)
-            if self._queue.empty():
-                return
-            item = self._queue.get_nowait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import count
+from secrets import token_hex
 from typing import Any
 
 from radix import Match, Namespace, Node, RadixTree, path
@@ -13,7 +13,7 @@ from radix import Match, Namespace, Node, RadixTree, path
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """A pinned prefix; `expires_s` is on the board's clock, None: never."""
+    """A pinned prefix; `expires_s` is on the board's clock, None: never. No pin of a later engine has its `id`."""
 
     id: str
     name: str | None
@@ -42,7 +42,6 @@ class PinBoard:
         self.num_refused = 0
         self.num_broken = 0
         self._clock = clock
-        self._ids = count(1)
 
     def pin(self, tokens: array[int], namespace: Namespace, name: str | None, ttl_s: float | None) -> dict[str, Any]:
         """Pin the whole pages of a prefix.
@@ -93,7 +92,7 @@ class PinBoard:
         self.tree.touch(node)
         tokens = sum(len(above.pages) for above in path(node)) * self.tree.page_size
         expires_s = None if ttl_s is None else self._clock() + ttl_s
-        pin = Pin(f"pin-{next(self._ids)}", name, node.namespace, tokens, node, expires_s)
+        pin = Pin(f"pin-{token_hex(8)}", name, node.namespace, tokens, node, expires_s)
         self.pins[pin.id] = pin
         return pin
 

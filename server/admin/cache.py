@@ -7,12 +7,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Request
 from fastapi import Path as PathParameter
 from pydantic import ConfigDict, Field
 
 from radix import Namespace
-from runtime.errors import InvalidRequest, PinRefused
+from runtime.errors import InvalidRequest
 from runtime.frontend.output import Submission
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
@@ -20,6 +20,7 @@ from server.auth.keys import Asker, CacheScope, Forbidden, Tenant
 from server.context import Context, Ctx
 from server.http import examples
 from server.http.errors import NotFound
+from server.http.sse import while_there
 from server.http.wire import Body, CacheSalt, Text, TokenIds
 from server.openai.types import Message, Messages
 
@@ -46,7 +47,7 @@ class PinRequest(Body):
 
 
 @router.post("/pin", responses=examples.PIN)
-async def pin(context: Ctx, body: PinRequest, tenant: Asker) -> dict[str, Any]:
+async def pin(context: Ctx, body: PinRequest, request: Request, tenant: Asker) -> dict[str, Any]:
     """Pin the whole pages of a prefix, which is computed now if it is not cached. 409 over the budget."""
     given = [value for value in (body.text, body.input_ids, body.messages) if value is not None]
     if len(given) != 1:
@@ -65,7 +66,7 @@ async def pin(context: Ctx, body: PinRequest, tenant: Asker) -> dict[str, Any]:
         namespace=tenant.namespace(body.cache_salt, body.cache_scope),
         add_special_tokens=body.messages is None,
     )
-    return await context.engine.pin(prefix, body.name, body.ttl_s)
+    return await while_there(request, context.engine.pin(prefix, body.name, body.ttl_s))
 
 
 def _render(messages: list[Message], tokenizer: Tokenizer) -> str:
@@ -103,10 +104,7 @@ Start = Annotated[
 @router.post("/nodes/{page}/pin", responses=examples.PIN)
 async def pin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
     """Pin the prefix that ends with a node. 404 if the node is gone, 409 over the budget."""
-    done = await _on_node(context, "pin", page, start)
-    if "refused" in done:
-        raise PinRefused(done["refused"])
-    return done["pin"]
+    return (await _on_node(context, "pin", page, start))["pin"]
 
 
 @router.delete("/nodes/{page}/pin", responses=examples.UNPINNED)

@@ -6,13 +6,14 @@ from importlib.metadata import version
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
 from pydantic import ConfigDict
 
 from runtime.errors import InvalidRequest
 from server.context import Ctx
 from server.http import examples
+from server.http.seats import Seat
 from server.http.wire import Body, Rid
 
 router = APIRouter(tags=["server"])
@@ -72,7 +73,9 @@ async def abort_request(context: Ctx, body: AbortRequest) -> dict[str, Any]:
 
 
 @router.get("/metrics", response_class=PlainTextResponse, responses=examples.METRICS)
-async def metrics(context: Ctx) -> Response:
+async def metrics(context: Ctx, request: Request) -> Response:
     """Prometheus exposition text."""
-    text = context.metrics.render(await context.engine.state())
+    state = await context.engine.state()
+    seat: Seat | None = getattr(request.state, "seat", None)
+    text = context.metrics.render({**state, "connections": 0 if seat is None else seat.num_connections})
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

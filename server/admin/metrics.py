@@ -63,6 +63,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pages_pinned": ("Pages of the tree that are pinned", ("ramet:pages_pinned",)),
     "pins": ("Pins", ("ramet:pins",)),
     "tree_nodes": ("Nodes of the tree", ("ramet:tree_nodes",)),
+    "connections": ("Open connections, this one too", ("ramet:connections",)),
 }
 
 
@@ -142,7 +143,7 @@ class Metrics:
         }
 
     def render(self, state: dict[str, Any]) -> bytes:
-        """The exposition text; `state` is `AsyncEngine.state()`."""
+        """The exposition text; `state` is `AsyncEngine.state()`, and what else is to be shown."""
         total = state["pages_total"]
         queried = state["queried_tokens"]
         used = state["pages_private"] + state["pages_locked"]

@@ -14,8 +14,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from runtime.frontend.async_engine import OutputStream
 from runtime.frontend.output import Output
+from runtime.frontend.stream import OutputStream
 
 # Tokens whose log-probabilities are written on the event loop; with 128 alternatives each they take a millisecond.
 _FEW = 16

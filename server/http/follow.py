@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from fastapi import Request
 
 from runtime.errors import InvalidRequest
-from runtime.frontend.async_engine import OutputStream
 from runtime.frontend.output import Output, Submission
+from runtime.frontend.stream import OutputStream
 from server.admin.metrics import Metrics
 from server.context import Context
 from server.http.answers import write_logprobs

@@ -50,8 +50,13 @@ class Room:
         self.silent: dict[Seat, None] = {}  # the oldest first
 
     @property
+    def taken(self) -> int:
+        """Open connections."""
+        return self.busy + len(self.silent)
+
+    @property
     def full(self) -> bool:
-        return self.busy + len(self.silent) >= self.most
+        return self.taken >= self.most
 
     def shed(self) -> bool:
         """Close the oldest silent connection; False if there is none."""
@@ -74,6 +79,11 @@ class Seat:
         self._rooms = rooms
         self._busy = False
         self._enter()
+
+    @property
+    def num_connections(self) -> int:
+        """Open connections of the widest group."""
+        return self._rooms[-1].taken if self._rooms else 0
 
     def _enter(self) -> None:
         for room in self._rooms:

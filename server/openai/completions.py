@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from runtime.errors import InvalidRequest
-from runtime.frontend.async_engine import OutputStream
 from runtime.frontend.output import Output, Submission, new_rid, prompts_of
+from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
 from server.auth.keys import Asker, Tenant
 from server.context import Context, Ctx

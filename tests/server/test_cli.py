@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -57,6 +59,15 @@ def test_generate_prints_the_text(tiny_dir, capsys):
     assert main(["generate", "Hello", "--chat", *options]) == 0
 
 
+def test_a_reader_that_leaves_ends_the_output_quietly():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-c", "import sys; from server.cli import main; sys.exit(main())", "options"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
 SCHEMA = """<schema name="cities">Trips.
 <module name="plan">For <parameter name="days" length="2"/> days
 <union><module name="rome">in Rome</module></union></module>
@@ -84,9 +95,28 @@ def test_generate_imports_modules(tiny_dir, tmp_path, capsys):
     options = ["--model", str(tiny_dir), "--dtype", "float32", "--pool-tokens", "1024", "--max-new-tokens", "4"]
     prompt = '<prompt schema="cities"><plan days="3"/> I</prompt>'
     assert main(["generate", prompt, "--schema", str(tmp_path / "cities.pml"), *options]) == 0
-    assert capsys.readouterr().out.endswith("\n")
+    alone = capsys.readouterr().out
+    assert alone.endswith("\n")
+    assert main(["generate", prompt, "--schema", str(tmp_path / "cities.pml"), "--mode", "nested", *options]) == 0
+    assert capsys.readouterr().out != alone
     assert main(["generate", "Hello", "--schema", str(tmp_path / "cities.pml"), *options]) == 1
     assert "ramet: line 1: this is no XML" in capsys.readouterr().err
+
+
+def test_generate_reads_documents(tiny_dir, tmp_path, capsys):
+    (tmp_path / "one.txt").write_text("Rome is old.")
+    options = ["--model", str(tiny_dir), "--dtype", "float32", "--pool-tokens", "1024", "--max-new-tokens", "4"]
+    assert main(["generate", "Rome is old.\nWhy?", *options]) == 0
+    plain = capsys.readouterr().out
+    documents = ["--document", str(tmp_path / "one.txt")]
+    assert main(["generate", "Why?", *documents, *options]) == 0
+    assert capsys.readouterr().out == plain
+    assert main(["generate", "Why?", *documents, "--document-reuse", "pie", *options]) == 0
+    assert capsys.readouterr().out == plain  # it begins at 0
+    assert main(["generate", "Why?", *documents, "--chat", *options]) == 0
+    with pytest.raises(SystemExit):
+        main(["generate", "Why?", "--document", str(tmp_path / "none.txt"), *options])
+    assert "none.txt cannot be read: No such file" in capsys.readouterr().err
 
 
 def test_fetch_model_prints_the_directory(tiny_dir, capsys):

@@ -49,7 +49,9 @@ def test_a_dead_engine_ends_every_stream_and_the_server(tiny_dir, tmp_path):
 
 def test_a_dead_engine_is_restarted_where_that_is_wanted(tiny_dir, tmp_path):
     server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192", "--on-engine-death", "restart")
+    schema = {"pml": "<schema name='brief'>A text.</schema>", "pin": True}
     try:
+        assert len(httpx.post(f"{server.url}/v1/schemas", json=schema, timeout=60).json()["pins"]) == 1
         threads, found = streams(server, 2)
         os.kill(server.engine_pid(), signal.SIGKILL)
         for thread in threads:
@@ -62,6 +64,10 @@ def test_a_dead_engine_is_restarted_where_that_is_wanted(tiny_dir, tmp_path):
             time.sleep(0.05)
         body = {"text": "x", "sampling_params": {"max_new_tokens": 3}}
         assert httpx.post(f"{server.url}/generate", json=body, timeout=60).json()["meta_info"]["completion_tokens"] > 0
+        assert [one["pins"] for one in httpx.get(f"{server.url}/v1/schemas").json()["data"]] == [[]]
+        again = httpx.post(f"{server.url}/v1/schemas", json=schema, timeout=60).json()
+        assert [pin["id"] for pin in httpx.get(f"{server.url}/cache/pins").json()["pins"]] == again["pins"]
+        assert httpx.get(f"{server.url}/v1/schemas/brief").json()["pins"] == again["pins"] != []
     finally:
         assert stop(server) == 0
 

@@ -11,9 +11,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, 
 
 from runtime.config import SchedulerConfig
 from runtime.errors import InvalidRequest, RateLimited
-from runtime.frontend.async_engine import OutputStream
 from runtime.frontend.output import Submission
 from runtime.frontend.processor import Frontend
+from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import Abort, AddRequest, Finish, ModelInfo, TokenEvent

@@ -46,15 +46,26 @@ def board() -> Board:
 
 def test_a_pin_is_described(board):
     made = board.pin(1, 1, 2, 2, name="one", ttl_s=5.0)
-    assert made == {"pin": {"id": "pin-1", "name": "one", "tokens": 4, "hits": 0, "expires_in_s": 5.0}}
+    (pin,) = board.pins.pins.values()
+    assert made == {"pin": {"id": pin.id, "name": "one", "tokens": 4, "hits": 0, "expires_in_s": 5.0}}
     board.now += 3.5
-    pin = board.pins.pins["pin-1"]
     assert board.pins.describe(pin)["expires_in_s"] == 1.5
     board.now += 3.5
     assert board.pins.describe(pin)["expires_in_s"] == 0.0
     board.tree.use(pin.node)
     assert board.pins.describe(pin)["hits"] == 1
-    assert board.pin(5, 5)["pin"] == {"id": "pin-2", "name": None, "tokens": 2, "hits": 0, "expires_in_s": None}
+    other = board.pin(5, 5)["pin"]
+    assert other == {"id": other["id"], "name": None, "tokens": 2, "hits": 0, "expires_in_s": None}
+
+
+def test_no_pin_is_called_like_one_of_another_engine():
+    boards = [Board() for _ in range(2)]
+    for board in boards:
+        board.keep(1, 1)
+    ids = [board.pin(1, 1)["pin"]["id"] for board in boards for _ in range(3)]
+    assert len(set(ids)) == 6
+    assert {len(one) for one in ids} == {len("pin-0123456789abcdef")}
+    assert not boards[1].pins.unpin(ids[0])
 
 
 def test_whole_pages_are_pinned_and_shared_ones_counted_once(board):
@@ -141,10 +152,11 @@ def test_what_has_expired_takes_nothing_of_the_budget():
 def test_the_least_recently_used_pin_yields(board):
     for tokens, name in (((1, 1, 2, 2), "a"), ((1, 1, 3, 3), "b"), ((5, 5, 6, 6), "c")):
         board.pin(*tokens, name=name)
-    board.tree.use(board.pins.pins["pin-1"].node)
+    first, _, third = board.pins.pins.values()
+    board.tree.use(first.node)
     assert board.pins.yield_one()
     assert board.names == ["a", "c"]
-    board.tree.use(board.pins.pins["pin-3"].node)
+    board.tree.use(third.node)
     assert board.pins.yield_one()
     assert board.names == ["c"]
     assert board.pins.yield_one()

@@ -17,9 +17,9 @@ from runtime.protocol import AddPin, GetPins, OnNode, RemovePin
 from tests.runtime.engine.driver import Driver, make_core
 
 
-def pin(core, tokens, **options):
+def pin(core, tokens, call=1, **options):
     """The answer to a pin; None: it comes when the prefix is computed."""
-    reply = core.handle(AddPin(1, array("i", tokens).tobytes(), **options))
+    reply = core.handle(AddPin(call, array("i", tokens).tobytes(), **options))
     return None if reply is None else reply.result
 
 
@@ -60,6 +60,19 @@ def test_a_pin_over_the_budget_is_refused_with_the_figures(driver):
     assert "20 pages" in refused
     assert "shorter than a page" in pin(driver.core, [1, 2, 3])["refused"]
     assert driver.core.admin.state()["pins_refused"] == 2
+
+
+def test_a_call_that_nobody_waits_for_computes_no_more(driver):
+    calls = [AddPin(call, array("i", [call, *PREFIX]).tobytes()) for call in (7, 8)]
+    for call in calls:
+        assert driver.core.handle(call) is None
+    driver.abort(calls[0].rid)
+    (reply,) = driver.core.take_replies()
+    assert (reply.call, "refused" in reply.result) == (7, True)
+    driver.run()
+    (reply,) = driver.core.take_replies()
+    assert (reply.call, "pin" in reply.result) == (8, True)
+    assert driver.core.counters["prefill_tokens"] == 96
 
 
 def test_pins_share_what_their_prefixes_share(driver):
@@ -152,7 +165,7 @@ def test_full_load_with_pins_and_quotas_at_their_limits(tiny_dir, policy):
 
     def between(step: int) -> None:
         if step % 3 == 0:
-            pin(core, draw.choice(roots))
+            pin(core, draw.choice(roots), call=step)
 
     for rid, prompt in prompts.items():
         driver.add(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from server.admin.cache import preview_tokens
@@ -34,6 +36,26 @@ def test_pin_list_unpin(client, how):
     assert client.delete(f"/cache/pins/{pin['id']}").json() == {"success": True}
     assert client.delete(f"/cache/pins/{pin['id']}").status_code == 404
     assert client.post("/flush_cache").json()["live_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/cache/pin", {"text": f"Nobody waits for this. {TEXT}"}),
+        ("/v1/schemas", {"pml": f"<schema name='left'>Nobody waits. {TEXT}</schema>", "encode": True}),
+    ],
+)
+def test_who_leaves_while_a_prefix_is_computed_leaves_nothing_to_compute(client, server, path, body):
+    client.post("/pause")
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            left = pool.submit(httpx.post, server.url + path, json=body, timeout=1)
+            server.wait(lambda state: state["waiting"] == 1)
+            assert isinstance(left.exception(), httpx.ReadTimeout)
+        server.wait(lambda state: state["waiting"] == 0, seconds=5)
+    finally:
+        client.post("/resume")
+    assert client.get("/cache/pins").json()["pins"] == client.get("/v1/schemas").json()["data"] == []
 
 
 def test_a_pin_over_the_budget_is_409_with_the_figures(client):

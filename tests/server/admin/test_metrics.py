@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import socket
+import time
+from contextlib import ExitStack
+
 from server.http.rate import Rate
 
 LABELS = '{model_name="smollm2"}'
@@ -47,6 +51,18 @@ def test_requests_are_counted_under_both_names(client):
         assert grown(f"{house}:generation_tokens_total") == 10
     assert grown("vllm:request_success_total", '{finished_reason="length",model_name="smollm2"}') == 2
     assert float(after["sglang:num_running_reqs" + LABELS]) == 0
+
+
+def test_open_connections(client, server):
+    host, port = server.url.removeprefix("http://").split(":")
+    before = read(client)["ramet:connections" + LABELS]
+    with ExitStack() as opened:
+        for _ in range(3):
+            opened.enter_context(socket.create_connection((host, int(port))))
+        deadline = time.monotonic() + 10
+        while float(read(client)["ramet:connections" + LABELS]) != float(before) + 3:
+            assert time.monotonic() < deadline
+    assert float(before) >= 1
 
 
 def test_evictions_by_cause_and_how_long_pages_were_idle(client):

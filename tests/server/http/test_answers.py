@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.frontend.async_engine import OutputStream
 from runtime.frontend.output import Output
+from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import Finish, TokenLogprob
 from server.admin.metrics import Metrics

@@ -26,6 +26,15 @@ def test_the_oldest_silent_connection_goes_first():
     assert (room.busy, room.silent) == (0, {})
 
 
+def test_connections_are_counted_whether_they_are_silent_or_busy():
+    everybody = Room(16)
+    seats = [Seat(Room(8), everybody) for _ in range(3)]
+    assert seats[0].take()
+    assert [seat.num_connections for seat in seats] == [3, 3, 3]
+    seats[1].leave()
+    assert [seat.num_connections for seat in seats] == [2, 0, 2]
+
+
 def test_a_full_room_always_has_a_silent_connection():
     """Requests leave a reserve, within which connections come and go."""
     for most in (2, 3, 16, 1000):

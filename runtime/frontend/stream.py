@@ -1,0 +1,85 @@
+"""OutputStream: the Outputs of submissions as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from runtime.errors import RametError
+from runtime.frontend.output import Output, Submission, merge_outputs
+from runtime.frontend.processor import Frontend
+
+InTurn = Callable[[Callable[[], None]], Awaitable[None]]
+
+
+class OutputStream:
+    """Outputs of submissions, until every completion has finished.
+
+    For a reader slower than the engine, successive Outputs of a completion are merged. Reading raises RametError, such
+    as EngineDead, if a completion fails; an aborted completion ends with an Output.
+    """
+
+    def __init__(self, frontend: Frontend, in_turn: InTurn = asyncio.to_thread):
+        """`in_turn`: does work on Outputs in a thread."""
+        self._frontend = frontend
+        self.in_turn = in_turn
+        self._queue: asyncio.Queue[Output | RametError] = asyncio.Queue()
+        self._ready: deque[Output | RametError] = deque()
+        self._submissions: list[Submission] = []
+        self._open = 0
+        self.timer: asyncio.TimerHandle | None = None
+
+    def submit(self, submission: Submission, tokens: list[int]) -> None:
+        """Add a submission; `index` of its Outputs counts the calls. Raises InvalidRequest, Overloaded, RateLimited."""
+        self._frontend.submit(submission, tokens, len(self._submissions), self._queue.put_nowait)
+        self._submissions.append(submission)
+        self._open += submission.sampling.n
+
+    def close(self) -> None:
+        """Abort unfinished completions."""
+        if self.timer is not None:
+            self.timer.cancel()
+        if self._open:
+            for submission in self._submissions:
+                self._frontend.drop(submission)
+
+    def expire(self, error: RametError) -> None:
+        """Abort unfinished completions; reading raises `error` after the Outputs that have arrived."""
+        for submission in self._submissions:
+            self._frontend.drop(submission)
+        if self._open:
+            self._queue.put_nowait(error)
+
+    def __enter__(self) -> OutputStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __aiter__(self) -> OutputStream:
+        return self
+
+    async def __anext__(self) -> Output:
+        if not self._open:
+            raise StopAsyncIteration
+        if not self._ready:
+            self._fill(await self._queue.get())
+        output = self._ready.popleft()
+        if isinstance(output, RametError):
+            raise output
+        self._open -= output.finish is not None
+        return output
+
+    def _fill(self, item: Output | RametError) -> None:
+        """Take all items that have arrived, and merge successive Outputs of one completion."""
+        while True:
+            last = self._ready[-1] if self._ready else None
+            same = isinstance(item, Output) and isinstance(last, Output) and item.index == last.index
+            if same and item.choice == last.choice:  # type: ignore[union-attr]
+                self._ready[-1] = merge_outputs(last, item)  # type: ignore[arg-type]
+            else:
+                self._ready.append(item)
+            if self._queue.empty():
+                return
+            item = self._queue.get_nowait()
