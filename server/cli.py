@@ -57,9 +57,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("prompt", help="text to continue; - reads standard input")
     parser.add_argument("--schema", metavar="FILE", help="a schema in PML; the prompt is PML too: <prompt schema=...>")
-    parser.add_argument(
-        "--mode", choices=get_args(Mode), default="independent", help="of the schema; default: independent"
-    )
+    parser.add_argument("--mode", choices=get_args(Mode), help="of the schema; default: independent")
     parser.add_argument("--chat", action="store_true", help="apply the chat template to the prompt as a user's message")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
@@ -74,6 +72,8 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     config = config_from(parser, arguments)
     if arguments.schema and arguments.chat:
         parser.error("argument --chat: a schema says itself where the turns of a conversation are")
+    if arguments.mode and not arguments.schema:
+        parser.error("argument --mode: it belongs to --schema")
     given = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     try:
         sampling = SamplingParams(
@@ -85,7 +85,7 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     prompt: Prompt = given
     with Engine(config=config) as engine:
         if arguments.schema:
-            prompt = engine.schema(_read(parser, arguments.schema), arguments.mode).compile(given)
+            prompt = engine.schema(_read(parser, arguments.schema), arguments.mode or "independent").compile(given)
         elif arguments.chat:
             prompt = engine.tokenizer.apply_chat_template([{"role": "user", "content": given}])
         for output in engine.stream_all([Submission(prompt, sampling, add_special_tokens=not arguments.chat)]):
