@@ -93,11 +93,12 @@ class GetPins(msgspec.Struct, tag="pins"):
 
 
 class GetCached(msgspec.Struct, tag="cached"):
-    """Ask how many tokens of entries are cached; `reuse`: as of an `AddRequest`. Answered by `Reply`: by entry."""
+    """Ask how many tokens of entries are cached; fields as of an `AddPin`. Answered by `Reply`: by entry."""
 
     call: int
     reuse: dict[str, Any]
     namespace: Namespace = Namespace()
+    tokens: bytes = b""
 
 
 class GetTree(msgspec.Struct, tag="tree"):

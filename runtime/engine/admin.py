@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from radix import Block, Node, outline, path, view
 from radix.stats import Histogram
 from runtime.engine.scheduler import Scheduler
+from runtime.errors import InvalidRequest
 from runtime.kv.cache import PagedCache
 from runtime.protocol import (
     Call,
@@ -98,12 +99,17 @@ class Admin:
         }
 
     def _cached(self, message: GetCached) -> dict[str, Any]:
-        """Tokens of entries that lie in the tree, by the entries' names."""
-        cache = self._core.cache
+        """Tokens of entries that lie in the tree, by the entries' names; none of what can never be served."""
+        cache, asked = self._core.cache, message.reuse
         found: dict[str, Any] = {}
-        for run in self._core.strategy_of(message.reuse).runs(array("i"), message.namespace, message.reuse):
+        try:
+            runs = self._core.strategy_of(asked).runs(array("i", message.tokens), message.namespace, asked)
+        except InvalidRequest:
+            return found
+        for run in runs:
             rows = run.tokens[: len(cache.tree.match(run.tokens.tobytes(), run.namespace).pages) * cache.page_size]
-            found[run.name or ""] = len(rows) - rows.count(-1)  # which fills the last page
+            name = run.name or ""
+            found[name] = found.get(name, 0) + len(rows) - rows.count(-1)  # which fills the last page
         return found
 
     def _pause(self, message: Pause) -> dict[str, Any]:
