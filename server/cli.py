@@ -58,10 +58,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", help="text to continue; - reads standard input")
     parser.add_argument("--schema", metavar="FILE", help="a schema in PML; the prompt is PML too: <prompt schema=...>")
     parser.add_argument(
-        "--document", metavar="FILE", action="append", help="a text before the prompt; see --document-reuse; repeatable"
+        "--mode", choices=get_args(Mode), default="independent", help="of the schema; default: independent"
     )
     parser.add_argument(
-        "--mode", choices=get_args(Mode), default="independent", help="of the schema; default: independent"
+        "--document", metavar="FILE", action="append", help="a text before the prompt; see --document-reuse; repeatable"
     )
     parser.add_argument("--chat", action="store_true", help="apply the chat template to the prompt as a user's message")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")

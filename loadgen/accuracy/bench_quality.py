@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ from runtime.reuse.modules.schema import Mode, Schema
 
 FULL = "full attention"
 # Items that run together, in all ways.
-_BATCH = 8
+BATCH = 8
 # Greedy tokens beyond the length of the right answer.
 _MORE = 4
 _DRAWS = 2000
-_COLUMNS = ("task", "", "NLL", "more than full [95 %]", "KL [95 %]", "KL, p95", "right, %", "points to full [95 %]")
+COLUMNS = ("task", "", "NLL", "more than full [95 %]", "KL [95 %]", "KL, p95", "right, %", "points to full [95 %]")
 
 # By way: "nll", nats a token, and "right", a value for each item; "kl", nats, a list of its tokens for each item.
 Figures = dict[str, dict[str, list[Any]]]
@@ -56,20 +56,20 @@ def run(arguments: argparse.Namespace) -> int:
     asker = Asker(path, dtype=arguments.dtype, max_running=64, **threads)
     tokenizer = Tokenizer.load(path)
     tasks: dict[str, Figures] = {}
-    batches = [range(i, min(i + _BATCH, arguments.items)) for i in range(0, arguments.items, _BATCH)]
+    batches = [range(i, min(i + BATCH, arguments.items)) for i in range(0, arguments.items, BATCH)]
     work = [(task, batch) for task in arguments.tasks for batch in batches]
     for task, batch in track(work, description="asking", console=Console(stderr=True)):
         items = [TASKS[task](random.Random(f"{task} {arguments.seed} {number}")) for number in batch]
         measure(asker, tokenizer, items, tasks.setdefault(task, {}))
     rows = {task: list(task_rows(task, figures)) for task, figures in tasks.items()}
-    table = make_table(f"{arguments.items} questions a task, {asker.core.info.dtype}", _COLUMNS, left=2)
+    table = make_table(f"{arguments.items} questions a task, {asker.core.info.dtype}", COLUMNS, left=2)
     for several in rows.values():
         for row in several:
             table.add_row(*row)
         table.add_section()
     wide_console().print(table)
     if arguments.markdown:
-        arguments.markdown.write_text(markdown_table(_COLUMNS, [row for several in rows.values() for row in several]))
+        arguments.markdown.write_text(markdown_table(COLUMNS, [row for several in rows.values() for row in several]))
     if arguments.plot:
         _plot(tasks, arguments.plot)
     if arguments.json:
@@ -80,18 +80,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 def measure(asker: Asker, tokenizer: Tokenizer, items: Sequence[Item], figures: Figures) -> None:
     """Ask some questions in all ways, and add what is found."""
+    compare(
+        asker, tokenizer, items, [ways_of(item, tokenizer, asker.core.info.context_length) for item in items], figures
+    )
+
+
+def compare(
+    asker: Asker, tokenizer: Tokenizer, items: Sequence[Item], ways: Sequence[dict[str, Ask]], figures: Figures
+) -> None:
+    """Ask some questions, each in its ways, of which full attention is the first, and add what is found."""
     golds = [tokenizer.encode(item.answer, add_special_tokens=False) for item in items]
     asked = [
-        (item, gold, way, ask)
-        for item, gold in zip(items, golds, strict=True)
-        for way, ask in ways_of(item, tokenizer, asker.core.info.context_length).items()
+        (item, gold, way, ask) for item, gold, mine in zip(items, golds, ways, strict=True) for way, ask in mine.items()
     ]
-    asks = [ask for _, _, _, ask in asked]
-    found = asker.forced(asks, [gold for _, gold, _, _ in asked])
-    said = asker.greedy(asks, max(map(len, golds)) + _MORE)
+    found = asker.forced([ask for _, _, _, ask in asked], [[*gold, gold[-1]] for _, gold, _, _ in asked])
+    best = [logprobs.argmax(-1).tolist() for logprobs in found]
+    # Where each best token is the right one, the greedy answer is known, up to the token behind it.
+    known = [tokens[:-1] == gold for tokens, (_, gold, _, _) in zip(best, asked, strict=True)]
+    open_asks = [ask for (_, _, _, ask), is_known in zip(asked, known, strict=True) if not is_known]
+    fresh = iter(asker.greedy(open_asks, max(map(len, golds)) + _MORE))
+    said = [tokens if is_known else next(fresh) for tokens, is_known in zip(best, known, strict=True)]
     asker.end()
     full = torch.empty(0)
-    for (item, gold, way, _), logprobs, tokens in zip(asked, found, said, strict=True):
+    for (item, gold, way, _), behind, tokens in zip(asked, found, said, strict=True):
+        logprobs = behind[:-1]
         full = logprobs if way == FULL else full
         mine = figures.setdefault(way, {"nll": [], "kl": [], "right": []})
         mine["nll"].append(-float(logprobs[range(len(gold)), gold].mean()))
@@ -138,10 +150,12 @@ def task_rows(task: str, figures: Figures, seed: int = 0) -> Iterator[list[str]]
         yield cells
 
 
-def interval(values: np.ndarray, rng: np.random.Generator) -> tuple[float, float]:
-    """95 % bootstrap interval of the mean."""
-    means = values[rng.integers(len(values), size=(_DRAWS, len(values)))].mean(1)
-    low, high = np.percentile(means, (2.5, 97.5))
+def interval(
+    values: np.ndarray, rng: np.random.Generator, statistic: Callable[..., np.ndarray] = np.mean
+) -> tuple[float, float]:
+    """95 % bootstrap interval of the mean, or of another statistic that takes an axis."""
+    drawn = statistic(values[rng.integers(len(values), size=(_DRAWS, len(values)))], axis=1)
+    low, high = np.percentile(drawn, (2.5, 97.5))
     return float(low), float(high)
 
 

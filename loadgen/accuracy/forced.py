@@ -24,35 +24,43 @@ class Ask(NamedTuple):
     reuse: dict[str, Any] | None = None
 
 
-class _Keeping(Decoding):
-    """Another decoding; of the requests in `answers`, the logits that predict their last tokens are kept.
+_UNLIKELY = -1e4
+
+
+class _Forcing(Decoding):
+    """Another decoding, but the requests in `answers` are given these tokens, whatever the logits say.
+
+    So the tokens come one by one, behind the rows that a method has chosen without having seen them.
 
     Attributes:
-        answers: how many tokens, by request id.
-        kept: float32 [n, vocab] of each step that had such rows.
+        answers: tokens by request id.
+        kept: float32 [vocab] for each token so far, the logits that it was not chosen from.
     """
 
     def __init__(self, inner: Decoding):
         super().__init__()
         self._inner = inner
-        self.answers: dict[str, int] = {}
+        self.answers: dict[str, list[int]] = {}
         self.kept: dict[str, list[torch.Tensor]] = {}
 
     def open(self, request: Request, asked: dict[str, Any]) -> None:
         self._inner.open(request, asked)
 
     def wanted(self, work: Work) -> np.ndarray:
-        """Also the rows before the answer's tokens, and the last row, which every prompt needs."""
-        length = self.answers.get(work.request.rid)
-        if length is None:
-            return self._inner.wanted(work)
-        first = work.request.prompt_len - 1 - length - work.start
-        return np.arange(min(max(first, 0), work.count), work.count)
+        return self._inner.wanted(work)
 
     def choose(
         self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor
     ) -> tuple[list[Request], Sampled | None]:
-        return self._inner.choose(work, places, logits)
+        forced = logits.clone()
+        for item, place in zip(work, places, strict=True):
+            answer = self.answers.get(item.request.rid)
+            if answer is not None and item.samples and place[0].start < place[0].stop:
+                row, kept = place[0].stop - 1, self.kept.setdefault(item.request.rid, [])
+                kept.append(logits[row].clone())
+                forced[row] = _UNLIKELY
+                forced[row, answer[len(kept) - 1]] = 0
+        return self._inner.choose(work, places, forced)
 
     def book(
         self,
@@ -62,8 +70,6 @@ class _Keeping(Decoding):
         token: int | None,
         logprob: TokenLogprob | None,
     ) -> TokenEvent | None:
-        if work.request.rid in self.answers:
-            self.kept.setdefault(work.request.rid, []).append(logits[places[0]].clone())
         return self._inner.book(work, logits, places, token, logprob)
 
 
@@ -71,22 +77,20 @@ class Asker(Drive):
     """An engine core that is asked several prompts at once."""
 
     def __init__(self, path: Path, **options: Any):
-        super().__init__(path, **options)
-        self._keeping = self.core.decoding = _Keeping(self.core.decoding)
+        super().__init__(path, overlap="off", **options)
+        self._forcing = self.core.decoding = _Forcing(self.core.decoding)
 
     def forced(self, asks: Sequence[Ask], answers: Sequence[list[int]]) -> list[torch.Tensor]:
         """Log-probabilities, float32 [n, vocab], of all tokens in the place of each of an answer's n tokens."""
         rids = []
         for ask, answer in zip(asks, answers, strict=True):
-            self._keeping.answers[f"{self._count + 1}"] = len(answer)
-            self.add(array("i", ask.tokens + answer), 0, ask.reuse)
+            self._forcing.answers[f"{self._count + 1}"] = answer
+            self.add(array("i", ask.tokens), len(answer), ask.reuse)
             rids.append(f"{self._count}")
-        self._run()
-        found = [torch.cat(self._keeping.kept.pop(rid))[:-1] for rid in rids]
-        self._keeping.answers.clear()
-        for logits, answer in zip(found, answers, strict=True):
-            assert len(logits) == len(answer), "the cache held rows whose logits were wanted"
-        return [logits.log_softmax(-1) for logits in found]
+        said = self._run()
+        assert [said[rid] for rid in rids] == list(answers)
+        self._forcing.answers.clear()
+        return [torch.stack(self._forcing.kept.pop(rid)).log_softmax(-1) for rid in rids]
 
     def greedy(self, asks: Sequence[Ask], output: int) -> list[list[int]]:
         """The most likely tokens behind each prompt, up to an end of text."""

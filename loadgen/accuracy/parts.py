@@ -66,7 +66,8 @@ def _prose() -> Prose:
     return Prose(random.Random(0))
 
 
-def _filler(rng: random.Random, tokens: int) -> str:
+def filler(rng: random.Random, tokens: int) -> str:
+    """Sentences of about so many tokens."""
     return _prose().reseeded(rng.random()).text(tokens).rstrip(".,;:!?") + "."
 
 
@@ -78,8 +79,8 @@ def _table(rng: random.Random, size: int) -> dict[str, str]:
 def needle(rng: random.Random) -> Item:
     """A number in one of four documents."""
     key, number = rng.choice(word_list()), "".join(rng.choices("0123456789", k=7))
-    texts = [f"\n\nDocument {i}: {_filler(rng, 24)}" for i in range(1, 5)]
-    texts[rng.randrange(4)] += f" One of the special magic numbers for {key} is: {number}. {_filler(rng, 8)}"
+    texts = [f"\n\nDocument {i}: {filler(rng, 24)}" for i in range(1, 5)]
+    texts[rng.randrange(4)] += f" One of the special magic numbers for {key} is: {number}. {filler(rng, 8)}"
     return Item(
         "A special magic number is hidden within the following documents. Make sure to memorize it.",
         [[text] for text in texts],
@@ -116,7 +117,7 @@ _TRAITS = (
 def persona(rng: random.Random) -> Item:
     """A person as one member of each of six unions; the other members are longer, so that gaps follow the imported."""
     drawn = [(question, says, rng.sample(ends, 3)) for question, says, ends in rng.sample(_TRAITS, len(_TRAITS))]
-    parts = [[f" {says} {end}." + f" {_filler(rng, 8)}" * bool(i) for i, end in enumerate(e)] for _, says, e in drawn]
+    parts = [[f" {says} {end}." + f" {filler(rng, 8)}" * bool(i) for i, end in enumerate(e)] for _, says, e in drawn]
     question, says, ends = rng.choice(drawn)
     return Item("You are the following person.", parts, question, says, f" {ends[0]}")
 
@@ -131,7 +132,7 @@ def reference(rng: random.Random) -> Item:
     people = dict(zip(rng.sample(_NAMES, 4), rng.sample(things, 4), strict=True))
     parts = []
     for name, thing in people.items():
-        parts += [[f" {_filler(rng, 6)} The next person is {name}."], [f" This person has a {thing}."]]
+        parts += [[f" {filler(rng, 6)} The next person is {name}."], [f" This person has a {thing}."]]
     name = rng.choice(list(people))
     return Item(
         "Read about some people.", parts, f"What does {name} have?", f"{name} has a", f" {people[name]}", _BY_TWO
@@ -148,7 +149,8 @@ def cut(rng: random.Random) -> Item:
     return _look_up(rng.choice(keys[1::3]), values, parts, _BY_TWO)
 
 
-_KINDS = (
+# Words of four kinds.
+KINDS = (
     ("lion", "tiger", "horse", "wolf", "bear", "rabbit", "goat", "fox"),
     ("bread", "cheese", "butter", "rice", "soup", "cake", "honey", "egg"),
     ("shirt", "coat", "hat", "shoe", "sock", "belt", "glove", "scarf"),
@@ -159,7 +161,7 @@ _KINDS = (
 def labels(rng: random.Random) -> Item:
     """Words of four kinds with colours as labels, three words in each part, and a new word."""
     colours = rng.sample(("red", "blue", "green", "white"), 4)
-    drawn = [(rng.sample(kind, 7), colour) for kind, colour in zip(_KINDS, colours, strict=True)]
+    drawn = [(rng.sample(kind, 7), colour) for kind, colour in zip(KINDS, colours, strict=True)]
     lines = [f"\n{word}: {colour}" for words, colour in drawn for word in words[1:]]
     rng.shuffle(lines)
     words, colour = rng.choice(drawn)
