@@ -57,9 +57,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("prompt", help="text to continue; - reads standard input")
     parser.add_argument("--schema", metavar="FILE", help="a schema in PML; the prompt is PML too: <prompt schema=...>")
-    parser.add_argument(
-        "--mode", choices=get_args(Mode), default="independent", help="of the schema; default: independent"
-    )
+    parser.add_argument("--mode", choices=get_args(Mode), help="of the schema; default: independent")
     parser.add_argument(
         "--document", metavar="FILE", action="append", help="a text before the prompt; see --document-reuse; repeatable"
     )
@@ -78,6 +76,8 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     config = config_from(parser, arguments)
     if arguments.schema and (arguments.chat or arguments.document):
         parser.error("argument --schema: a schema says itself where the turns of a conversation and its texts are")
+    if arguments.mode and not arguments.schema:
+        parser.error("argument --mode: it belongs to --schema")
     given = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     try:
         sampling = SamplingParams(
@@ -89,7 +89,7 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     prompt: Prompt = given
     with Engine(config=config) as engine:
         if arguments.schema:
-            prompt = engine.schema(_read(parser, arguments.schema), arguments.mode).compile(given)
+            prompt = engine.schema(_read(parser, arguments.schema), arguments.mode or "independent").compile(given)
         elif arguments.document or arguments.chat:
             documents = [Document(_read(parser, name)) for name in arguments.document or ()]
             messages = [{"role": "user", "content": [*documents, given]}]

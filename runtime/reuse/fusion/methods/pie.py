@@ -1,4 +1,4 @@
-"""PIE (positional integrity encoding, He et al. 2024): document rows move to their place, none is computed again."""
+"""PIE (positional integrity encoding, He et al. 2024): rows of documents are moved to their place, and none changes."""
 
 from __future__ import annotations
 
