@@ -9,8 +9,8 @@ import random
 import pytest
 
 from loadgen.accuracy import bench_documents
-from loadgen.accuracy.bench_quality import compare
-from loadgen.accuracy.documents import FULL, TASKS, tokenize, ways_of
+from loadgen.accuracy.bench_quality import FULL, compare
+from loadgen.accuracy.documents import TASKS, tokenize, ways_of
 from loadgen.accuracy.documents_report import costs_of, lost_share, sections
 from loadgen.accuracy.forced import Ask, Asker
 from loadgen.micro.documents import METHODS, ways
