@@ -227,7 +227,7 @@ class _Walk:
     def _block(self, at: int, parent: int | None, now: float, preview_tokens: int) -> Block:
         node = self._nodes[at]
         return Block(
-            id=node.pages[0] if at >= self._num_roots and node.pages else -1,
+            id=node.pages[0] if at >= self._num_roots else -1,
             parent=parent,
             namespace=node.namespace,
             start=self._starts[at],

@@ -36,7 +36,7 @@ async def keep(
     context: Context,
     tenant: Tenant,
 ) -> S:
-    """Store an object, compute its KV and pin it, as the request asks; the stored object.
+    """Store an object, compute its KV and pin it, as the request asks; the stored object. Its pins live as long.
 
     Args:
         prompt: makes a prompt that only encodes.
@@ -56,13 +56,14 @@ async def keep(
         account=tenant.account,
         namespace=namespace,
     )
+    pin = body.pin or bool(stored.lease.pins)
     try:
-        if body.encode or body.pin:
+        if body.encode or pin:
             await _encode(ahead, request, context)
-        if body.pin:
+        if pin:
             await _pin(ahead, stored, store, body.ttl_s, request, context)
     except BaseException:
-        if is_new:
+        if is_new and not stored.lease.pins:  # another request may have pinned it
             store.drop(tenant.account, stored)
         raise
     return stored
@@ -79,8 +80,8 @@ async def _pin(
     ahead: Submission, stored: S, store: Store[S], ttl_s: float | None, request: Request, context: Context
 ) -> None:
     pins = await while_there(request, context.engine.pin_entries(ahead, stored.id, ttl_s))
-    await unpin(stored, context)
-    stored.lease.pins = pins
+    before, stored.lease.pins = stored.lease.pins, pins
+    await _unpin(before, context)
     if not store.holds(ahead.account, stored):
         await unpin(stored, context)
         message = f"the {store.noun} was deleted meanwhile"
@@ -89,7 +90,11 @@ async def _pin(
 
 async def unpin(stored: Stored, context: Context) -> None:
     """Remove an object's pins, if they are still there."""
-    for pin in stored.lease.pins:
+    await _unpin(stored.lease.pins, context)
+
+
+async def _unpin(pins: Sequence[str], context: Context) -> None:
+    for pin in pins:
         await context.engine.unpin(pin)
 
 

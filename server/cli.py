@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 from pydantic import ValidationError
 
@@ -52,8 +53,13 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
+    from runtime.reuse.modules.schema import Mode
+
     parser.add_argument("prompt", help="text to continue; - reads standard input")
     parser.add_argument("--schema", metavar="FILE", help="a schema in PML; the prompt is PML too: <prompt schema=...>")
+    parser.add_argument(
+        "--mode", choices=get_args(Mode), default="independent", help="of the schema; default: independent"
+    )
     parser.add_argument(
         "--document", metavar="FILE", action="append", help="a text before the prompt; see --document-reuse; repeatable"
     )
@@ -83,7 +89,7 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     prompt: Prompt = given
     with Engine(config=config) as engine:
         if arguments.schema:
-            prompt = engine.schema(_read(parser, arguments.schema)).compile(given)
+            prompt = engine.schema(_read(parser, arguments.schema), arguments.mode).compile(given)
         elif arguments.document or arguments.chat:
             documents = [Document(_read(parser, name)) for name in arguments.document or ()]
             messages = [{"role": "user", "content": [*documents, given]}]

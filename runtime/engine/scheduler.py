@@ -148,7 +148,10 @@ class Scheduler:
         return budget
 
     def _take(self, work: list[Work], request: Request, budget: int) -> int:
-        item = request.strategy.work(request, min(self._chunk_tokens, budget))
+        limit = min(self._chunk_tokens, budget)
+        if request.wants_prompt_logprobs:  # a row with its logits costs about two others
+            limit = min(limit, max(self._chunk_tokens // 2, 1))
+        item = request.strategy.work(request, limit)
         work.append(item)
         return item.num_rows
 

@@ -72,4 +72,4 @@ def _bound(account: str, configured: int | None, total: int) -> int:
     """The limit of one account: as configured, else half of the total for a key, and all of it without keys."""
     if configured is not None:
         return configured
-    return max(total // 2, 1) if account else total
+    return total // 2 if account else total

@@ -15,13 +15,14 @@ from runtime.frontend.detokenizer import TextStream
 from runtime.frontend.limits import RequestLimits
 from runtime.frontend.output import Output, PlacedPrompt, Submission
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import DiffusionParams
+from runtime.params import DiffusionParams, ReuseParams
 from runtime.protocol import Abort, AddRequest, Finish, Inbound, ModelInfo, TokenEvent, TokenLogprob
 from runtime.reuse.fusion.plan import DocumentPrompt, Planner, refuse_reuse
 from runtime.reuse.fusion.prompt import Segments
 from runtime.reuse.modules.compile import ModulePrompt
 
 OnOutput = Callable[[Output | RametError], None]
+_NONE = ReuseParams(method="none")
 _NO_REUSE = Planner()
 
 
@@ -151,7 +152,10 @@ class Frontend:
     def _place_documents(self, submission: Submission, prompt: Segments) -> DocumentPrompt:
         """The tokens of a prompt with documents, and how these are reused. Raises InvalidRequest."""
         self.check_text(prompt.num_characters, "prompt")
-        return self._planner.plan(prompt.tokenize(self.tokenizer, submission.add_special_tokens), submission.reuse)
+        asked = submission.reuse
+        if asked is None and (self.info.diffusion is not None or submission.prompt_logprobs_from is not None):
+            asked = _NONE  # the default is for those that it can serve
+        return self._planner.plan(prompt.tokenize(self.tokenizer, submission.add_special_tokens), asked)
 
     def _check_documents(self, submission: Submission, prompt: DocumentPrompt) -> None:
         """Raise InvalidRequest if the documents' reuse can never be served."""

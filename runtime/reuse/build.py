@@ -187,9 +187,17 @@ def _attend(members: Sequence[_Member], num_rows: int, page_size: int, least_sav
     plan = AttentionPlan(num_rows)
     alone: list[list[Read]] = [[] for _ in members]
     by_shift: dict[int, list[tuple[bytes, int, Read]]] = defaultdict(list)
+    masked: dict[tuple[int, bytes, bytes], list[tuple[int, Read]]] = defaultdict(list)
     for m, member in enumerate(members):
         for read in member.stage.reads:
-            by_shift[read.shift].append((_shareable(read, page_size), m, read))
+            if read.keep is not None and read.visible is None:
+                masked[read.shift, read.pages.tobytes(), read.keep.numpy().tobytes()].append((m, read))
+            else:
+                by_shift[read.shift].append((_shareable(read, page_size), m, read))
+    for equal in masked.values():
+        read = equal[0][1]
+        rows = _union([members[m].rows(other) for m, other in equal])
+        plan.add(rows, Span(read.pages, read.length, read.shift, read.keep))
     for shift, entries in by_shift.items():
         entries.sort(key=itemgetter(0))
         for found in stretches([table for table, _, _ in entries], page_size, least_saved_tokens):

@@ -18,6 +18,9 @@ from runtime.kv.cache import PagedCache
 from runtime.request import Request, Segment, Work
 from runtime.reuse.build import Read, RowSet, Stage
 
+# So many segments of fewer rows are read together, where this leaves fewer rows unused than a read of its own costs.
+_MANY, _SHORT, _COST = 32, 256, 32
+
 
 @dataclass(slots=True)
 class Found:
@@ -217,7 +220,12 @@ def _reads(request: Request, segments: Sequence[Segment], first: int, stop: int,
         reads = []
     else:
         pages = own
-        reads = [_read(segment) for segment in segments]
+        short = [segment for segment in segments if _is_short(segment, page_size)]
+        if len(short) < _MANY:
+            reads = [_read(segment) for segment in segments]
+        else:
+            reads = [_read(segment) for segment in segments if not _is_short(segment, page_size)]
+            reads.append(_read_together(short, page_size))
     visible = causal_visible(length, stop - first)
     reads.append(Read(np.frombuffer(pages, dtype=np.int32), length, visible=visible))
     return reads
@@ -225,6 +233,23 @@ def _reads(request: Request, segments: Sequence[Segment], first: int, stop: int,
 
 def _continues(segment: Segment, page_size: int) -> bool:
     return not segment.shift and segment.keep is None and segment.length % page_size == 0
+
+
+def _is_short(segment: Segment, page_size: int) -> bool:
+    """Whether a read of its own costs more than the unused rows of its last page do."""
+    return (
+        segment.length < _SHORT and -segment.length % page_size < _COST and not segment.shift and segment.keep is None
+    )
+
+
+def _read_together(segments: Sequence[Segment], page_size: int) -> Read:
+    """One read of several segments, the same for all requests that read the same ones."""
+    segments = sorted(segments, key=lambda segment: segment.pages)
+    pages = np.frombuffer(b"".join(segment.pages for segment in segments), dtype=np.int32)
+    lengths = np.array([segment.length for segment in segments])
+    sizes = -(-lengths // page_size) * page_size
+    keep = np.arange(sizes.sum()) < np.repeat(sizes.cumsum() - sizes + lengths, sizes)
+    return Read(pages, len(keep), keep=None if keep.all() else torch.from_numpy(keep))
 
 
 def _read(segment: Segment) -> Read:

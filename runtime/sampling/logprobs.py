@@ -12,6 +12,8 @@ from runtime.protocol import TokenLogprob
 Measured = Sequence[torch.Tensor]
 
 _LEAST = -9999.0  # JSON has no infinity
+# Rows that are measured at a time: on a CPU, their log-probabilities fit into its caches.
+_ROWS = 32
 
 
 def measure_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Measured:
@@ -19,9 +21,14 @@ def measure_logprobs(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Me
 
     They stay on the device of the logits, without a wait.
     """
-    logprobs = logits.log_softmax(-1).clamp_min(_LEAST)
+    pieces = [_measure(*piece, top) for piece in zip(logits.split(_ROWS), tokens.split(_ROWS), strict=True)]
+    return pieces[0] if len(pieces) == 1 else [torch.cat(parts) for parts in zip(*pieces, strict=True)]
+
+
+def _measure(logits: torch.Tensor, tokens: torch.Tensor, top: int) -> Measured:
+    logprobs = logits.log_softmax(-1)
     values, ids = logprobs.topk(min(top, logprobs.shape[-1]))
-    return logprobs.gather(-1, tokens[:, None])[:, 0], ids, values
+    return logprobs.gather(-1, tokens[:, None])[:, 0].clamp_min(_LEAST), ids, values.clamp_min(_LEAST)
 
 
 def list_logprobs(tokens: Sequence[int], measured: Measured) -> list[TokenLogprob]:

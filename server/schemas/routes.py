@@ -77,7 +77,8 @@ async def get_schema(
     namespace, engine = tenant.namespace(cache_salt, cache_scope), context.engine
     every = await while_there(request, engine.in_turn(tenant.account, 4 * stored.num_tokens, stored.schema.everything))
     cached = await while_there(request, engine.cached(every, namespace))
-    by_path = {path: tokens for entry, tokens in cached.items() for path in entry.split(", ")}
+    names = [entry["name"] for entry in every.reuse["entries"]]
+    by_path = {path: cached[entry] for entry in names for path in entry.split(", ")}
     return await _show(stored, context, cached_tokens=by_path)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from array import array
+from collections.abc import Iterable
+from typing import ClassVar
 
 import pytest
 
 from radix import POLICIES, Match, Namespace, Quotas, RadixTree, make_policy, path
+from radix.eviction import LRU
 from radix.node import Node
 from radix.stats import Histogram
 
@@ -152,6 +156,38 @@ def test_a_run_that_is_cut_under_a_lock_stays_locked():
     assert sorted(tree.flush()) == [0, 1]
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_random_locks_and_pins_cover_the_prefixes_that_they_name(seed):
+    """Runs are cut while they are held, also more than once; the model is a list of prefixes."""
+    draw, tree = random.Random(seed), Tree()
+    keys = [(*head, *tail) for head in ((1, 2, 3), (1, 5, 3)) for tail in ((1, 2, 3), (4, 2, 3))]
+    for tokens in keys:
+        tree.add(*tokens)
+    held: list[tuple[str, Node, tuple[int, ...]]] = []
+    for step in range(40):
+        if held and (step >= 32 or draw.random() < 0.4):
+            kind, node, _ = held.pop(draw.randrange(len(held)))
+            (tree.unpin if kind == "pin" else tree.unlock)(node)
+        elif step < 32:
+            tokens, kind = (
+                draw.choice(keys)[: draw.choice((6, 6, 6, *range(1, 6)))],
+                draw.choice(("lock", "lock", "pin")),
+            )
+            node = tree.locked(*tokens)
+            if kind == "pin":
+                tree.pin(node)
+                tree.unlock(node)
+            held.append((kind, node, tokens))
+        assert tree.num_locked_pages == covered(tokens for _, _, tokens in held)
+        assert tree.num_pinned_pages == covered(tokens for kind, _, tokens in held if kind == "pin")
+    tree.check()
+
+
+def covered(sequences: Iterable[tuple[int, ...]]) -> int:
+    """Number of distinct prefixes."""
+    return len({tokens[:n] for tokens in sequences for n in range(1, len(tokens) + 1)})
+
+
 def test_what_is_unlocked_can_be_evicted_again():
     tree = Tree()
     node = tree.add(1, 2)
@@ -218,10 +254,12 @@ def test_a_cost_is_divided_with_its_run():
     tree.locked(1, 2)
     upper = node.parent
     assert (upper.cost, node.cost, upper.meta, node.meta) == (4.0, 6.0, "record", "record")
+    assert (upper.last_use, upper.created_s, upper.owner) == (node.last_use, node.created_s, node.owner) != (0, 0, None)
     tree.evict(1)
     assert (node.cost, node.key, list(node.pages)) == (4.0, key(3, 4), [2, 3])
     other = tree.add(1, 2, 7, cost=3.0)
     assert (other.cost, other.meta, upper.cost) == (3.0, None, 4.0), "what was there keeps its own"
+    assert tree.add(8).cost == 0.0
 
 
 def test_times_and_hits_of_a_path():
@@ -257,6 +295,32 @@ def test_each_use_is_later_than_the_one_before():
     assert [node.last_use for node in nodes] == [4, 5, 3]
     tree.add(2)
     assert [list(tree.evict(1)) for _ in range(3)] == [[0], [1], [2]], "an insertion of what is there is a use"
+
+
+def test_a_policy_is_told_of_a_use_when_it_is_booked():
+    class Told(LRU):
+        seen: ClassVar[list[tuple[float, ...]]] = []
+
+        def used(self, node: Node, tick: int) -> None:
+            self.seen.append((tick, node.last_use, node.hits, node.used_s))
+
+    tree = Tree(policy=Told())
+    tree.time = 5.0
+    node = tree.add(1, 2)
+    tree.time = 6.0
+    tree.use(node)
+    tree.touch(node)
+    assert Told.seen == [(1, 1, 0, 5.0), (2, 2, 1, 6.0)], "a renewal is no use"
+
+
+def test_a_parent_enters_with_the_recency_of_its_last_child():
+    tree = Tree()
+    tree.add(1, 2)
+    child = tree.add(1, 2, 3)
+    old = tree.add(20)
+    tree.touch(child)
+    tree.drop(child)
+    assert list(tree.evict(1)) == list(old.pages)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -69,6 +69,9 @@ def grow(filled, count, seed=1):
 
 def test_everything_is_shown_where_there_is_room(filled):
     tree = grow(filled, 200)
+    for number, node in enumerate(list(tree.nodes())[::3]):
+        tree.use(node)
+        node.meta = Record(number)
     shown, _ = finish(outline(tree, 10**6, preview_tokens=2))
     nodes = {node.pages[0]: node for node in tree.nodes()}
     blocks = [block for block in shown if block.id >= 0]
@@ -77,7 +80,8 @@ def test_everything_is_shown_where_there_is_room(filled):
         node = nodes[block.id]
         assert block.tokens == len(node.pages) * PAGE
         assert block.preview == node.key[:8]
-        assert block.namespace == node.namespace
+        assert (block.namespace, block.hits) == (node.namespace, node.hits)
+        assert block.meta == (None if node.meta is None else node.meta.describe())
         above, before = node.parent, 0
         while above is not None:
             before += len(above.pages) * PAGE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 
 import pytest
@@ -89,12 +90,22 @@ def test_entries_that_do_not_hold_are_cleared_away_in_time():
     for i in range(5_000):
         order.push(float(i), nodes[i % 10])
         longest = max(longest, len(order._heap))
+        assert order._compact_at >= 64, "a few are not worth a look at all"
     assert longest <= 4 * 10 + 64
     assert [order.pop() for _ in range(11)] == [*nodes, None]
     many, order = [leaf() for _ in range(1_000)], Order()
     for i, node in enumerate(many):
         order.push(float(-i), node)
     assert [order.pop() for _ in many] == many[::-1], "those that hold stay"
+
+
+def test_an_order_is_a_sorted_list_of_the_latest_entries():
+    draw, order, nodes, latest = random.Random(2), Order(), [leaf() for _ in range(100)], {}
+    for i in range(1_000):
+        node, place = draw.choice(nodes), float(draw.randrange(50))
+        order.push(place, node)
+        latest[node] = (place, i)
+    assert [order.pop() for _ in range(len(latest) + 1)] == [*sorted(latest, key=latest.__getitem__), None]
 
 
 # -- least recently used -----------------------------------------------------------------------------------------

@@ -97,6 +97,7 @@ def test_namespaces_never_meet():
     insert(tree, [1, 2], [0, 1], Namespace("a"))
     assert list(tree.match(key(1, 2), Namespace("b")).pages) == []
     assert list(tree.match(key(1, 2), Namespace("a")).pages) == [0, 1]
+    assert list(tree.match(key(1, 2), Namespace("a").for_entry("kind", "1")).pages) == []
 
 
 @pytest.mark.parametrize("page_size", [1, 3])

@@ -95,7 +95,10 @@ def test_generate_imports_modules(tiny_dir, tmp_path, capsys):
     options = ["--model", str(tiny_dir), "--dtype", "float32", "--pool-tokens", "1024", "--max-new-tokens", "4"]
     prompt = '<prompt schema="cities"><plan days="3"/> I</prompt>'
     assert main(["generate", prompt, "--schema", str(tmp_path / "cities.pml"), *options]) == 0
-    assert capsys.readouterr().out.endswith("\n")
+    alone = capsys.readouterr().out
+    assert alone.endswith("\n")
+    assert main(["generate", prompt, "--schema", str(tmp_path / "cities.pml"), "--mode", "nested", *options]) == 0
+    assert capsys.readouterr().out != alone
     assert main(["generate", "Hello", "--schema", str(tmp_path / "cities.pml"), *options]) == 1
     assert "ramet: line 1: this is no XML" in capsys.readouterr().err
 

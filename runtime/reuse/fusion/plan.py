@@ -43,7 +43,8 @@ class DocumentPrompt:
         """The answer's `reuse`; `engine`: as the engine has it, if it says anything."""
         if self.reuse is None and engine is None and self.names:
             engine = {
-                **{"strategy": "prefix", "exact": True, "method": "none", "documents": self.names},
+                **{"strategy": "prefix", "exact": True, "method": "none"},
+                "documents": list(dict.fromkeys(self.names)),
                 **{"reused_tokens": cached_tokens, "computed_tokens": self.length - cached_tokens},
             }
         return None if engine is None else engine | self.note

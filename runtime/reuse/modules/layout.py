@@ -97,9 +97,11 @@ def make_entry(scopes: Sequence[Scope]) -> dict[str, Any]:
     holes: list[list[int]] = []
     index = 0
     for place, run in enumerate([*before, *runs]):
+        start, index = index, index + len(run.tokens)
         if place < len(before) or not run.kept:
-            holes.append([index, index + len(run.tokens)])
-        index += len(run.tokens)
+            if holes and holes[-1][1] == start:  # equal entries have equal messages
+                start = holes.pop()[0]
+            holes.append([start, index])
     name = " + ".join(scope.path for scope in scopes)
     return {"name": name, "tokens": tokens.tobytes(), "anchors": anchors, "holes": holes}
 

@@ -75,6 +75,9 @@ def test_a_method_for_documents_can_be_the_default(tiny_dir):
         assert [answer.reuse["method"] for answer in answers] == ["pie", "none"]
         assert answers[0].token_ids == answers[1].token_ids
         assert engine.generate("Once", GREEDY)[0].reuse is None
+        scored = Submission(prompt, SamplingParams(**GREEDY), prompt_logprobs_from=0)
+        *_, last = engine.stream_all([scored])
+        assert last.reuse["method"] == "none"
 
 
 def test_streamed_deltas_are_the_text(engine):

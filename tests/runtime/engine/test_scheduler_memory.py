@@ -66,6 +66,28 @@ def test_one_that_gives_way_itself_gets_no_row():
     assert engine.waiting == "b"
 
 
+def test_those_behind_one_that_gives_way_go_on():
+    engine = Engine(pages=15, prefix_cache=False)
+    engine.add("a", prompt(1, 3), priority=3)
+    engine.add("b", prompt(2, 4), priority=1)
+    engine.add("c", prompt(3, 3), priority=2)
+    engine.scheduler.waiting = type(engine.scheduler.waiting)("fcfs", 0.1, 32, 1)
+    for rid in "abc":
+        engine.scheduler.waiting.add(engine.requests[rid])
+    assert engine.steps(2) == [{"a": 3, "b": 4, "c": 3}, {"a": 1, "b": 1, "c": 1}]
+    engine.cache.allocate(1, array("i"), Namespace())
+    assert [item.request.rid for item in engine.scheduler.schedule()] == ["a", "c"]
+    assert (engine.running, engine.waiting) == ("ac", "b")
+
+
+def test_a_retracted_request_is_ranked_by_what_it_leaves():
+    engine = Engine(schedule_policy="lpm")
+    engine.add("a", prompt(1, 4))
+    engine.steps(3)
+    engine.scheduler._retract(engine.requests["a"])
+    assert engine.requests["a"].matched_tokens == 6
+
+
 def test_a_retracted_request_keeps_its_tokens_and_finds_them_in_the_tree():
     engine = Engine(pages=16)
     engine.add("a", prompt(1, 4))
@@ -252,6 +274,30 @@ def test_whoever_waits_for_memory_holds_up_no_step_until_there_may_be_some():
     engine.remove("b")
     engine.work = engine.work[:1]
     assert ahead(engine) == {}, "its pages are free"
+
+
+def test_those_behind_one_that_waited_for_memory_are_looked_at_when_it_has_left():
+    engine = Engine(pages=24, prefix_cache=False)
+    engine.add("a", prompt(1, 3), new=9)
+    engine.step()
+    engine.add("c", prompt(3, 23))
+    engine.add("d", prompt(4, 2))
+    engine.work = engine.scheduler.schedule()
+    assert ahead(engine).keys() == {"a"}
+    engine.remove("c")
+    assert ahead(engine) == {}, "d fits"
+
+
+def test_whoever_waits_for_memory_is_looked_at_again_when_a_pin_has_left():
+    engine = Engine(pages=24, pin_budget=1.0)
+    pin(engine, prompt(9, 10))
+    engine.add("a", prompt(1, 3), new=20)
+    engine.step()
+    engine.add("c", prompt(3, 10))
+    engine.work = engine.scheduler.schedule()
+    assert ahead(engine).keys() == {"a"}
+    engine.cache.pins.unpin_all()
+    assert ahead(engine) == {}
 
 
 # -- turns -------------------------------------------------------------------------------------------------------

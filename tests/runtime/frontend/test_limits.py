@@ -90,6 +90,22 @@ def test_what_has_begun_no_longer_waits_and_what_has_ended_is_no_longer_open():
     assert not limits.waiting_tokens
 
 
+def test_work_is_counted_while_it_is_held():
+    limits = make_limits()
+    with limits.held("a", 3, 30):
+        assert (limits.open, limits.waiting_tokens) == ({"a": 3}, {"a": 30})
+        assert "RateLimited" in refusal(limits, "a", 3, 0)
+        with pytest.raises(RateLimited), limits.held("a", 3, 1):
+            pytest.fail("it must not begin")
+        assert (limits.open, limits.waiting_tokens) == ({"a": 3}, {"a": 30})
+        with limits.held("b", 5, 0):
+            assert limits.open == {"a": 3, "b": 5}
+    with pytest.raises(ZeroDivisionError), limits.held("a", 1, 2):
+        1 / 0  # noqa: B018
+    assert not limits.open
+    assert not limits.waiting_tokens
+
+
 @pytest.mark.parametrize("account", ["", "a"])
 def test_a_check_books_nothing(account):
     limits = make_limits()

@@ -76,6 +76,7 @@ def test_pages_that_the_tree_has_already_are_given_back():
     node, held = cache.insert(key(1, 2, 3, 4, 5, 6), pages, EVERYBODY, 7.0, "record")
     assert list(held) == [*first.pages, pages[2]]
     assert (list(node.pages), node.cost, node.meta) == ([pages[2]], 7.0, "record")
+    assert first.cost == 0.0
     assert cache.allocator.num_free == 13
     cache.check([])
 
@@ -96,10 +97,17 @@ def test_a_request_that_leaves_has_nothing_and_what_it_read_is_used_last():
     private = cache.allocate(1, array("i"), EVERYBODY)
     request.segments.append(Segment(private, 2))
     cache.check([request])
+    request.owed = 3
     cache.release(request)
     cache.check([])
     sequence = request.sequence
-    assert (request.segments, len(sequence.pages), sequence.start, sequence.num_computed) == ([], 0, 0, 0)
+    assert (request.segments, request.owed, len(sequence.pages), sequence.start, sequence.num_computed) == (
+        [],
+        0,
+        0,
+        0,
+        0,
+    )
     assert cache.allocator.num_free == 13
     cache.allocate(14, array("i"), EVERYBODY)
     assert [cached(cache, i, i) for i in range(3)] == [1, 0, 1]
@@ -114,6 +122,15 @@ def test_a_tenant_over_its_quota_gives_way_when_its_request_leaves():
     cache.release(request)
     assert cache.tree.quotas.pages(T) == 2
     cache.check([])
+
+
+def test_who_computed_shared_pages_gives_way_when_its_request_leaves():
+    cache, shared = make_cache(quotas={"t": 2}), Namespace("public")
+    cache.insert(key(1, 2, 3, 4, 5, 6), cache.allocate(3, array("i"), EVERYBODY), shared, owner=T)
+    request = reader(cache, 1, 2, namespace=shared)
+    request.owner = T
+    cache.release(request)
+    assert cache.tree.quotas.pages(T) == 2
 
 
 def test_tokens_that_nobody_else_keeps():
@@ -151,11 +168,12 @@ def test_evictions_make_room_for_exactly_what_is_wanted():
 
 def test_pages_follow_those_before_them():
     cache = make_cache()
-    first = cache.allocate(2, array("i"), EVERYBODY)
-    other = cache.allocate(1, array("i"), EVERYBODY)
-    cache.allocate(3, array("i"), EVERYBODY)
-    cache.allocator.release(other)
-    assert list(cache.allocate(1, first, EVERYBODY)) == [first[-1] + 1]
+    pages = cache.allocate(16, array("i"), EVERYBODY)
+    assert list(pages) == list(range(16))
+    cache.allocator.release(array("i", [2, 3, 4, 8, 12, 13]))
+    assert list(cache.allocate(1, pages[5:12], EVERYBODY)) == [12]
+    assert list(cache.allocate(1, array("i"), EVERYBODY)) == [8], "the smallest extent"
+    assert list(cache.allocate(1, pages[:2], EVERYBODY)) == [2]
 
 
 def test_a_quota_bounds_the_pages_that_the_tree_will_hold():
@@ -205,6 +223,10 @@ def test_what_is_configured():
     assert not make_cache(prefix_cache=False).enabled
     assert make_cache().events is None
     assert [make_cache(pages=9, pin_budget=share).pins.budget_pages for share in (0.5, 1, 0)] == [4, 9, 0]
+    cache = make_cache()
+    keep(cache, 1, 2)
+    assert cache.pins.pin(array("i", [1, 2]), EVERYBODY, None, 5.0)["pin"]["expires_in_s"] == 5.0
+    assert (cache.tree.num_pinned_pages, cache.pool.num_pages) == (1, 16)
     cache = make_cache(kv_events="tcp://127.0.0.1:1")
     keep(cache, 1, 2, 3, 4)
     (event,) = cache.events.take()

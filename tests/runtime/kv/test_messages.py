@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from array import array
+from socket import socket as Socket
 
 import msgspec
 import pytest
@@ -13,7 +15,7 @@ from radix import Namespace, Removed, Stored
 from runtime.errors import ModelError
 from runtime.kv.publisher import EventPublisher
 
-STORED = Stored((5, 6), None, array("i", [1, 2, 3, 4]).tobytes(), Namespace())
+STORED = Stored((5, 6), None, array("i", [0, 1, 2, 3]).tobytes(), Namespace())
 CHILD = Stored((7,), 6, array("i", [8, 9]).tobytes(), Namespace())
 END = -1
 
@@ -79,12 +81,29 @@ def test_every_field_of_a_message(wire):
     assert wire.receive(wire.heard) == (
         number,
         [
-            ["BlockStored", [5, 6], None, [1, 2, 3, 4], 2, None, "GPU"],
+            ["BlockStored", [5, 6], None, [0, 1, 2, 3], 2, None, "GPU"],
             ["BlockStored", [7], 6, [8, 9], 2, None, "GPU"],
             ["BlockRemoved", [6, 7], "GPU"],
         ],
     )
     assert wire.receive(wire.heard) == (number + 1, [["BlockRemoved", [5], "GPU"]]), "no message is empty"
+
+
+def test_a_message_tells_its_time(wire):
+    before = time.time()
+    wire.publisher.publish([STORED])
+    _, payload = wire.publisher._kept[-1]
+    assert before <= msgspec.msgpack.decode(payload)[0] <= time.time()
+
+
+def test_an_error_gives_the_first_endpoint_free():
+    with Socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        free = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(ModelError) as failed:  # whose traceback keeps the publisher
+        EventPublisher(free, "ipc:///no/such/place", 2, "CPU", True)
+    EventPublisher(free, None, 2, "CPU", True).close()
+    assert failed.value.message.startswith("--kv-events-replay")
 
 
 def test_without_tokens_nobody_learns_any(tmp_path):

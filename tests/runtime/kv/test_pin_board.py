@@ -64,6 +64,7 @@ def test_no_pin_is_called_like_one_of_another_engine():
         board.keep(1, 1)
     ids = [board.pin(1, 1)["pin"]["id"] for board in boards for _ in range(3)]
     assert len(set(ids)) == 6
+    assert {len(one) for one in ids} == {len("pin-0123456789abcdef")}
     assert not boards[1].pins.unpin(ids[0])
 
 

@@ -20,6 +20,11 @@ def test_sizes():
     assert make_pool(spare_pages=2).num_pages == 4
     assert KVPool.bytes_per_token(3, 2, 5, torch.bfloat16) == 2 * 3 * 2 * 5 * 2
     pool = make_pool()
+    assert pool.k.dtype == pool.v.dtype == torch.float32
+    elsewhere = KVPool(1, 1, 1, 1, 1, torch.float16, torch.device("meta"))
+    assert [(tensor.dtype, tensor.device.type) for tensor in (elsewhere.k, elsewhere.v)] == [
+        (torch.float16, "meta")
+    ] * 2
     assert (pool.k.nbytes + pool.v.nbytes) / 12 == KVPool.bytes_per_token(2, 2, 5, torch.float32)
 
 

@@ -6,9 +6,12 @@ import random
 from array import array
 from itertools import count
 
+import numpy as np
 import pytest
+import torch
 
-from runtime.reuse.build import Stretch, stretches
+from runtime.execution.attention.paged_index import rows_of
+from runtime.reuse.build import Read, RowSet, Stage, Stretch, build, stretches
 from tests.runtime.engine.driver import Driver, make_core
 
 
@@ -66,6 +69,29 @@ def test_random_trees_are_covered_exactly_once(page_size):
         for stretch in found:
             members = stretch.last - stretch.first
             assert members == 1 or (stretch.stop - stretch.start) * page_size * (members - 1) >= 256
+
+
+def test_equal_masks_over_equal_pages_are_read_once():
+    pages, keep = np.arange(2, dtype=np.int32), torch.tensor([True, False, True, True])
+    reads = [
+        Read(pages, 4, keep=keep),
+        Read(pages, 4, keep=keep.clone()),
+        Read(pages, 4, keep=~keep),
+        Read(pages + 1, 4, keep=keep),
+        Read(pages, 4, shift=3, keep=keep),
+    ]
+    sets = [
+        RowSet(
+            np.zeros(1, np.int64), np.zeros(1, np.int64), [Stage(range(1), np.zeros(1, np.int64), [read])], np.zeros(0)
+        )
+        for read in reads
+    ]
+    plan = build(sets, 1, 2).batch.groups[0].attention
+    rows = [len(rows_of(edge, plan.num_rows)) for edge in plan.edges]
+    assert rows == [2, 1, 1, 1]
+    for edge in plan.edges:
+        span = plan.spans[edge.span]
+        assert (span.length, span.keep is not None) == (4, True)
 
 
 def test_requests_under_one_node_attend_to_it_together(tiny_dir, monkeypatch):

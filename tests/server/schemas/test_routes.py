@@ -100,7 +100,8 @@ def test_modules_are_computed_once_and_read_by_all_ways_to_ask(client, add):
 
 def test_a_schema_says_which_modules_are_cached(client, add):
     """More modules than the engine looks up at once; twins are one entry; a scaffold is one of its own."""
-    twins = "".join(f"<module name='{name}'> The same text.</module>" for name in ("twin", "other"))
+    holes = {"twin": "<param name='p' len='1'/><param name='q' len='2'/>", "other": "<param name='p' len='3'/>"}
+    twins = "".join(f"<module name='{name}'>{hole} The same text.</module>" for name, hole in holes.items())
     many = "".join(f"<module name='m{number}'> Number {number}.</module>" for number in range(70))
     text = "The text of a schema, which has some more tokens than one page of the cache holds."
     made = add(f"<schema name='many'>{text}<union>{twins}</union>{many}</schema>", mode="scaffold",
@@ -119,6 +120,19 @@ def test_a_schema_says_which_modules_are_cached(client, add):
     client.post("/flush_cache")
     assert cached() == dict.fromkeys(whole, 0)
     assert client.get("/v1/schemas/many?cache_scope=all").status_code == 400
+
+
+def test_modules_of_a_nested_schema_see_the_texts_around_them(client, add):
+    """The same positions and the same cost; a module that is alone in its schema's text is the plain text."""
+    made = add(CITIES, mode="nested", encode=True)
+    assert made["mode"] == "nested"
+    reuse = generate(client)["meta_info"]["reuse"]
+    assert (reuse["modules"], reuse["computed_modules"]) == (["/", "/plan", "/plan/miami", "/food"], [])
+    assert reuse["computed_tokens"] == 5
+    add("<schema name='one'>The sea is<module name='m'> warm in summer, and it</module></schema>", mode="nested")
+    text = "The sea is warm in summer, and it is cold"
+    plain = client.post("/generate", json={"text": text, "sampling_params": GREEDY}).json()["text"]
+    assert generate(client, "<prompt schema='one'><m/> is cold</prompt>")["text"] == plain
 
 
 def test_what_ends_an_encoding_leaves_neither_schema_nor_pins(client):

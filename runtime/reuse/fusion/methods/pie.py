@@ -1,4 +1,4 @@
-"""PIE (Lin et al. 2024): document rows are moved to their place, and none is computed again."""
+"""PIE (positional integrity encoding, He et al. 2024): document rows are moved to their place, none is computed again."""
 
 from __future__ import annotations
 

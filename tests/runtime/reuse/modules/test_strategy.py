@@ -67,6 +67,25 @@ def test_a_module_at_0_equals_prefix_caching(tiny_dir, native, length):
 
 
 @pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_many_short_modules_are_read_together(tiny_dir, reference, native, page_size):
+    draw = random.Random(6)
+    modules = [module(draw, draw.choice([1, 3, 16, 19]), at=10 * i, name=f"/{i}") for i in range(40)]
+    driver = ModuleDriver(tiny_dir, native_kernels=native, page_size=page_size)
+    edges = []
+    run = driver.core.executor.run
+    driver.core.executor.run = lambda batch: (edges.append(len(batch.groups[0].attention.edges)), run(batch))[1]
+    driver.ask("first", behind(draw, modules), NEW)
+    driver.run()
+    edges.clear()
+    for rid, some in (("same", modules), ("turned", modules[::-1]), ("fewer", modules[:35]), ("few", modules[:3])):
+        driver.ask(rid, behind(draw, some), NEW)
+    driver.run()
+    check(driver, reference)
+    assert max(edges) <= 4 + 2 + 3, "own rows, those of all or all but five, and three alone"
+
+
+@pytest.mark.parametrize("native", [False, True])
 def test_everything_in_one_entry_equals_full_prefill(tiny_dir, native):
     """All but the last token in a scaffold, or nothing in one."""
     draw = random.Random(2)
