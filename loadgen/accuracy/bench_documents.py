@@ -19,7 +19,7 @@ from loadgen.accuracy.documents_report import PUBLISHED, plot, sections
 from loadgen.accuracy.forced import Asker
 from loadgen.http.files import write_json
 from loadgen.http.tables import wide_console
-from loadgen.micro.documents import FULL, METHODS, PREFIX, Documents, Shape, row_layers, ways
+from loadgen.micro.documents import FULL, METHODS, PREFIX, Documents, Shape, row_share, ways
 from runtime.config import make_config
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--speed", action=argparse.BooleanOptionalAction, default=True, help="measure times and pages")
     parser.add_argument("--quality", action="store_true", help="also compare answers with those of full prefill")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, _RATIO, 0.3], help="default: 0.05 0.15 0.3")
+    parser.add_argument("--ratios", type=_share, nargs="+", default=[0.05, _RATIO, 0.3], help="default: 0.05 0.15 0.3")
     parser.add_argument(
         "--full", action="store_true", help="ratios 0, 0.05, 0.15, 0.3, 1, by page and by token, at all counts; hours"
     )
@@ -62,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every prompt and question")
 
 
+def _share(text: str) -> float:
+    if not 0 <= (share := float(text)) <= 1:
+        raise ValueError
+    return share
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the tables, write the files."""
     a = arguments
@@ -75,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
         found |= _speed(path, a, options)
         found["settings"] |= _settings(a)
     if a.quality:
-        found |= _quality(path, a, options)
+        for part, tasks in _quality(path, a, options).items():
+            found[part] = found.get(part, {}) | tasks
     console, every = wide_console(), list(sections(found))
     for section in every:
         console.print(section.table())
@@ -142,18 +149,15 @@ def _pages(bench: Documents, asked: ReuseParams | None, a: argparse.Namespace) -
 def _quality(path: Path, a: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
     asker, tokenizer, grid = Asker(path, max_running=64, **options), Tokenizer.load(path), _grid(a)
     tasks: dict[str, Figures] = {}
-    rows: dict[str, list[float]] = {name: [] for name in grid}
+    rows: dict[str, dict[str, float]] = {}
+    page_size, num_layers = asker.core.info.page_size, asker.core.executor.spec.num_layers
     for task, batch in track(list(_batches(a)), description="asking", console=Console(stderr=True)):
         items = [TASKS[task](random.Random(f"{task} {a.seed} {number}")) for number in batch]
         prompts = [tokenize(item, tokenizer) for item in items]
         compare(asker, tokenizer, items, [ways_of(prompt, grid) for prompt in prompts], tasks.setdefault(task, {}))
-        page_size, num_layers = asker.core.info.page_size, asker.core.executor.spec.num_layers
-        for prompt in prompts:
-            full = row_layers(None, prompt, page_size, num_layers)
-            for name, asked in grid.items():
-                rows[name].append(row_layers(asked, prompt, page_size, num_layers) / full)
+        rows[task] = {name: row_share(asked, prompts, page_size, num_layers) for name, asked in grid.items()}
     asker.close()
-    return {"quality": tasks, "rows": {name: sum(shares) / len(shares) for name, shares in rows.items()}}
+    return {"quality": tasks, "rows": rows}
 
 
 def _batches(a: argparse.Namespace) -> Iterator[tuple[str, range]]:

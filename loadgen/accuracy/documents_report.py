@@ -150,7 +150,11 @@ def plot(found: dict[str, Any], path: Path) -> None:
 def costs_of(found: dict[str, Any]) -> tuple[dict[str, list[float]], str]:
     """Costs by way for the plot: of the count of documents with most ways; and their meaning."""
     if "speed" not in found:
-        return {name: [share] for name, share in found["rows"].items()}, "rows x layers, share of full prefill"
+        rows = list(found["rows"].values())
+        means = {
+            name: [float(np.mean([task[name] for task in rows if name in task]))] for task in rows for name in task
+        }
+        return means, "rows x layers, share of full prefill"
     count, ways = max(found["speed"].items(), key=lambda item: len(item[1]))
     return {name: mine["ttft"] for name, mine in ways.items()}, f"time to first token, ms, {count} documents"
 

@@ -16,7 +16,7 @@ from loadgen.accuracy.bench_quality import FULL, interval
 from loadgen.accuracy.documents import ways_of
 from loadgen.accuracy.forced import Asker
 from loadgen.http.prose import Prose
-from loadgen.micro.documents import METHODS, row_layers, ways
+from loadgen.micro.documents import METHODS, row_share, ways
 from runtime.config import Config
 from runtime.errors import ModelError
 from runtime.models.resolve import resolve_model
@@ -129,8 +129,7 @@ def _measure(
             else:
                 kls, costs = found[name]
                 kls.append(float((full.exp() * (full - mine)).sum(-1).mean()))
-                rows = [row_layers(way, prompt, page_size, num_layers) for way in (grid[name], None)]
-                costs.append(rows[0] / rows[1])
+                costs.append(row_share(grid[name], [prompt], page_size, num_layers))
     return found
 
 

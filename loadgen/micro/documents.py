@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, get_args
 
 from loadgen.micro.drive import Drive
@@ -28,15 +29,17 @@ def ways(methods: Sequence[str], ratios: Sequence[float], granularities: Sequenc
     for method in methods:
         for ratio in ratios if method in _RANKED else (None,):
             for granularity in granularities if method in _RANKED else ("page",):
-                asked = ReuseParams.model_validate({"method": method, "ratio": ratio, "granularity": granularity})
-                found[name_of(asked)] = asked
+                for variant in (None, "local") if method == "full" else (None,):
+                    fields = {"method": method, "ratio": ratio, "granularity": granularity, "variant": variant}
+                    asked = ReuseParams.model_validate(fields)
+                    found[name_of(asked)] = asked
     return found
 
 
 def name_of(asked: ReuseParams) -> str:
     """For tables: method, ratio, granularity."""
     if asked.method not in _RANKED:
-        return "legolink 16" if asked.method == "legolink" else asked.method
+        return "legolink 16" if asked.method == "legolink" else "-".join(filter(None, (asked.method, asked.variant)))
     return f"{asked.method} {asked.ratio:g}" + (", tokens" if asked.granularity == "token" else "")
 
 
@@ -57,6 +60,13 @@ def row_layers(asked: ReuseParams | None, prompt: TokenizedPrompt, page_size: in
         return own * num_layers
     look = rows if asked.method in _DENSE else own * num_layers
     return look + (own + chosen) * num_layers
+
+
+def row_share(asked: ReuseParams, prompts: Sequence[TokenizedPrompt], page_size: int, num_layers: int) -> float:
+    """Rows x layers of prompts, as a mean share of full prefill's."""
+    return fmean(
+        row_layers(asked, p, page_size, num_layers) / row_layers(None, p, page_size, num_layers) for p in prompts
+    )
 
 
 @dataclass(frozen=True, slots=True)

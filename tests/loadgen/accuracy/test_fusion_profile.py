@@ -20,7 +20,7 @@ def test_auto_reads_what_was_measured(tiny_dir, tmp_path, capsys):
     assert read_table(model) is None
     assert main(["profile", "--fusion", "--model", str(model), "--out", str(model / "fusion.json"), *small]) == 0
     rows = {(row.method, row.ratio): row for row in read_table(model)}
-    assert len(rows) == 3 * 2 + 3
+    assert len(rows) == 3 * 2 + 3, "the two variants of full reuse have one key"
     for method in ("a3", "cacheblend", "prophetkv"):
         assert rows[method, 0.3].kl > 0
         assert rows["pie", None].cost < rows[method, 0.3].cost < rows[method, 0.99].cost

@@ -21,7 +21,7 @@ def bench(tiny_dir):
 def test_every_way_computes_as_many_rows_as_the_formula_has(bench):
     """With single rows; of whole pages a method takes as many as fit."""
     every = ways(METHODS, [0, 0.3, 1], ["token", "page"])
-    assert len(every) == 4 * 3 * 2 + 3
+    assert len(every) == 4 * 3 * 2 + 4
     ticks = []
     found = bench.first(3, every, 2, lambda: ticks.append(1))
     assert len(ticks) == 2 * len(found)
