@@ -9,13 +9,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from runtime.frontend.output import Output, Submission
-from runtime.params import SamplingParams
+from runtime.params import ReuseParams, SamplingParams
+from runtime.reuse.fusion.prompt import Document, Segments
 from runtime.reuse.modules.program import prompt_program, role
 
 if TYPE_CHECKING:
     from runtime.engine.offline import Engine
 
-__all__ = ["Engine", "Output", "SamplingParams", "Submission", "prompt_program", "role"]
+__all__ = [
+    "Document",
+    "Engine",
+    "Output",
+    "ReuseParams",
+    "SamplingParams",
+    "Segments",
+    "Submission",
+    "prompt_program",
+    "role",
+]
 
 
 def __getattr__(name: str) -> Any:

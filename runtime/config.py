@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from radix import PolicyName
 from runtime.logs import LogFormat
+from runtime.params import DocumentMethod
 
 SchedulePolicy = Literal["balanced", "fcfs", "priority", "lpm", "dfs"]
 
@@ -67,6 +68,9 @@ class CacheConfig(Section):
     """The KV pool and its prefix cache."""
 
     prefix_cache: bool = Field(True, description="reuse the KV of earlier requests' prefixes")
+    document_reuse: DocumentMethod = Field(
+        "none", description="method for documents of requests without `reuse`; all but none are approximate"
+    )
     eviction_policy: PolicyName = Field("lru", description="which unreferenced pages go first when room is needed")
     tenant_quota: int | None = Field(
         None,

@@ -1,4 +1,4 @@
-"""Sampling and denoising parameters of a request, for HTTP, the offline engine and the engine process."""
+"""Sampling, denoising and reuse parameters of a request, for HTTP, the offline engine and the engine process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from runtime.errors import InvalidRequest
 
 Algorithm = Literal["low_confidence", "entropy", "maskgit_plus", "topk_margin", "origin"]
+DocumentMethod = Literal["none", "a3", "cacheblend", "prophetkv", "legolink", "pie", "full", "random"]
 
 # Below this temperature the most likely token is certain.
 _LEAST_TEMPERATURE = 1e-4
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+
+# Options of `ReuseParams` that not all methods take.
+_TAKEN_BY = {
+    "ratio": ("a3", "cacheblend", "prophetkv", "legolink", "random"),
+    **{"k": ("legolink",), "variant": ("full",), "max_kl": ("auto",)},
+}
 
 # LLaDA's block length, the default if it divides the length.
 _BLOCK = 32
@@ -151,6 +158,41 @@ class DiffusionParams(BaseModel):
         if self.prefix_tokens is not None and self.prefix_tokens > prompt_tokens:
             _refuse(f"prefix_tokens is {self.prefix_tokens}; the prompt has {prompt_tokens} tokens", "prefix_tokens")
         _refuse_sampling(sampling)
+
+
+class ReuseParams(BaseModel):
+    """Reuse of the KV of a prompt's documents, wherever they stand, with a few of their rows computed anew."""
+
+    model_config = ConfigDict(extra="forbid", strict=False)
+
+    method: Literal[DocumentMethod, "auto"] = Field(
+        description="selects the rows; none: an ordinary prompt; auto: by the model's table, within max_kl"
+    )
+    ratio: float | None = Field(
+        None, ge=0, le=1, description="share of the documents' rows that are computed anew; default: 0.15"
+    )
+    granularity: Literal["page", "token"] = Field("page", description="rows are selected one by one, or by whole pages")
+    chunk_tokens: int = Field(512, ge=16, le=4096, description="documents are encoded in chunks of so many tokens")
+    k: int | None = Field(None, ge=0, le=512, description="legolink: first rows of each chunk; default: 16")
+    variant: Literal["cat", "local"] | None = Field(
+        None, description="full: whether keys move to their place in the prompt (cat, the default)"
+    )
+    keep_tokens: int | None = Field(
+        None, ge=64, le=1 << 20, description="rows of the documents that stay after the first token (SnapKV)"
+    )
+    max_kl: float | None = Field(None, ge=0, le=100, description="auto: largest mean KL to full prefill, in nats")
+
+    def check(self) -> None:
+        """Raise InvalidRequest if an option does not go with the method."""
+        for name, methods in _TAKEN_BY.items():
+            if getattr(self, name) is not None and self.method not in methods:
+                raise InvalidRequest(f"{name} is an option of {', '.join(methods)}", param=f"reuse.{name}")
+        if self.method == "none" and self.keep_tokens is not None:
+            raise InvalidRequest("the method none keeps all tokens", param="reuse.keep_tokens")
+        if self.method == "auto" and self.max_kl is None:
+            raise InvalidRequest("the method auto needs max_kl", param="reuse.max_kl")
+        if self.k is not None and self.ratio is not None:
+            raise InvalidRequest("k and ratio exclude each other", param="reuse.k")
 
 
 def _refuse_sampling(sampling: SamplingParams) -> None:

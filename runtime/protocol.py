@@ -92,6 +92,15 @@ class GetPins(msgspec.Struct, tag="pins"):
     call: int
 
 
+class GetCached(msgspec.Struct, tag="cached"):
+    """Ask how many tokens of entries are cached; fields as of an `AddPin`. Answered by `Reply`: by entry."""
+
+    call: int
+    reuse: dict[str, Any]
+    namespace: Namespace = Namespace()
+    tokens: bytes = b""
+
+
 class GetTree(msgspec.Struct, tag="tree"):
     """Ask for a page of the tree's nodes; see `radix.view`. Answered by `Reply`.
 
@@ -148,7 +157,10 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """Abort all requests and end the engine process."""
 
 
-Call = FlushCache | GetState | AddPin | RemovePin | GetPins | GetTree | GetOutline | GetRequests | OnNode | Pause | Ping
+Call = (
+    FlushCache | GetState | AddPin | RemovePin | GetPins | GetCached | GetTree | GetOutline | GetRequests | OnNode
+    | Pause | Ping
+)  # fmt: skip
 Inbound = AddRequest | Abort | Call | Shutdown
 
 

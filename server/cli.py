@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import get_args
 
 from pydantic import ValidationError
 
@@ -52,8 +53,16 @@ def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
+    from runtime.reuse.modules.schema import Mode
+
     parser.add_argument("prompt", help="text to continue; - reads standard input")
     parser.add_argument("--schema", metavar="FILE", help="a schema in PML; the prompt is PML too: <prompt schema=...>")
+    parser.add_argument(
+        "--mode", choices=get_args(Mode), default="independent", help="of the schema; default: independent"
+    )
+    parser.add_argument(
+        "--document", metavar="FILE", action="append", help="a text before the prompt; see --document-reuse; repeatable"
+    )
     parser.add_argument("--chat", action="store_true", help="apply the chat template to the prompt as a user's message")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
@@ -62,12 +71,13 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    from runtime import Engine, Submission
+    from runtime import Document, Engine, Submission
     from runtime.params import SamplingParams
+    from runtime.reuse.fusion.prompt import in_messages
 
     config = config_from(parser, arguments)
-    if arguments.schema and arguments.chat:
-        parser.error("argument --chat: a schema says itself where the turns of a conversation are")
+    if arguments.schema and (arguments.chat or arguments.document):
+        parser.error("argument --schema: a schema says itself where the turns of a conversation and its texts are")
     given = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     try:
         sampling = SamplingParams(
@@ -79,9 +89,12 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     prompt: Prompt = given
     with Engine(config=config) as engine:
         if arguments.schema:
-            prompt = engine.schema(_read(parser, arguments.schema)).compile(given)
-        elif arguments.chat:
-            prompt = engine.tokenizer.apply_chat_template([{"role": "user", "content": given}])
+            prompt = engine.schema(_read(parser, arguments.schema), arguments.mode).compile(given)
+        elif arguments.document or arguments.chat:
+            documents = [Document(_read(parser, name)) for name in arguments.document or ()]
+            messages = [{"role": "user", "content": [*documents, given]}]
+            template = engine.tokenizer.apply_chat_template if arguments.chat else lambda turns: turns[0]["content"]
+            prompt = in_messages(messages, template)
         for output in engine.stream_all([Submission(prompt, sampling, add_special_tokens=not arguments.chat)]):
             print(output.delta, end="", flush=True)
     print()

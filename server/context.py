@@ -11,6 +11,7 @@ from runtime.config import Config
 from runtime.frontend.async_engine import AsyncEngine
 from server.admin.metrics import Metrics
 from server.auth.keys import PUBLIC, Tenant
+from server.documents.store import DocumentStore
 from server.http.gate import Gate
 from server.schemas.store import SchemaStore
 
@@ -23,6 +24,7 @@ class Context:
     tenants: list[Tenant]
     gate: Gate
     schemas: SchemaStore
+    documents: DocumentStore
 
     def tenant_name(self, account: str) -> str:
         """A tenant of the cache as the operator calls its key; empty on an open server."""

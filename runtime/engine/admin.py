@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Generator
 from dataclasses import asdict
 from itertools import islice
@@ -11,10 +12,12 @@ from typing import Any, Protocol
 from radix import Block, Node, outline, path, view
 from radix.stats import Histogram
 from runtime.engine.scheduler import Scheduler
+from runtime.errors import InvalidRequest
 from runtime.kv.cache import PagedCache
 from runtime.protocol import (
     Call,
     FlushCache,
+    GetCached,
     GetOutline,
     GetPins,
     GetRequests,
@@ -42,6 +45,8 @@ class _Core(Protocol):
     counters: dict[str, int]
     paused: bool
 
+    def strategy_of(self, asked: dict[str, Any]) -> Strategy: ...
+
 
 class Admin:
     """Answers operators' calls, each in a time that requests hardly notice.
@@ -55,6 +60,7 @@ class Admin:
         self._walk: _Walk | None = None
         self._answers: dict[type, Callable[[Any], dict[str, Any]]] = {
             FlushCache: lambda message: self.flush(message.pins),
+            GetCached: self._cached,
             GetOutline: lambda message: self.outline(message.limit, message.preview_tokens, message.anew),
             GetPins: lambda _: self.pins(),
             GetRequests: lambda message: self.requests(message.limit),
@@ -91,6 +97,20 @@ class Admin:
             "pinned_tokens": self._core.cache.tree.num_pinned_pages * page_size,
             "budget_tokens": board.budget_pages * page_size,
         }
+
+    def _cached(self, message: GetCached) -> dict[str, Any]:
+        """Tokens of entries that lie in the tree, by the entries' names; none of what can never be served."""
+        cache, asked = self._core.cache, message.reuse
+        found: dict[str, Any] = {}
+        try:
+            runs = self._core.strategy_of(asked).runs(array("i", message.tokens), message.namespace, asked)
+        except InvalidRequest:
+            return found
+        for run in runs:
+            rows = run.tokens[: len(cache.tree.match(run.tokens.tobytes(), run.namespace).pages) * cache.page_size]
+            name = run.name or ""
+            found[name] = found.get(name, 0) + len(rows) - rows.count(-1)  # which fills the last page
+        return found
 
     def _pause(self, message: Pause) -> dict[str, Any]:
         self._core.paused = message.paused

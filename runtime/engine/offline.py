@@ -15,12 +15,14 @@ from runtime.frontend.output import Output, Prompt, Submission, prompts_of
 from runtime.frontend.processor import Frontend
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import SamplingParams
+from runtime.params import ReuseParams, SamplingParams
 from runtime.protocol import FlushCache, GetState, Inbound, Reply, Shutdown, StepEvents
+from runtime.reuse.fusion.plan import Planner
 from runtime.reuse.modules.schema import Mode, Schema
 from runtime.sampling.grammar import check_grammar
 
 Sampling = SamplingParams | dict[str, Any] | None
+Reuse = ReuseParams | dict[str, Any] | None
 
 
 class Engine:
@@ -51,7 +53,9 @@ class Engine:
         self.tokenizer = Tokenizer.load(path, self.config.model.chat_template)
         self._inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._frontend = Frontend(self.info, self.tokenizer, self._inbox.put, self.config.scheduler, bounded=False)
+        planner = Planner.load(self.config.cache.document_reuse, path)
+        limits = self.config.scheduler
+        self._frontend = Frontend(self.info, self.tokenizer, self._inbox.put, limits, bounded=False, planner=planner)
         self._replies: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
         self._calls = 0
         self._dead: EngineDead | None = None
@@ -65,26 +69,30 @@ class Engine:
         return Schema.read(pml, self.tokenizer, self.info.context_length, mode, scaffolds)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] = None,
+        reuse: Reuse = None,
     ) -> list[Output]:
         """Complete prompts; returns the last Output of each completion, by prompt, then by choice.
 
         Args:
-            prompts: text, token ids or prompts of a `schema`, one or several.
+            prompts: text, token ids, `Segments` with documents or prompts of a `schema`, one or several.
             sampling: parameters for all prompts, or for each; `SamplingParams` or their fields as a dict.
+            reuse: of the documents in the prompts; `ReuseParams` or their fields; default: `document_reuse`.
 
         Raises:
             InvalidRequest: if a prompt can never be served; then none is.
             RametError: if a completion fails.
         """
         last: dict[tuple[int, int], Output] = {}
-        for output in self.stream_all(make_submissions(prompts, sampling)):
+        for output in self.stream_all(make_submissions(prompts, sampling, reuse)):
             last[output.index, output.choice] = output
         return [last[key] for key in sorted(last)]
 
-    def stream(self, prompt: Prompt, sampling: Sampling = None) -> Iterator[Output]:
+    def stream(self, prompt: Prompt, sampling: Sampling = None, reuse: Reuse = None) -> Iterator[Output]:
         """Complete one prompt; yields Outputs as tokens are generated. Closing the iterator aborts the request."""
-        return self.stream_all(make_submissions(prompt, sampling))
+        return self.stream_all(make_submissions(prompt, sampling, reuse))
 
     def stream_all(self, submissions: list[Submission]) -> Iterator[Output]:
         """Yield the Outputs of several submissions as tokens are generated."""
@@ -101,16 +109,19 @@ class Engine:
             self._drop(submissions)
 
     async def agenerate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] = None,
+        reuse: Reuse = None,
     ) -> list[Output]:
         last: dict[tuple[int, int], Output] = {}
-        async for output in self.astream_all(make_submissions(prompts, sampling)):
+        async for output in self.astream_all(make_submissions(prompts, sampling, reuse)):
             last[output.index, output.choice] = output
         return [last[key] for key in sorted(last)]
 
-    async def astream(self, prompt: Prompt, sampling: Sampling = None) -> AsyncIterator[Output]:
+    async def astream(self, prompt: Prompt, sampling: Sampling = None, reuse: Reuse = None) -> AsyncIterator[Output]:
         """`stream`, without blocking the event loop."""
-        async for output in self.astream_all(make_submissions(prompt, sampling)):
+        async for output in self.astream_all(make_submissions(prompt, sampling, reuse)):
             yield output
 
     async def astream_all(self, submissions: list[Submission]) -> AsyncIterator[Output]:
@@ -224,14 +235,16 @@ class Engine:
 
 
 def make_submissions(
-    prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = None
+    prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = None, reuse: Reuse = None
 ) -> list[Submission]:
     several, _ = prompts_of(prompts)
     if isinstance(sampling, SamplingParams | dict) or sampling is None:
         sampling = [sampling] * len(several)
     if len(sampling) != len(several):
         raise ValueError(f"{len(several)} prompts, but {len(sampling)} sampling parameters")
-    return [Submission(p, _sampling(s)) for p, s in zip(several, sampling, strict=True)]
+    if isinstance(reuse, dict):
+        reuse = ReuseParams(**reuse)
+    return [Submission(p, _sampling(s), reuse=reuse) for p, s in zip(several, sampling, strict=True)]
 
 
 def _sampling(value: Sampling) -> SamplingParams:

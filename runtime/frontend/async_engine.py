@@ -17,9 +17,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from radix import Namespace
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, EngineDead, ModelError, PinRefused, RametError
-from runtime.frontend.output import Submission, expected_tokens
+from runtime.frontend.output import PlacedPrompt, Submission, expected_tokens
 from runtime.frontend.processor import Frontend
 from runtime.frontend.stream import OutputStream
 from runtime.frontend.text_work import TextWork
@@ -33,6 +34,7 @@ from runtime.protocol import (
     Call,
     Failed,
     FlushCache,
+    GetCached,
     GetOutline,
     GetPins,
     GetRequests,
@@ -52,10 +54,12 @@ from runtime.protocol import (
     encode,
     outbound_decoder,
 )
-from runtime.reuse.modules.compile import ModulePrompt
+from runtime.reuse.fusion.plan import Planner
 
 log = logging.getLogger("ramet.client")
 _STOP_SECONDS = 10
+# Modules that are looked up between two steps.
+_ENTRIES = 64
 
 T = TypeVar("T")
 
@@ -116,7 +120,8 @@ class AsyncEngine:
                 await self._start_process(path, directory)
         except (OSError, zmq.ZMQError) as error:
             raise ModelError(f"the engine process cannot be started: {error}") from None
-        self._frontend = Frontend(self.info, self.tokenizer, self._send, self.config.scheduler)
+        planner = Planner.load(self.config.cache.document_reuse, path)
+        self._frontend = Frontend(self.info, self.tokenizer, self._send, self.config.scheduler, planner=planner)
         self._reader = asyncio.create_task(self._read())
         self._watch = asyncio.create_task(self._watchdog.watch(lambda: self._call(Ping), self._kill))
 
@@ -320,28 +325,36 @@ class AsyncEngine:
             PinRefused: over the budget, or if the cache is too busy to keep what was computed.
             Overloaded, RateLimited: over the limits on open requests.
         """
-        frontend = self._running()
-        with frontend.admit(prefix.account, 1, prefix.expected_tokens):
+        frontend, space, account = self._running(), prefix.namespace, prefix.account
+        with frontend.admit(account, 1, prefix.expected_tokens):
             key = array("i", await self._work.encode(frontend, prefix)).tobytes()
-            answer = await self._call(lambda call: AddPin(call, key, prefix.namespace, prefix.account, name, ttl_s))
-        if "refused" in answer:
-            raise PinRefused(answer["refused"])
-        return answer["pin"]
+            return (await self._call(lambda call: AddPin(call, key, space, account, name, ttl_s)))["pin"]
 
-    async def pin_modules(self, encoded: Submission, name: str, ttl_s: float | None) -> list[str]:
-        """Keep the KV of all modules that a submission read in the cache; ids of their pins.
+    async def pin_entries(self, encoded: Submission, name: str, ttl_s: float | None) -> list[str]:
+        """Keep the KV of all modules or documents that a submission read in the cache; ids of their pins.
 
         Raises:
             PinRefused: over the budget, or if the cache is too busy to keep them.
             Overloaded, RateLimited: over the limits on open requests.
         """
-        modules, space, account = encoded.prompt, encoded.namespace, encoded.account
-        assert isinstance(modules, ModulePrompt)
-        with self._running().admit(account, 1, modules.length):
-            answer = await self._call(lambda call: AddPin(call, b"", space, account, name, ttl_s, modules.reuse))
-        if "refused" in answer:
-            raise PinRefused(answer["refused"])
+        prompt, space, account = encoded.prompt, encoded.namespace, encoded.account
+        assert isinstance(prompt, PlacedPrompt)
+        tokens = array("i", prompt.tokens).tobytes()
+        with self._running().admit(account, 1, prompt.length):
+            answer = await self._call(lambda call: AddPin(call, tokens, space, account, name, ttl_s, prompt.reuse))
         return [pin["id"] for pin in answer["pins"]]
+
+    async def cached(self, prompt: PlacedPrompt, namespace: Namespace) -> dict[str, int]:
+        """Cached tokens of the modules or documents that a prompt reads, by name; few modules at a time."""
+        key, found = array("i", prompt.tokens).tobytes(), dict[str, int]()
+        asked = prompt.reuse or {}
+        if (entries := asked.get("entries")) is None:
+            return await self._call(partial(GetCached, reuse=asked, namespace=namespace, tokens=key))
+        most = min(_ENTRIES, self.info.pool_tokens // self.info.page_size)
+        for start in range(0, len(entries), most):
+            some = {**asked, "entries": entries[start : start + most]}
+            found |= await self._call(partial(GetCached, reuse=some, namespace=namespace))
+        return found
 
     async def unpin(self, pin: str) -> bool:
         """Remove a pin; False if there is none of that id."""
@@ -376,7 +389,7 @@ class AsyncEngine:
         return (await self._call(lambda call: GetRequests(call, limit)))["requests"]
 
     async def on_node(self, verb: Literal["pin", "unpin", "drop"], page: int, start: int) -> dict[str, Any]:
-        """Pin, unpin or evict a node of the tree; see `Admin`."""
+        """Pin, unpin or evict a node of the tree; see `Admin`. Raises PinRefused."""
         return await self._call(lambda call: OnNode(call, verb, page, start))
 
     def _running(self) -> Frontend:
@@ -392,13 +405,16 @@ class AsyncEngine:
         message = make(call)
         self._send(message)
         try:
-            return await future
+            answer = await future
         except asyncio.CancelledError:
             if isinstance(message, AddPin):
                 self._send(Abort(message.rid))
             raise
         finally:
             self._calls.pop(call, None)
+        if "refused" in answer:
+            raise PinRefused(answer["refused"])
+        return answer
 
     # -- wire ------------------------------------------------------------------------------------------------
 

@@ -8,11 +8,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from radix import Namespace
-from runtime.params import DiffusionParams, SamplingParams
+from runtime.params import DiffusionParams, ReuseParams, SamplingParams
 from runtime.protocol import Finish, TokenLogprob
+from runtime.reuse.fusion.plan import DocumentPrompt
+from runtime.reuse.fusion.prompt import Segments
 from runtime.reuse.modules.compile import ModulePrompt
 
-Prompt = str | list[int] | ModulePrompt
+PlacedPrompt = ModulePrompt | DocumentPrompt
+Prompt = str | list[int] | Segments | PlacedPrompt
 Logprobs = list[TokenLogprob] | None
 
 
@@ -27,7 +30,7 @@ def new_rid() -> str:
 
 def prompts_of(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """The prompts as a list, and whether a list was given. A list of integers is one prompt, of token ids."""
-    if isinstance(given, str | ModulePrompt) or (given and isinstance(given[0], int)):
+    if isinstance(given, str | Segments | PlacedPrompt) or (given and isinstance(given[0], int)):
         return [given], False  # type: ignore[list-item]
     return list(given), True  # type: ignore[arg-type]
 
@@ -37,7 +40,8 @@ class Submission:
     """One prompt and its parameters; it has `sampling.n` completions.
 
     Attributes:
-        prompt: text, token ids, or one that imports modules; or a function that makes one of these, called in a thread.
+        prompt: text, token ids, or one that imports modules or holds documents; or a function that makes one of these,
+            called in a thread.
         sampling: its `max_new_tokens` may be None, for as many as fit in the context.
         rid: request id; unique among an account's live requests.
         account: the tenant; open requests are counted by it.
@@ -50,6 +54,7 @@ class Submission:
         shared_text: renders the prompt's beginning that other requests share, if it has one, for `diffusion` without
             `prefix_tokens`.
         num_characters: of a prompt that is still to be rendered, about.
+        reuse: of a prompt's documents; None: the server's default.
     """
 
     prompt: Prompt | Callable[[], Prompt]
@@ -64,6 +69,7 @@ class Submission:
     diffusion: DiffusionParams | None = None
     shared_text: Callable[[], str | None] | None = None
     num_characters: int = 0
+    reuse: ReuseParams | None = None
 
     @property
     def expected_tokens(self) -> int:
@@ -94,7 +100,7 @@ class Output:
         prompt_tokens, cached_tokens, completion_tokens: counts; cached tokens are prompt tokens read from the cache.
         finish: set on the last Output of a completion only.
         queue_s, prefill_s, e2e_s: seconds waiting, from admission to the first token, and since submission.
-        reuse: on the shared prefix of a diffusion model, or on modules: what was reused.
+        reuse: on the shared prefix of a diffusion model, on modules or documents: what was reused.
         canvas: all output positions of a diffusion model, decided or masked, if requested.
     """
 

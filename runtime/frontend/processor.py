@@ -13,13 +13,17 @@ from runtime.config import SchedulerConfig
 from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.detokenizer import TextStream
 from runtime.frontend.limits import RequestLimits
-from runtime.frontend.output import Output, Submission
+from runtime.frontend.output import Output, PlacedPrompt, Submission
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import DiffusionParams
+from runtime.params import DiffusionParams, ReuseParams
 from runtime.protocol import Abort, AddRequest, Finish, Inbound, ModelInfo, TokenEvent, TokenLogprob
+from runtime.reuse.fusion.plan import DocumentPrompt, Planner, refuse_reuse
+from runtime.reuse.fusion.prompt import Segments
 from runtime.reuse.modules.compile import ModulePrompt
 
 OnOutput = Callable[[Output | RametError], None]
+_NONE = ReuseParams(method="none")
+_NO_REUSE = Planner()
 
 
 @dataclass(slots=True)
@@ -51,6 +55,7 @@ class Frontend:
         send: sends a message to the engine.
         config: limits on lengths and on open requests.
         bounded: whether requests over the limit on open ones are refused.
+        planner: chooses how documents are reused.
     """
 
     def __init__(
@@ -60,10 +65,12 @@ class Frontend:
         send: Callable[[Inbound], None],
         config: SchedulerConfig,
         bounded: bool = True,
+        planner: Planner = _NO_REUSE,
     ):
         self._config = config
         self._admission = RequestLimits(config)
         self._bounded = bounded
+        self._planner = planner
         self.info = info
         self.tokenizer = tokenizer
         self._send = send
@@ -94,8 +101,17 @@ class Frontend:
         prompt, sampling = submission.prompt, submission.sampling
         if callable(prompt):
             prompt = submission.prompt = prompt()
+        if submission.reuse is not None:
+            submission.reuse.check()
+        if isinstance(prompt, Segments):
+            prompt = submission.prompt = self._place_documents(submission, prompt)
+        elif not isinstance(prompt, DocumentPrompt):
+            refuse_reuse(submission.reuse)
         if isinstance(prompt, ModulePrompt):
             return self._check_modules(submission, prompt)
+        if isinstance(prompt, DocumentPrompt):
+            self._check_documents(submission, prompt)
+            prompt = prompt.tokens
         if isinstance(prompt, str):
             self.check_text(len(prompt), "prompt")
         tokens = (
@@ -132,6 +148,23 @@ class Frontend:
         submission.sampling.check(self.info.vocab_size)
         self._check_length(prompt.length, submission.sampling.max_new_tokens, prompt.stop)
         return prompt.tokens
+
+    def _place_documents(self, submission: Submission, prompt: Segments) -> DocumentPrompt:
+        """The tokens of a prompt with documents, and how these are reused. Raises InvalidRequest."""
+        self.check_text(prompt.num_characters, "prompt")
+        asked = submission.reuse
+        if asked is None and (self.info.diffusion is not None or submission.prompt_logprobs_from is not None):
+            asked = _NONE  # the default is for those that it can serve
+        return self._planner.plan(prompt.tokenize(self.tokenizer, submission.add_special_tokens), asked)
+
+    def _check_documents(self, submission: Submission, prompt: DocumentPrompt) -> None:
+        """Raise InvalidRequest if the documents' reuse can never be served."""
+        if prompt.reuse is None:
+            return
+        if self.info.diffusion is not None:
+            raise InvalidRequest("a diffusion model reuses no documents", param="reuse")
+        if submission.prompt_logprobs_from is not None:
+            raise InvalidRequest("prompts whose documents are reused have no log-probabilities", param="reuse")
 
     def check_ids(self, tokens: list[int], param: str) -> None:
         """Raise InvalidRequest for ids that the model does not have."""
@@ -214,8 +247,8 @@ class Frontend:
             InvalidRequest: if the request id is in use.
             Overloaded, RateLimited: if too much is open.
         """
-        modules = submission.prompt if isinstance(submission.prompt, ModulePrompt) else None
-        length = len(tokens) if modules is None else modules.length
+        placed = submission.prompt if isinstance(submission.prompt, PlacedPrompt) else None
+        length = len(tokens) if placed is None else placed.length
         if self._bounded:
             self._admission.check(submission.account, submission.sampling.n, length)
         if submission.key in self._by_submission:
@@ -225,7 +258,7 @@ class Frontend:
         now = time.monotonic()
         fields = sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
         if sampling.max_new_tokens is None:
-            fields["max_new_tokens"] = self._most_output(length, length if modules is None else modules.stop)
+            fields["max_new_tokens"] = self._most_output(length, length if placed is None else placed.stop)
         self._by_submission[submission.key] = rids = set()
         self._serial += 1
         for choice in range(sampling.n):
@@ -248,7 +281,7 @@ class Frontend:
                     prompt_logprobs_from=submission.prompt_logprobs_from if choice == 0 else None,
                     priority=submission.priority,
                     diffusion=None if submission.diffusion is None else submission.diffusion.model_dump(),
-                    reuse=None if modules is None else modules.reuse,
+                    reuse=None if placed is None else placed.reuse,
                 )
             )
 
@@ -311,7 +344,7 @@ class Frontend:
         choice.tokens.extend(event.tokens)
         if event.tokens:
             choice.queue_s, choice.prefill_s = event.queue_s, event.prefill_s
-        choice.reuse = event.reuse or choice.reuse
+        choice.reuse = _report(choice, event.reuse) or choice.reuse
         finish = event.finish
         may_stop = len(choice.tokens) >= choice.submission.sampling.min_new_tokens
         delta = choice.text.push(event.tokens, may_stop, last=finish is not None)
@@ -352,3 +385,11 @@ class Frontend:
         rids.discard(rid)
         if not rids:
             del self._by_submission[choice.submission.key]
+
+
+def _report(choice: Choice, engine: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The `reuse` of an answer, if there is something new; `engine`: as the engine has it."""
+    prompt = choice.submission.prompt
+    if isinstance(prompt, DocumentPrompt) and (engine or choice.reuse is None):
+        return prompt.report(engine, choice.cached_tokens)
+    return engine

@@ -78,6 +78,12 @@ class ModelSpec:
         except (TypeError, ValueError) as error:
             raise ModelError(f"{directory / 'config.json'} has a value of the wrong kind: {error}") from None
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The model that a measured table belongs to: models with the same values may share one."""
+        names = ("model_type", "num_layers", "hidden_size", "vocab_size")
+        return {name: getattr(self, name) for name in names}
+
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors in a checkpoint."""
         hidden, inner = self.hidden_size, self.intermediate_size

@@ -24,11 +24,15 @@ class PrefixStrategy(Strategy):
         """The last token is never matched: its logits are wanted."""
         if not self.cache.enabled:
             return Found(0, Match())
+        match = self.cache.tree.match(request.key(self._most(request)), request.namespace)
+        return Found(len(match.pages) * self.cache.page_size + match.partial_rows, match)
+
+    def _most(self, request: Request) -> int:
+        """Tokens that may be matched."""
         limit = len(request.tokens) - 1
         if request.wants_prompt_logprobs:
             limit = min(limit, max((request.prompt_logprobs_from or 0) - 1, 0))
-        match = self.cache.tree.match(request.key(limit), request.namespace)
-        return Found(len(match.pages) * self.cache.page_size + match.partial_rows, match)
+        return limit
 
     def peer(self, request: Request, found: Found, computing: Sequence[Request]) -> tuple[Request, int] | None:
         """One whose tokens share a page more with this request's than the tree has."""

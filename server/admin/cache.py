@@ -12,7 +12,7 @@ from fastapi import Path as PathParameter
 from pydantic import ConfigDict, Field
 
 from radix import Namespace
-from runtime.errors import InvalidRequest, PinRefused
+from runtime.errors import InvalidRequest
 from runtime.frontend.output import Submission
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
@@ -104,10 +104,7 @@ Start = Annotated[
 @router.post("/nodes/{page}/pin", responses=examples.PIN)
 async def pin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
     """Pin the prefix that ends with a node. 404 if the node is gone, 409 over the budget."""
-    done = await _on_node(context, "pin", page, start)
-    if "refused" in done:
-        raise PinRefused(done["refused"])
-    return done["pin"]
+    return (await _on_node(context, "pin", page, start))["pin"]
 
 
 @router.delete("/nodes/{page}/pin", responses=examples.UNPINNED)

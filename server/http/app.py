@@ -12,11 +12,12 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from runtime.config import Config
 from runtime.frontend.async_engine import AsyncEngine
-from server import admin, http, openai, schemas
+from server import admin, documents, http, openai, schemas
 from server.admin import dashboard
 from server.admin.metrics import Metrics
 from server.auth.keys import Guard, Tenant, admin_paths
 from server.context import Context
+from server.documents.store import DocumentStore
 from server.http import errors
 from server.http.access import AccessLog
 from server.http.door import Check, Door
@@ -45,10 +46,11 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate:
         redirect_slashes=False,  # a redirect would lead where the client's Host header says
     )
     options = config.server
-    app.state.context = Context(engine, config, Metrics(engine.info.name), tenants, gate or Gate(), SchemaStore())
+    metrics, stores = Metrics(engine.info.name), (SchemaStore(), DocumentStore())
+    app.state.context = Context(engine, config, metrics, tenants, gate or Gate(), *stores)
     app.state.feed = dashboard.Feed(app.state.context)
     operators = find_routers(admin)
-    for router in (*find_routers(http), *find_routers(openai), *find_routers(schemas), *operators):
+    for router in [router for room in (http, openai, schemas, documents) for router in find_routers(room)] + operators:
         app.include_router(router)
     errors.install(app)
     if tenants:

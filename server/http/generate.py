@@ -18,12 +18,24 @@ from runtime.params import SamplingParams
 from runtime.protocol import TokenLogprob
 from server.auth.keys import Asker, CacheScope, Tenant
 from server.context import Context, Ctx
+from server.documents.wire import SegmentPrompts, compile_segments, count_characters
 from server.http import examples
 from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone
-from server.http.wire import Body, CacheSalt, Diffusion, IdPrompts, OneOrMany, Priority, Rid, Sampling, Text, Timeout
-from server.schemas.store import SchemaStore
+from server.http.wire import (
+    Body,
+    CacheSalt,
+    Diffusion,
+    IdPrompts,
+    OneOrMany,
+    Priority,
+    Reuse,
+    Rid,
+    Sampling,
+    Text,
+    Timeout,
+)
 
 router = APIRouter(tags=["generate"])
 
@@ -33,7 +45,7 @@ MAX_REPEATED = 1 << 16
 
 
 class GenerateRequest(Body):
-    """One prompt or several; exactly one of `text`, `input_ids` and `pml`."""
+    """One prompt or several; exactly one of `text`, `input_ids`, `segments` and `pml`."""
 
     # Fields that SGLang's clients and router send.
     IGNORED = frozenset({"log_metrics", "background"})
@@ -49,6 +61,8 @@ class GenerateRequest(Body):
     pml: OneOrMany[Text] | None = Field(
         None, description="prompts that import modules of a schema: <prompt schema=...>"
     )
+    segments: SegmentPrompts | None = Field(None, description="prompts of texts and documents, in order")
+    reuse: Reuse | None = Field(None, description="of documents; default: --document-reuse")
     sampling_params: OneOrMany[Sampling] = Field(default_factory=Sampling)
     stream: bool = False
     return_logprob: bool = False
@@ -70,7 +84,7 @@ class GenerateRequest(Body):
     @property
     def given(self) -> list[str]:
         """The fields that hold prompts."""
-        return [name for name in ("text", "input_ids", "pml") if getattr(self, name) is not None]
+        return [name for name in ("text", "input_ids", "segments", "pml") if getattr(self, name) is not None]
 
     @property
     def prompt_logprobs_from(self) -> int | None:
@@ -78,13 +92,11 @@ class GenerateRequest(Body):
         return self.logprob_start_len if self.return_logprob and self.logprob_start_len >= 0 else None
 
 
-def submissions_of(body: GenerateRequest, tenant: Tenant, schemas: SchemaStore) -> tuple[list[Submission], bool]:
+def submissions_of(body: GenerateRequest, tenant: Tenant, context: Context) -> tuple[list[Submission], bool]:
     """The submissions of a request, and whether it was a list. Raises InvalidRequest."""
     if len(body.given) != 1:
-        raise InvalidRequest("exactly one of text, input_ids and pml must be given", param="text")
-    prompts: Sequence[Prompt | Callable[[], Prompt]]
-    texts, is_list = prompts_of(getattr(body, body.given[0]))
-    prompts = texts if body.pml is None else [partial(schemas.compile, tenant.account, str(text)) for text in texts]
+        raise InvalidRequest("exactly one of text, input_ids, segments and pml must be given", param="text")
+    prompts, characters, is_list = _prompts(body, tenant.account, context)
     if not prompts:
         raise InvalidRequest("a batch has at least one prompt", param="text")
     sampling = _for_each(body.sampling_params, len(prompts), "sampling_params")
@@ -94,7 +106,7 @@ def submissions_of(body: GenerateRequest, tenant: Tenant, schemas: SchemaStore) 
     submissions = [
         Submission(
             prompt=prompt,
-            num_characters=len(text) if isinstance(text, str) else 0,
+            num_characters=count,
             sampling=params.plain(),
             rid=rid or new_rid(),
             account=tenant.account,
@@ -103,10 +115,29 @@ def submissions_of(body: GenerateRequest, tenant: Tenant, schemas: SchemaStore) 
             prompt_logprobs_from=body.prompt_logprobs_from,
             priority=tenant.priority(body.priority),
             diffusion=body.diffusion,
+            reuse=body.reuse,
         )
-        for prompt, text, params, rid in zip(prompts, texts, sampling, rids, strict=True)
+        for prompt, count, params, rid in zip(prompts, characters, sampling, rids, strict=True)
     ]
     return submissions, is_list or any(s.sampling.n > 1 for s in submissions)
+
+
+def _prompts(
+    body: GenerateRequest, account: str, context: Context
+) -> tuple[Sequence[Prompt | Callable[[], Prompt]], list[int], bool]:
+    """The prompts, the characters of each (0: they are known), and whether it was a list. Raises InvalidRequest."""
+    if body.pml is not None and body.reuse is not None:
+        raise InvalidRequest("reuse is for prompts with documents, and pml has none", param="reuse")
+    if body.segments is not None:
+        is_list = isinstance(body.segments[0], list) if body.segments else True
+        several: list[Any] = body.segments if is_list else [body.segments]
+        compiled = [partial(compile_segments, segments, account, context.documents) for segments in several]
+        return compiled, [count_characters(segments) for segments in several], is_list
+    given, is_list = prompts_of(getattr(body, body.given[0]))
+    characters = [len(text) if isinstance(text, str) else 0 for text in given]
+    if body.pml is None:
+        return given, characters, is_list
+    return [partial(context.schemas.compile, account, str(text)) for text in given], characters, is_list
 
 
 def _for_each(value: Any, count: int, param: str) -> list[Any]:
@@ -120,7 +151,7 @@ def _for_each(value: Any, count: int, param: str) -> list[Any]:
 @router.post("/generate", response_model=None, responses=examples.GENERATE)
 async def generate(body: GenerateRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """Complete one prompt or several; with `stream`, as server-sent events that end with `[DONE]`."""
-    submissions, is_list = submissions_of(body, tenant, context.schemas)
+    submissions, is_list = submissions_of(body, tenant, context)
     if body.stream and not context.config.server.incremental_output:
         for submission in submissions:
             _check_repeated(body, submission.sampling.max_new_tokens or 0)
@@ -196,8 +227,10 @@ def _result(output: Output, text: str, token_ids: list[int], logprobs: _Logprobs
         "prefill_time": output.prefill_s,
         "e2e_latency": output.e2e_s,
     }
-    if output.reuse is not None:
-        meta |= {"reuse": output.reuse} if "strategy" in output.reuse else output.reuse
+    if output.reuse is not None and "strategy" not in output.reuse:
+        meta |= output.reuse
+    elif output.reuse is not None and finish is not None:  # not in every event: it names all modules or documents
+        meta["reuse"] = output.reuse
     return {"text": text, "output_ids": list(token_ids), "meta_info": meta | logprobs.fields()}
 
 

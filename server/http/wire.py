@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from runtime.params import DiffusionParams, SamplingParams
+from runtime.params import DiffusionParams, ReuseParams, SamplingParams
 from runtime.sampling.json_text import check_unicode
 
 # Prompts in one request.
@@ -129,11 +129,12 @@ OneOr = Annotated[
     Discriminator(lambda value: _MANY if isinstance(value, list) else _ONE),
 ]
 OneOrMany = OneOr[T, Annotated[list[T], Field(max_length=MAX_BATCH)]]
-# One prompt of token ids, or a list of them.
-IdPrompts = Annotated[
-    Annotated[TokenIds, Tag(_ONE)] | Annotated[list[TokenIds], Field(max_length=MAX_BATCH), Tag(_MANY)],
+# One prompt that is a list, or a list of such prompts.
+OneOrLists = Annotated[
+    Annotated[T, Tag(_ONE)] | Annotated[list[T], Field(max_length=MAX_BATCH), Tag(_MANY)],
     Discriminator(lambda value: _MANY if isinstance(_first(value), list) else _ONE),
 ]
+IdPrompts = OneOrLists[TokenIds]
 # Prompts as texts or token ids.
 Prompts = Annotated[
     Annotated[OneOrMany[Text], Tag(_TEXTS)] | Annotated[IdPrompts, Tag(_IDS)],
@@ -170,5 +171,11 @@ class Sampling(Body, SamplingParams):
 
 class Diffusion(Body, DiffusionParams):
     """`DiffusionParams` in a request."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Reuse(Body, ReuseParams):
+    """`ReuseParams` in a request."""
 
     model_config = ConfigDict(strict=True)

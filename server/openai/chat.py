@@ -13,9 +13,11 @@ from runtime.errors import InvalidRequest
 from runtime.frontend.output import Output, Prompt, Submission, new_rid
 from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
+from runtime.reuse.fusion.prompt import in_messages
 from runtime.reuse.modules.pml import Prompt as ModuleText
 from server.auth.keys import Asker, Tenant
 from server.context import Context, Ctx
+from server.documents.wire import found
 from server.http import examples
 from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
@@ -83,14 +85,19 @@ def submission_of(body: ChatRequest, tenant: Tenant, context: Context) -> Submis
         add_special_tokens=False,
         diffusion=body.diffusion,
         shared_text=partial(_system_text, body, context),
+        reuse=body.reuse,
     )
 
 
 def _render(body: ChatRequest, tenant: Tenant, context: Context) -> Prompt:
     """The prompt of a conversation; behind a schema, it imports modules. Raises InvalidRequest and NotFound."""
-    tokenizer, turns = context.engine.tokenizer, [message.plain() for message in body.messages]
+    tokenizer = context.engine.tokenizer
+    turns = body.turns()
     if body.schema_name is None:
-        return render_chat(tokenizer, turns, body.offered, body.add_generation_prompt)
+        for turn in turns:
+            if isinstance(turn["content"], list):
+                turn["content"] = found(turn["content"], tenant.account, context.documents)
+        return in_messages(turns, lambda plain: render_chat(tokenizer, plain, body.offered, body.add_generation_prompt))
     schema = context.schemas.get(tenant.account, body.schema_name).schema
     if not schema.roles:
         raise InvalidRequest("a schema without <system>, <user> and <assistant> is for /generate", param="schema")
@@ -106,10 +113,11 @@ def _system_text(body: ChatRequest, context: Context) -> str | None:
 
     Only diffusion models need to be told: what a causal model computes does not depend on where a prefix ends.
     """
-    if context.engine.info.diffusion is None or body.messages[0].role != "system":
+    first = body.messages[0]
+    if context.engine.info.diffusion is None or first.role != "system" or first.documents:
         return None
     try:
-        return context.engine.tokenizer.apply_chat_template([body.messages[0].plain()], add_generation_prompt=False)
+        return context.engine.tokenizer.apply_chat_template([first.plain()], add_generation_prompt=False)
     except InvalidRequest:  # a template may want a question
         return None
 

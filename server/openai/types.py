@@ -12,6 +12,7 @@ from runtime.params import SamplingParams
 from runtime.reuse.modules.pml import Import
 from runtime.sampling.json_text import check_texts
 from server.auth.keys import CacheScope
+from server.documents.wire import GivenDocument, GivenDocuments
 from server.http.wire import (
     Body,
     CacheSalt,
@@ -22,6 +23,7 @@ from server.http.wire import (
     OneOrMany,
     Priority,
     Prompts,
+    Reuse,
     Text,
     Timeout,
     TokenIds,
@@ -154,9 +156,19 @@ class ModulePart(Body):
     module: ModuleImport
 
 
+class DocumentPart(Body):
+    """A document, as a part of a message's content."""
+
+    type: Literal["document"]
+    document: GivenDocument
+
+
+_KINDS = {"text": "a text", "module": "a module", "document": "a document"}
 Part = Annotated[
-    Annotated[TextPart, Tag("a text")] | Annotated[ModulePart, Tag("a module")],
-    Discriminator(lambda part: "a module" if isinstance(part, dict) and part.get("type") == "module" else "a text"),
+    Annotated[TextPart, Tag("a text")]
+    | Annotated[ModulePart, Tag("a module")]
+    | Annotated[DocumentPart, Tag("a document")],
+    Discriminator(lambda part: _KINDS.get(str(part.get("type")) if isinstance(part, dict) else "", "a text")),
 ]
 
 
@@ -174,17 +186,37 @@ class Message(Body):
     def _says_something(self) -> Message:
         if self.content is None and self.role != "assistant":
             raise ValueError(f"a message of role {self.role} needs content")
+        if self.documents and self.role not in ("system", "developer", "user"):
+            raise ValueError(f"a message of role {self.role} holds no documents")
         return self
 
     def plain(self) -> dict[str, Any]:
-        """The chat template's dict: role, content as one string, tool calls or the id of the call it answers."""
-        content = self.content or ""
+        """The chat template's dict: role, content, tool calls or the id of the call it answers.
+
+        The content is one string, or a list of texts and documents, if there are any.
+        """
+        content: Any = self.content or ""
         if isinstance(content, list):
-            content = "\n".join(part.text for part in content if isinstance(part, TextPart))
+            shown = [part for part in content if not isinstance(part, ModulePart)]
+            content = [part.text if isinstance(part, TextPart) else part.document for part in shown]
+            content = content if self.documents else "\n".join(content)
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if self.tool_calls:
             turn["tool_calls"] = [call.plain() for call in self.tool_calls]
         return turn | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
+
+    @property
+    def documents(self) -> list[GivenDocument]:
+        parts = self.content if isinstance(self.content, list) else []
+        return [part.document for part in parts if isinstance(part, DocumentPart)]
+
+    @property
+    def num_characters(self) -> int:
+        """Characters of the content, as far as the request holds them."""
+        if not isinstance(self.content, list):
+            return len(self.content or "")
+        texts = sum(len(part.text) for part in self.content if isinstance(part, TextPart))
+        return texts + sum(document.num_characters for document in self.documents)
 
     @property
     def imports(self) -> list[Import]:
@@ -248,6 +280,8 @@ class ChatRequest(CommonRequest):
     schema_name: Text | None = Field(
         None, alias="schema", description="a schema that the messages follow; their parts may import its modules"
     )
+    documents: GivenDocuments | None = Field(None, description="the last user message begins with these documents")
+    reuse: Reuse | None = Field(None, description="of documents; default: --document-reuse")
     max_tokens: NewTokens | None = None
     max_completion_tokens: NewTokens | None = None
     logprobs: bool = False
@@ -263,12 +297,23 @@ class ChatRequest(CommonRequest):
 
     @property
     def num_characters(self) -> int:
-        """Characters of the messages' content."""
-        contents = (message.content or "" for message in self.messages)
-        return sum(
-            len(c) if isinstance(c, str) else sum(len(part.text) for part in c if isinstance(part, TextPart))
-            for c in contents
-        )
+        """Characters of the messages' content, as far as the request holds them."""
+        return sum(part.num_characters for part in (*self.messages, *(self.documents or ())))
+
+    @property
+    def has_documents(self) -> bool:
+        return bool(self.documents) or any(message.documents for message in self.messages)
+
+    def turns(self) -> list[dict[str, Any]]:
+        """The chat template's dicts of all messages, see `Message.plain`. Raises InvalidRequest."""
+        turns = [message.plain() for message in self.messages]
+        if self.documents:
+            last = next((turn for turn in reversed(turns) if turn["role"] == "user"), None)
+            if last is None:
+                raise InvalidRequest("documents need a message of role user", param="documents")
+            said = last["content"]
+            last["content"] = [*self.documents, *(said if isinstance(said, list) else [said])]
+        return turns
 
     @property
     def offered(self) -> list[Tool]:
@@ -296,6 +341,8 @@ class ChatRequest(CommonRequest):
         """Raise InvalidRequest for unsupported fields, which are never ignored silently."""
         if self.schema_name is None and any(message.imports for message in self.messages):
             raise InvalidRequest("parts of type module need a schema", param="schema")
+        if self.schema_name is not None and (self.reuse or self.has_documents):
+            raise InvalidRequest("a schema and documents exclude each other", param="schema")
         if self.functions or self.function_call not in (None, "none", "auto"):
             raise InvalidRequest("functions are not supported; use tools", param="functions")
         if self.must_call and not self.tools:

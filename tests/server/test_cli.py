@@ -95,9 +95,28 @@ def test_generate_imports_modules(tiny_dir, tmp_path, capsys):
     options = ["--model", str(tiny_dir), "--dtype", "float32", "--pool-tokens", "1024", "--max-new-tokens", "4"]
     prompt = '<prompt schema="cities"><plan days="3"/> I</prompt>'
     assert main(["generate", prompt, "--schema", str(tmp_path / "cities.pml"), *options]) == 0
-    assert capsys.readouterr().out.endswith("\n")
+    alone = capsys.readouterr().out
+    assert alone.endswith("\n")
+    assert main(["generate", prompt, "--schema", str(tmp_path / "cities.pml"), "--mode", "nested", *options]) == 0
+    assert capsys.readouterr().out != alone
     assert main(["generate", "Hello", "--schema", str(tmp_path / "cities.pml"), *options]) == 1
     assert "ramet: line 1: this is no XML" in capsys.readouterr().err
+
+
+def test_generate_reads_documents(tiny_dir, tmp_path, capsys):
+    (tmp_path / "one.txt").write_text("Rome is old.")
+    options = ["--model", str(tiny_dir), "--dtype", "float32", "--pool-tokens", "1024", "--max-new-tokens", "4"]
+    assert main(["generate", "Rome is old.\nWhy?", *options]) == 0
+    plain = capsys.readouterr().out
+    documents = ["--document", str(tmp_path / "one.txt")]
+    assert main(["generate", "Why?", *documents, *options]) == 0
+    assert capsys.readouterr().out == plain
+    assert main(["generate", "Why?", *documents, "--document-reuse", "pie", *options]) == 0
+    assert capsys.readouterr().out == plain  # it begins at 0
+    assert main(["generate", "Why?", *documents, "--chat", *options]) == 0
+    with pytest.raises(SystemExit):
+        main(["generate", "Why?", "--document", str(tmp_path / "none.txt"), *options])
+    assert "none.txt cannot be read: No such file" in capsys.readouterr().err
 
 
 def test_fetch_model_prints_the_directory(tiny_dir, capsys):

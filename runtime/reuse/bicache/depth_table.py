@@ -73,20 +73,14 @@ def _at_most(table: Mapping[int, object], share: float) -> int | None:
 NO_TABLE = DepthTable("none: depth 1", {0: 1})
 
 
-def identity(spec: ModelSpec) -> dict[str, Any]:
-    """The model that a table belongs to: models with the same values may share one."""
-    names = ("model_type", "num_layers", "hidden_size", "vocab_size")
-    return {name: getattr(spec, name) for name in names}
-
-
 def read_table(path: Path, spec: ModelSpec) -> DepthTable:
     """A table from a file. Raises ModelError if it is broken or for another model."""
     return _from_json(read_json(path), path, spec)
 
 
 def _from_json(value: dict[str, Any], path: Path, spec: ModelSpec) -> DepthTable:
-    if value.get("model") != identity(spec):
-        raise ModelError(f"the depth table {path} is for {value.get('model')}; the model is {identity(spec)}")
+    if value.get("model") != spec.identity:
+        raise ModelError(f"the depth table {path} is for {value.get('model')}; the model is {spec.identity}")
     try:
         depths = _depths(value)
         truncated = {int(kept): _depths(part) for kept, part in (value.get("truncated") or {}).items()}
@@ -118,7 +112,7 @@ def choose_table(given: Path | None, directory: Path, spec: ModelSpec) -> DepthT
         return read_table(own, spec)
     for path in sorted(_PUBLISHED.glob("*.json")):
         value = read_json(path)
-        if value["model"] == identity(spec):
+        if value["model"] == spec.identity:
             return _from_json(value, path, spec)
     log.warning(
         "there is no depth table for this model: shared prefixes are reused in the first layer alone, at every step, "

@@ -236,8 +236,9 @@ class EntryStrategy(PrefixStrategy):
 
 
 def names_of(entries: Iterable[Entry]) -> list[str]:
-    """Names in the order in which the entries begin."""
-    return [entry.name for entry in sorted(entries, key=lambda entry: entry.sequence.position(0))]
+    """Names in the order of the entries' first kept rows."""
+    first = {entry: entry.sequence.position(int(entry.is_kept.argmax())) for entry in entries}
+    return [entry.name for entry in sorted(first, key=first.__getitem__)]
 
 
 def _see(pages: array[int], seen: np.ndarray, page_size: int) -> Read:

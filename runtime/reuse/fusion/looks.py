@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import ClassVar
 
 import numpy as np
@@ -14,11 +16,15 @@ import torch
 from runtime.batch import causal_visible
 from runtime.execution.executor import Executor
 from runtime.models.rope import rotate
-from runtime.request import Sequence, slots_of
+from runtime.request import Sequence as Own
+from runtime.request import slots_of
 from runtime.reuse.build import Read, RowSet, Stage
 from runtime.reuse.fusion.layout import Layout, Place
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
+
+# About as many layers, evenly spread, tell to which rows a question attends.
+_PROBED = 8
 
 
 class Look(ABC):
@@ -31,7 +37,7 @@ class Look(ABC):
 
     writes_pages: ClassVar[bool] = False
 
-    def __init__(self, layout: Layout, sequence: Sequence, pages: array[int], executor: Executor):
+    def __init__(self, layout: Layout, sequence: Own, pages: array[int], executor: Executor):
         """`pages`: int32, its own; `sequence`: the request's, of own rows alone."""
         self.layout, self.sequence, self.pages, self.executor = layout, sequence, pages, executor
         self.num_rows, self.done = self.length(layout), 0
@@ -49,11 +55,6 @@ class Look(ABC):
     @abstractmethod
     def take(self, first: int, stop: int, saved: torch.Tensor | None) -> None:
         """Take what some of its rows gave."""
-
-    def _gather(self, tensor: torch.Tensor, pages: array[int], rows: np.ndarray) -> torch.Tensor:
-        """float32 rows [n, kv_heads, head_dim] of a layer of the pool."""
-        slots = torch.from_numpy(slots_of(pages, rows, self.layout.page_size)).to(tensor.device)
-        return tensor[slots].float()
 
     def _project(self, layer: int, states: torch.Tensor, positions: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Queries, keys, values, float32 [n, heads, head_dim]."""
@@ -109,17 +110,17 @@ class DenseLook(Look):
 
     def true_keys(self, rows: np.ndarray) -> torch.Tensor:
         """Keys of layer 1 that full prefill gives, float32 [n, kv_heads, head_dim], rotated for the rows' positions."""
-        return self._gather(self.executor.pool.k[1], self.pages, rows - self.layout.num_prefix)
+        return gather(self.executor.pool.k[1], self.pages, rows - self.layout.num_prefix, self.layout.page_size)
 
     def true_values(self, rows: np.ndarray) -> torch.Tensor:
         """Values of layer 1 that full prefill gives, float32 [n, kv_heads, head_dim]."""
-        return self._gather(self.executor.pool.v[1], self.pages, rows - self.layout.num_prefix)
+        return gather(self.executor.pool.v[1], self.pages, rows - self.layout.num_prefix, self.layout.page_size)
 
     def stored_values(self, rows: np.ndarray) -> torch.Tensor:
         """Values of layer 1 in the chunks, float32 [n, kv_heads, head_dim]; `rows`: of documents, ascending."""
         return torch.cat(
             [
-                self._gather(self.executor.pool.v[1], place.pages, mine - place.start)
+                gather(self.executor.pool.v[1], place.pages, mine - place.start, self.layout.page_size)
                 for place, mine in _by_place(self.layout.places, rows)
             ]
         )
@@ -133,56 +134,100 @@ class QuestionLook(Look):
         return int(layout.is_own.sum())
 
     def rows(self, first: int, stop: int) -> RowSet:
-        layout, sequence, num_layers = self.layout, self.sequence, self.executor.spec.num_layers
+        layout, sequence = self.layout, self.sequence
         positions = sequence.positions(first, stop)
         table = np.frombuffer(sequence.pages, dtype=np.int32)[: -(-stop // layout.page_size)]
         reads = [Read(table, stop, visible=causal_visible(stop, stop - first))]
         reads += [read for place in layout.places for read in place.reads(positions, layout.page_size)]
         writes = sequence.slots(first, stop, layout.page_size)
-        save = np.flatnonzero(positions >= layout.question)
+        num_layers = self.executor.spec.num_layers
         return RowSet(
             tokens=np.array(sequence.tokens[first:stop], dtype=np.int64),
             positions=positions,
-            stages=[
-                Stage(range(i, i + 1), writes, reads, save=save if i + 1 < num_layers and len(save) else None)
-                for i in range(num_layers)
-            ],
+            stages=save_before(
+                [Stage(range(num_layers), writes, reads)],
+                probed_layers(num_layers),
+                np.flatnonzero(positions >= layout.question),
+            ),
             logits=_NO_ROWS,
         )
 
     def take(self, first: int, stop: int, saved: torch.Tensor | None) -> None:
-        if saved is None:
-            return
-        positions = self.sequence.positions(first, stop)
-        positions = positions[positions >= self.layout.question]
-        layers = enumerate(saved.split(len(positions)), start=1)
-        self._queries.append([self._project(layer, states, positions)[0] for layer, states in layers])
+        if saved is not None:
+            positions = self.sequence.positions(first, stop)
+            self._queries.append(project_each(self.executor, saved, positions[positions >= self.layout.question]))
 
-    def attention(self) -> torch.Tensor:
-        """Attention to each candidate, float32 [candidates]: the mean over layers from 1 on, heads and the question."""
+    def scores(self) -> torch.Tensor:
+        """Attention of the question to each candidate, float32 [candidates]: the mean over layers, heads and rows."""
         layers = [torch.cat(several) for several in zip(*self._queries, strict=True)]
-        total = torch.stack([self._layer_attention(layer, q) for layer, q in enumerate(layers, start=1)])
-        return total.mean(0)
+        own = self.sequence.positions(0, self.num_rows)
+        rows = attention(self.executor, self.layout, own, self.sequence.pages, layers)
+        return rows[torch.from_numpy(self.layout.candidates).to(rows.device)]
 
-    def _layer_attention(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        layout, sequence, pool = self.layout, self.sequence, self.executor.pool
-        own = sequence.positions(0, self.num_rows)
-        keys = self._gather(pool.k[layer], sequence.pages, np.arange(self.num_rows))
-        logits = [_logits(q, keys)]
-        later = torch.from_numpy(own[None] > own[-len(q) :, None]).to(q.device)
-        logits[0].masked_fill_(later[:, None], -torch.inf)
-        rows = [own]
-        for place in layout.places:
-            mine = np.flatnonzero(place.kept)
-            turned = q
-            if place.shift:
-                turned = rotate(q, *self.executor.rope.shift(torch.tensor([-place.shift], device=q.device)))
-            logits.append(_logits(turned, self._gather(pool.k[layer], place.pages, mine)))
-            rows.append(place.start + mine)
-        attention = torch.cat(logits, dim=-1).softmax(dim=-1).mean((0, 1))
-        by_row = torch.zeros(len(layout.prompt), device=q.device)
-        by_row[torch.from_numpy(np.concatenate(rows)).to(q.device)] = attention
-        return by_row[torch.from_numpy(layout.candidates).to(q.device)]
+
+def probed_layers(num_layers: int) -> range:
+    return range(1, num_layers, max((num_layers - 1) // _PROBED, 1))
+
+
+def save_before(stages: Sequence[Stage], layers: range, rows: np.ndarray) -> list[Stage]:
+    """The stages, cut before some layers, with the states saved with which some rows enter these."""
+    if not len(rows):
+        return list(stages)
+    cut = []
+    for stage in stages:
+        starts = [stage.layers.start, *(at for at in layers if stage.layers.start < at < stage.layers.stop)]
+        for start, stop in pairwise([*starts, stage.layers.stop]):
+            save = rows if stop in layers else None
+            cut.append(replace(stage, layers=range(start, stop), save=save))
+    return cut
+
+
+def project_each(executor: Executor, saved: torch.Tensor, positions: np.ndarray) -> list[torch.Tensor]:
+    """Queries float32 [n, heads, head_dim] of rows at each probed layer, of the states that were saved before these."""
+    layers = probed_layers(executor.spec.num_layers)
+    states = zip(layers, saved.split(len(positions)), strict=True)
+    heads = executor.spec.num_heads
+    return [executor.project(layer, one, torch.from_numpy(positions))[:, :heads] for layer, one in states]
+
+
+def attention(
+    executor: Executor, layout: Layout, own: np.ndarray, pages: array[int], layers: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Attention to each row of the prompt that is read from an entry, float32 [prompt], its mean over all queries.
+
+    Args:
+        own: int64 [m], positions of the computed rows of the request's sequence.
+        pages: int32 page ids of these.
+        layers: for each probed layer, the queries float32 [n, heads, head_dim] of the last n of them.
+    """
+    probed = probed_layers(executor.spec.num_layers)
+    each = [_attention(executor, layout, own, pages, *one) for one in zip(probed, layers, strict=True)]
+    return torch.stack(each).mean(0)
+
+
+def _attention(
+    executor: Executor, layout: Layout, own: np.ndarray, pages: array[int], layer: int, q: torch.Tensor
+) -> torch.Tensor:
+    keys, page_size = executor.pool.k[layer], layout.page_size
+    logits = [_logits(q, gather(keys, pages, np.arange(len(own)), page_size))]
+    later = torch.from_numpy(own[None] > own[-len(q) :, None]).to(q.device)
+    logits[0].masked_fill_(later[:, None], -torch.inf)
+    rows = []
+    for place in layout.places:
+        mine, turned = np.flatnonzero(place.kept), q
+        if place.shift:
+            turned = rotate(q, *executor.rope.shift(torch.tensor([-place.shift], device=q.device)))
+        logits.append(_logits(turned, gather(keys, place.pages, mine, page_size)))
+        rows.append(place.start + mine)
+    weights = torch.cat(logits, dim=-1).softmax(dim=-1).mean((0, 1))[len(own) :]
+    by_row = torch.zeros(len(layout.prompt), device=q.device)
+    by_row[torch.from_numpy(np.concatenate(rows)).to(q.device)] = weights
+    return by_row
+
+
+def gather(tensor: torch.Tensor, pages: array[int], rows: np.ndarray, page_size: int) -> torch.Tensor:
+    """float32 rows [n, kv_heads, head_dim] of a layer of the pool."""
+    return tensor[torch.from_numpy(slots_of(pages, rows, page_size)).to(tensor.device)].float()
 
 
 def _logits(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 
-from radix import Namespace
+from radix import Match, Namespace
 from runtime.batch import causal_visible
 from runtime.errors import InvalidRequest
 from runtime.execution.executor import Executor
@@ -27,7 +27,10 @@ from runtime.reuse.fusion.choices import Choices
 from runtime.reuse.fusion.layout import Asked, DocumentMeta, Layout, Place
 from runtime.reuse.fusion.looks import DenseLook, Look
 from runtime.reuse.fusion.methods import METHODS, Method
+from runtime.reuse.fusion.snapkv import SnapKV
 from runtime.reuse.strategy import Found, Run
+
+_NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,6 +44,7 @@ class Fused(Imports):
         num_fused: rows of the sequence up to there.
         look: the pass before rows are fused, while they are.
         held: its pages, and pages for the rows to be chosen.
+        snap: the choice of rows that stay behind the first token; None: all do.
     """
 
     layout: Layout
@@ -51,6 +55,7 @@ class Fused(Imports):
     num_fused: int = 0
     look: Look | None = None
     held: list[Segment] = field(default_factory=list)
+    snap: SnapKV | None = None
 
 
 class Fusion(EntryStrategy):
@@ -81,10 +86,13 @@ class Fusion(EntryStrategy):
         tokens = read_tokens(request.sequence.tokens.tobytes(), self._model.vocab_size, "the prompt")
         layout = self._layout(tokens, asked, request.namespace)
         method = METHODS[layout.asked.select](layout)
-        if method.look is not None and self._executor.spec.num_kv_heads != self.cache.pool.k.shape[2]:
+        looks = method.look is not None or layout.asked.keep_tokens is not None
+        if looks and self._executor.spec.num_kv_heads != self.cache.pool.k.shape[2]:
             raise InvalidRequest(f"method {method.name!r} is not served by several ranks", param="reuse.method")
         entries = {place.entry.namespace: place.entry for place in layout.places}
         request.reuse = Fused([*entries.values()], layout=layout, method=method, namespace=request.namespace)
+        if (layout.asked.keep_tokens or len(tokens)) < len(layout.candidates):
+            request.reuse.snap = SnapKV(layout, self._executor)
         if not method.count():
             self._select(request, layout.candidates[:0], len(tokens))
         elif method.look is None:
@@ -138,7 +146,8 @@ class Fusion(EntryStrategy):
     def _fit(self, request: Request) -> None:
         """Bound the output of a request that does not; InvalidRequest if it could never have its pages."""
         pool, pages_for, fused = self.cache.pool, self.cache.pages_for, request.reuse
-        others = sum(pages_for(entry.length) for entry in fused.entries) + self._look_pages(fused, request.prompt_len)
+        others = sum(pages_for(entry.length) for entry in fused.entries) + self._look_pages(fused)
+        others += fused.snap.num_pages if fused.snap else 0
         if request.sampling.max_new_tokens is None:
             most = (pool.num_pages - others) * pool.page_size
             request.max_tokens = max(min(request.max_tokens, most), request.prompt_len + 1)
@@ -150,7 +159,7 @@ class Fusion(EntryStrategy):
                 code="context_length_exceeded",
             )
 
-    def _look_pages(self, fused: Fused, prompt_len: int) -> int:
+    def _look_pages(self, fused: Fused) -> int:
         """Pages for a look and for rows that it may choose."""
         if fused.method.look is None or not (count := fused.method.count()):
             return 0
@@ -204,9 +213,29 @@ class Fusion(EntryStrategy):
     # -- what exists -----------------------------------------------------------------------------------------
 
     def find(self, request: Request) -> Found:
-        if request.reuse.selected is None:
+        fused = request.reuse
+        if fused.selected is None:
             self._recall(request)
-        return super().find(request)
+        found = super().find(request)
+        return Found(self._num_there(fused, *found.detail), found.detail)
+
+    def _num_there(self, fused: Fused, own: Found, matches: Sequence[Match]) -> int:
+        """Tokens that need not be computed; a row of a document that was computed again, too, counts once."""
+        there = {e.namespace for e, match in zip(fused.entries, matches, strict=True) if self._all(e, match)}
+        is_there = np.zeros(len(fused.layout.prompt), dtype=bool)
+        for place in fused.layout.places:
+            if place.entry.namespace in there:
+                is_there[place.start : place.start + place.entry.length] = True
+        computed = fused.layout.computed(fused.layout.candidates[:0] if fused.selected is None else fused.selected)
+        is_there[computed[: own.tokens]] = True
+        return int(is_there.sum()) + max(own.tokens - len(computed), 0)
+
+    def _most(self, request: Request) -> int:
+        """The rows that tell what stays are computed, if that is not known."""
+        fused, most = request.reuse, super()._most(request)
+        if fused.snap is None or fused.snap.kept is not None:
+            return most
+        return min(most, request.prompt_len - fused.snap.window)
 
     def _there(self, request: Request, entry: Entry, pages: array[int]) -> None:
         for place in request.reuse.layout.places:
@@ -219,18 +248,29 @@ class Fusion(EntryStrategy):
     def admit(self, request: Request, found: Found, headroom: int) -> bool:
         fused = request.reuse
         look = fused.method.look if self._must_look(fused, found.detail[0]) else None
-        num_pages = self._look_pages(fused, request.prompt_len) if look else 0
-        if not super().admit(request, found, headroom + num_pages):
+        num_pages = self._look_pages(fused) if look else 0
+        num_kept = fused.snap.num_pages if fused.snap else 0
+        fused.layout.keep(fused.layout.computed(fused.selected if fused.selected is not None else _NO_ROWS))
+        if not super().admit(request, found, headroom + num_pages + num_kept):
             return False
+        pages = self.cache.allocate(num_pages + num_kept, array("i"), request.owner, cached=0)
+        assert pages is not None, "the room was counted above"
+        if fused.snap is not None:
+            fused.snap.pages = Segment(pages[num_pages:], 0)
+            request.segments.append(fused.snap.pages)
         if look is not None:
-            pages = self.cache.allocate(num_pages, array("i"), request.owner, cached=0)
-            assert pages is not None, "the room was counted above"
             own = self.cache.pages_for(look.length(fused.layout)) if look.writes_pages else 0
-            fused.held = [Segment(pages[:own], 0), Segment(pages[own:], 0)]
+            fused.held = [Segment(pages[:own], 0), Segment(pages[own:num_pages], 0)]
             request.segments += fused.held
             fused.look = look(fused.layout, request.sequence, pages[:own], self._executor)
             request.owed += fused.look.num_rows
+        self._snap(request)
         return True
+
+    def grow(self, request: Request, ahead: int = 0) -> bool:
+        """No token is computed ahead before it is known what it reads."""
+        snap = request.reuse.snap
+        return (not ahead or snap is None or snap.is_done) and super().grow(request, ahead)
 
     def _must_look(self, fused: Fused, own: Found) -> bool:
         if fused.selected is None:
@@ -247,8 +287,9 @@ class Fusion(EntryStrategy):
         if self._looks(fused):
             count = min(fused.look.num_rows - fused.look.done, limit)
             return Work(request, fused.look.done, count, count)
-        if not fused.encodings and done < fused.num_fused:
-            limit = min(limit, fused.num_fused - done)
+        if not fused.encodings:
+            for cut in (fused.num_fused, request.prompt_len):  # rows behind read other KV
+                limit = min(limit, cut - done) if done < cut else limit
         return super().work(request, limit)
 
     def rows(self, work: Work) -> list[RowSet]:
@@ -264,13 +305,20 @@ class Fusion(EntryStrategy):
         reads = [read for place in fused.layout.places for read in place.reads(positions, page_size)]
         own = _own_read(request, first, stop, page_size)
         if not isinstance(fused.look, DenseLook) or first >= fused.num_fused:
-            return [Stage(range(self.num_layers), writes, [*reads, own])]
+            stages = [Stage(range(self.num_layers), writes, [*reads, own])]
+            return self._saving(fused, stages, positions)
         before = [r for place in fused.layout.places if place.is_exact for r in place.reads(positions, page_size)]
-        return [
+        stages = [
             Stage(range(1), writes, [*reads, own]),
             Stage(range(1, 2), writes, [*before, fused.look.read(positions)]),
             Stage(range(2, self.num_layers), writes, [*reads, own]),
         ]
+        return self._saving(fused, stages, positions)
+
+    def _saving(self, fused: Fused, stages: list[Stage], positions: np.ndarray) -> list[Stage]:
+        if fused.snap is None or fused.snap.kept is not None:
+            return stages
+        return fused.snap.save(stages, positions)
 
     def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
         request = work.request
@@ -282,11 +330,38 @@ class Fusion(EntryStrategy):
             if not self._looks(fused):
                 self._choose(request)
             return False
-        before = request.sequence.num_computed
+        encodes, before = bool(fused.encodings), request.sequence.num_computed
+        positions = _NO_ROWS if encodes else request.sequence.positions(before, before + work.count)
         has_logits = super().book(work, saved, seconds)
-        if before < fused.num_fused <= request.sequence.num_computed:
-            self._fused(request)
+        if fused.look is not None and before < fused.num_fused <= request.sequence.num_computed:
+            self._end_look(request)
+        if fused.snap is not None:
+            if not encodes:
+                fused.snap.take(saved[0], positions)
+            self._snap(request)
         return has_logits
+
+    def _commit(self, request: Request) -> None:
+        """Rows that were computed when only some document rows had stayed are nobody else's."""
+        if request.reuse.snap is None or request.sequence.num_computed <= request.prompt_len:
+            super()._commit(request)
+
+    def _snap(self, request: Request) -> None:
+        """Leave the documents, once the prompt is computed, but for the rows that stay."""
+        fused, sequence = request.reuse, request.sequence
+        if fused.snap is None or fused.snap.is_done or fused.encodings or sequence.num_computed < request.prompt_len:
+            return
+        pages = request.segments[0].pages + sequence.pages if sequence.start else sequence.pages
+        fused.snap.choose(sequence.positions(0, request.prompt_len), pages)
+        left = {id(place.pages) for place in fused.layout.places if place.is_document}
+        fused.snap.move(self.cache)
+        for segment in [one for one in request.segments if id(one.pages) in left]:
+            if segment.node is None:
+                self.cache.allocator.release(segment.pages)
+            else:
+                self.cache.tree.touch(segment.node)
+                self.cache.tree.unlock(segment.node)
+            request.segments = [one for one in request.segments if one is not segment]
 
     def _choose(self, request: Request) -> None:
         """Choose rows after a look; those that a retracted request has chosen before stay."""
@@ -301,11 +376,6 @@ class Fusion(EntryStrategy):
         if not isinstance(fused.look, DenseLook):
             self._end_look(request)
 
-    def _fused(self, request: Request) -> None:
-        """All rows are fused: what the look computed is not read any more."""
-        if request.reuse.look is not None:
-            self._end_look(request)
-
     def _end_look(self, request: Request) -> None:
         fused = request.reuse
         for segment in fused.held:
@@ -315,7 +385,10 @@ class Fusion(EntryStrategy):
 
     def release(self, request: Request, keep: bool) -> None:
         super().release(request, keep)
-        request.reuse.look, request.reuse.held = None, []
+        fused = request.reuse
+        fused.look, fused.held = None, []
+        if fused.snap is not None:
+            fused.snap.leave()
 
     def flush(self) -> None:
         self._choices.clear()
@@ -338,6 +411,7 @@ class Fusion(EntryStrategy):
             "computed_tokens": request.num_prompt - reused,
             "recomputed_rows": len(fused.selected) if fused.selected is not None else 0,
             "row_layers": request.row_layers,
+            **({"kept_tokens": fused.snap.num_kept} if fused.snap is not None else {}),
         }
 
 

@@ -12,7 +12,7 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.modules.markup import PmlError, Text
 from runtime.reuse.modules.pml import Content, Module, Parameter, Union
 
-# In a schema, members of unions and placeholders included.
+# In all entries of a schema, members of unions and placeholders included.
 MAX_TOKENS = 1 << 20
 
 
@@ -42,6 +42,8 @@ class Scope:
         path: names from the schema on, `/` for the schema.
         start, stop: positions from its first token to behind its last one, children included.
         union: of which the module is a member.
+        num_tokens: its own, placeholders included.
+        runs_before: runs of its parent that it sees; tokens_before: what it sees of all scopes around it.
         parameters: runs of placeholders by name.
     """
 
@@ -50,6 +52,9 @@ class Scope:
     line: int | None = None
     parent: Scope | None = None
     union: Place | None = None
+    num_tokens: int = 0
+    runs_before: int = 0
+    tokens_before: int = 0
     stop: int = 0
     children: dict[str, Scope] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
@@ -66,6 +71,12 @@ class Scope:
             yield scope
             scope = scope.parent
 
+    def before(self) -> Iterator[Run]:
+        """The runs of the scopes around it that its own tokens see, by position."""
+        for scope in reversed(list(self.lineage())):
+            if scope.parent is not None:
+                yield from scope.parent.runs[: scope.runs_before]
+
     def walk(self) -> Iterator[Scope]:
         """The scope and all within it, in the order of the schema."""
         yield self
@@ -74,17 +85,23 @@ class Scope:
 
 
 def make_entry(scopes: Sequence[Scope]) -> dict[str, Any]:
-    """The message of scopes that are encoded together; what only placeholders follow ends with the last kept token."""
+    """The message of scopes that are encoded together; what only placeholders follow ends with the last kept token.
+
+    What they see of others is not kept, as placeholders are not.
+    """
     runs = sorted(chain.from_iterable(scope.runs for scope in scopes), key=lambda run: run.position)
     while runs and not runs[-1].kept:
         runs.pop()
-    tokens, anchors = in_order(runs)
+    before = [run for scope in scopes for run in scope.before()]
+    tokens, anchors = in_order([*before, *runs])
     holes: list[list[int]] = []
     index = 0
-    for run in runs:
-        if not run.kept:
-            holes.append([index, index + len(run.tokens)])
-        index += len(run.tokens)
+    for place, run in enumerate([*before, *runs]):
+        start, index = index, index + len(run.tokens)
+        if place < len(before) or not run.kept:
+            if holes and holes[-1][1] == start:  # equal entries have equal messages
+                start = holes.pop()[0]
+            holes.append([start, index])
     name = " + ".join(scope.path for scope in scopes)
     return {"name": name, "tokens": tokens.tobytes(), "anchors": anchors, "holes": holes}
 
@@ -102,7 +119,7 @@ def in_order(runs: Iterable[Run]) -> tuple[array[int], list[list[int]]]:
     return tokens, anchors
 
 
-def lay_out(content: Content, tokenizer: Tokenizer, limit: int, bos: array[int]) -> Scope:
+def lay_out(content: Content, tokenizer: Tokenizer, limit: int, bos: array[int], nested: bool) -> Scope:
     """The schema's scope, with all modules in it.
 
     Args:
@@ -110,6 +127,7 @@ def lay_out(content: Content, tokenizer: Tokenizer, limit: int, bos: array[int])
         tokenizer: every text is tokenized alone.
         limit: positions.
         bos: tokens before everything else.
+        nested: whether modules see the texts around them that lie before them.
 
     Raises:
         PmlError: if the layout exceeds `limit`, or a parameter's scaffold text its parameter.
@@ -119,8 +137,8 @@ def lay_out(content: Content, tokenizer: Tokenizer, limit: int, bos: array[int])
     root = Scope("/", 0)
     if bos:
         root.runs.append(Run(0, bos))
-    root.start = len(bos)
-    _Placer(iter(tokenizer.encode_each(texts)), tokenizer.placeholder, limit).place(root, content)
+    root.start = root.num_tokens = len(bos)
+    _Placer(iter(tokenizer.encode_each(texts)), tokenizer.placeholder, limit, nested).place(root, content)
     return root
 
 
@@ -152,6 +170,7 @@ class _Placer:
     texts: Iterator[list[int]]
     placeholder: int
     limit: int
+    nested: bool
     num_tokens: int = 0
 
     def place(self, scope: Scope, content: Content) -> None:
@@ -176,6 +195,9 @@ class _Placer:
     def _child(self, parent: Scope, module: Module, start: int, union: Place | None = None) -> int:
         path = f"{parent.path.rstrip('/')}/{module.name}"
         scope = parent.children[module.name] = Scope(path, start, module.line, parent, union)
+        if self.nested:
+            scope.runs_before, scope.tokens_before = len(parent.runs), parent.tokens_before + parent.num_tokens
+            self._count(scope.tokens_before, scope, module.line)
         self.place(scope, module.content)
         return scope.stop
 
@@ -183,12 +205,16 @@ class _Placer:
         stop = run.position + len(run.tokens)
         if stop > self.limit:
             raise PmlError(f"the schema reaches position {stop}; {self.limit} are to be had", scope.path, line)
-        self.num_tokens += len(run.tokens)
-        if self.num_tokens > MAX_TOKENS:
-            raise PmlError(f"the schema has more than {MAX_TOKENS} tokens, placeholders included", scope.path, line)
+        self._count(len(run.tokens), scope, line)
         if run.tokens:
             scope.runs.append(run)
+            scope.num_tokens += len(run.tokens)
         return stop
+
+    def _count(self, tokens: int, scope: Scope, line: int | None) -> None:
+        self.num_tokens += tokens
+        if self.num_tokens > MAX_TOKENS:
+            raise PmlError(f"more than {MAX_TOKENS} tokens are to be encoded, placeholders included", scope.path, line)
 
     def _stand_in(self, scope: Scope, parameter: Parameter) -> array[int]:
         tokens, length = array("i", next(self.texts)), parameter.length

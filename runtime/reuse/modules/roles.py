@@ -1,16 +1,15 @@
 """Messages of a schema and of a prompt, in the model's own chat template.
 
-The template is rendered with random contents that nobody can guess, and cut there: so no text of a user is ever taken
-for the template's, nor the other way round.
+The template is rendered with marks as contents, and cut there.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import Any
 
 from runtime.errors import InvalidRequest
+from runtime.models.marks import cut, new_mark
 from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.modules.markup import PmlError
 
@@ -59,18 +58,13 @@ def continue_chat(
 
 def _render(tokenizer: Tokenizer, roles: Sequence[str], messages: list[dict[str, Any]], generate: bool) -> list[str]:
     """The text around the contents of `roles`, len(roles) + 1 pieces; the last one includes `messages`."""
-    marks = [secrets.token_hex(16) for _ in roles]
+    marks = [new_mark() for _ in roles]
     known = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
     try:
-        rest = tokenizer.apply_chat_template([*known, *messages], generate)
+        text = tokenizer.apply_chat_template([*known, *messages], generate)
     except InvalidRequest as error:
         raise PmlError(error.message, "/") from None
-    pieces = []
-    for mark in marks:
-        before, found, rest = rest.partition(mark)
-        pieces.append(before)
-        if not found or mark in rest:
-            raise PmlError(
-                "this model's chat template leaves out messages, or writes them twice or in another order", "/"
-            )
-    return [*pieces, rest]
+    pieces = cut(text, marks)
+    if pieces is None:
+        raise PmlError("this model's chat template leaves out messages, or writes them twice or in another order", "/")
+    return pieces

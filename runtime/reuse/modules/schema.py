@@ -14,7 +14,7 @@ from runtime.reuse.modules.markup import PmlError, Text
 from runtime.reuse.modules.pml import Content, Prompt, SchemaText, read_prompt, read_schema
 from runtime.reuse.modules.roles import continue_chat, template_pieces
 
-Mode = Literal["independent", "scaffold"]
+Mode = Literal["independent", "nested", "scaffold"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,9 @@ class Schema:
             pml: its text.
             tokenizer: of the model.
             context_length: of the model; the schema must leave a position for a prompt.
-            mode: independent: each module is encoded alone. scaffold: sets of modules are encoded together as well, and
-                replace them in prompts that import them all.
+            mode: independent: each module is encoded alone. nested: each is encoded behind the texts around it that
+                lie before it, the schema's own and its parents', which are in every prompt that imports it. scaffold:
+                sets of modules are encoded together as well, and replace them in prompts that import them all.
             scaffolds: the sets, as lists of paths; by default one: everything outside of unions, and of each union
                 the member that its attribute `scaffold` names.
 
@@ -65,8 +66,8 @@ class Schema:
         text = read_schema(pml)
         pieces = template_pieces(tokenizer, [role.role for role in text.roles]) if text.roles else []
         bos = [] if text.roles else tokenizer.leading_ids
-        root = lay_out(_flat(text, pieces), tokenizer, context_length - 1, array("i", bos))
-        if mode == "independent" and scaffolds is not None:
+        root = lay_out(_flat(text, pieces), tokenizer, context_length - 1, array("i", bos), mode == "nested")
+        if mode != "scaffold" and scaffolds is not None:
             raise PmlError("scaffolds need the mode scaffold")
         sets = []
         if mode == "scaffold":
@@ -98,13 +99,17 @@ class Schema:
         )
 
     def everything(self) -> ModulePrompt:
-        """A request that only encodes: every module alone, and all scaffolds."""
+        """A request that only encodes: every module alone, and all scaffolds.
+
+        Members of a union that have the same text are one entry, with the names of all.
+        """
         unique: dict[str, tuple[dict[str, Any], int]] = {}
         for scopes in (*self.scaffolds, *([scope] for scope in self.root.walk())):
             if kept := sum(scope.num_kept for scope in scopes):
-                # Members of a union may have the same text, and are one entry then.
                 entry = make_entry(scopes)
-                unique.setdefault(repr({**entry, "name": ""}), (entry, kept))
+                first, _ = unique.setdefault(repr({**entry, "name": ""}), (entry, kept))
+                if first is not entry:
+                    first["name"] += f", {entry['name']}"
         reuse = {"method": "modules", "schema": self.name, "entries": [entry for entry, _ in unique.values()]}
         return ModulePrompt([], reuse, [kept for _, kept in unique.values()], 0)
 

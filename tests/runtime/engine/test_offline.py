@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from runtime import Engine, SamplingParams, Submission
+from runtime import Document, Engine, ReuseParams, SamplingParams, Segments, Submission
 from runtime.errors import EngineDead, InvalidRequest, ModelError
 from runtime.frontend.output import merge_outputs
 
@@ -45,6 +45,39 @@ def test_modules_of_a_schema_are_read_from_the_cache(engine):
     assert engine.generate([prompt, "Once"], GREEDY)[0].text == first.text
     with pytest.raises(InvalidRequest, match="but the model's context is"):
         engine.generate(prompt, {"max_new_tokens": 9000})
+
+
+def test_documents_are_read_from_the_cache(engine):
+    paris = Document("Paris is the capital of France.", "Paris")
+    texts = [f"{paris.content}", " The capital of France is"]
+    ids = [token for text in texts for token in engine.tokenizer.encode(text)]
+    (plain,) = engine.generate([ids], GREEDY)
+    prompt = Segments([paris, texts[1]])
+    for reuse in (None, {"method": "none"}, ReuseParams(method="pie"), {"method": "a3", "ratio": 1}):
+        (answer,) = engine.generate(prompt, GREEDY, reuse)
+        assert answer.token_ids == plain.token_ids
+        assert answer.prompt_tokens == len(ids)
+        method = "none" if reuse is None else ReuseParams.model_validate(reuse).method
+        assert (answer.reuse["method"], answer.reuse["documents"]) == (method, ["Paris"])
+    several = engine.generate([prompt, Segments(["So: ", *prompt.parts])], GREEDY, {"method": "pie"})
+    assert [output.reuse["computed_documents"] for output in several] == [[], []]
+    assert list(engine.stream(prompt, GREEDY, {"method": "pie"}))[-1].token_ids == plain.token_ids
+    with pytest.raises(InvalidRequest, match="this one has none"):
+        engine.generate("Once", GREEDY, {"method": "pie"})
+    with pytest.raises(InvalidRequest, match="k is an option of legolink"):
+        engine.generate(prompt, GREEDY, {"method": "pie", "k": 2})
+
+
+def test_a_method_for_documents_can_be_the_default(tiny_dir):
+    prompt = Segments([Document("Rome is old."), " Why?"])
+    with Engine(str(tiny_dir), dtype="float32", pool_tokens=1024, document_reuse="pie") as engine:
+        answers = [engine.generate(prompt, GREEDY, reuse)[0] for reuse in (None, {"method": "none"})]
+        assert [answer.reuse["method"] for answer in answers] == ["pie", "none"]
+        assert answers[0].token_ids == answers[1].token_ids
+        assert engine.generate("Once", GREEDY)[0].reuse is None
+        scored = Submission(prompt, SamplingParams(**GREEDY), prompt_logprobs_from=0)
+        *_, last = engine.stream_all([scored])
+        assert last.reuse["method"] == "none"
 
 
 def test_streamed_deltas_are_the_text(engine):

@@ -56,7 +56,7 @@ def cached(answer: httpx.Response) -> int:
 OPEN = {"/health", "/ready", "/", "/dashboard"}
 ANY_KEY = {
     *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}"),
-    *("/v1/schemas", "/v1/schemas/{name}"),
+    *("/v1/schemas", "/v1/schemas/{name}", "/v1/documents", "/v1/documents/{document_id}"),
     *("/tokenize", "/detokenize", "/health_generate", "/model_info", "/get_model_info", "/cache/tree"),
     *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
 }
@@ -113,6 +113,35 @@ def test_a_schema_of_another_key_does_not_exist(ask):
     assert ask("alice", **prompt).json()["meta_info"]["reuse"]["computed_tokens"] > 1
     assert ask("bob", path="/v1/schemas", **theirs, pin=True).status_code == 403
     assert ask("bob", path="/v1/schemas", **theirs, cache_scope="public").status_code == 403
+
+
+def test_a_document_of_another_key_does_not_exist_and_its_kv_is_not_read(ask):
+    document = {"text": "The market of Tor is held on Thursdays, and that of Sela on Fridays."}
+    made = ask("alice", path="/v1/documents", **document).json()
+    path = f"/v1/documents/{made['id']}"
+    assert made["cached"] == made["tokens"]
+    sampling = {"max_new_tokens": 1}
+    named = {"segments": [{"document": {"id": made["id"]}}, {"text": " When?"}], "sampling_params": sampling}
+    chat = {"messages": [{"role": "user", "content": "When?"}], "documents": [{"id": made["id"]}]}
+    chat["model"] = ask("bob", "GET", "/v1/models").json()["data"][0]["id"]
+    for asked in (
+        ("GET", path, {}),
+        ("DELETE", path, {}),
+        ("POST", "/generate", named),
+        ("POST", "/v1/chat/completions", chat),
+    ):
+        answer = ask("bob", asked[0], asked[1], **asked[2])
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "document_not_found"), asked
+    assert ask("bob", "GET", "/v1/documents").json()["data"] == []
+    own = ask("bob", path="/v1/documents", **document, encode=False).json()
+    assert (own["id"], own["cached"]) == (made["id"], 0)
+    for who, computed in (("alice", []), ("bob", [made["id"]])):
+        answer = ask(who, **named, reuse={"method": "pie"}).json()
+        assert answer["meta_info"]["reuse"]["computed_documents"] == computed
+    assert ask("bob", "DELETE", path).status_code == 200
+    assert ask("alice", "GET", path).status_code == 200
+    assert ask("bob", path="/v1/documents", **document, pin=True).status_code == 403
+    assert ask("bob", path="/v1/documents", **document, cache_scope="public").status_code == 403
 
 
 def test_the_document_says_who_needs_a_key(ask):

@@ -33,7 +33,7 @@ MOST_CPU_S, MOST_GAP_S, MOST_BYTES = 1.5, 0.6, 64 * MIB
 # Room for the other fields of a body, and for their nodes.
 SIZE, NODES = MIB - 300, MAX_NODES - 100
 ROUTES = ("/generate", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/completions", "/cache/pin")
-ROUTES = (*ROUTES, "/v1/schemas", "/abort_request")
+ROUTES = (*ROUTES, "/v1/schemas", "/v1/documents", "/abort_request")
 
 
 def fill(element: str, ends: str = "[]", most: int = MIB, last: str = "") -> str:
@@ -99,6 +99,7 @@ TABLE = {
     "list of integer|list of list of integer|list of string|string": {*TEXTS, *IDS},
     "list of object": OBJECTS,
     "list of object|object": OBJECTS,
+    "list of list of object|list of object": (*OBJECTS, "batch", "lists"),
     "list of object|string": (*OBJECTS, "quoted", "quoted braces", "surrogates"),
     "list of list of string": (*TEXTS, "objects", "batch"),
     "object|string": OBJECTS,
@@ -121,6 +122,7 @@ def union(*modules: str) -> bytes:
 
 
 PART = {"type": "text", "text": ""}
+DOCUMENT = {"text": "x"}
 # Worst bodies whose fields are worst together.
 WHOLE = {
     "many calls": conversation(*["{}"] * 10_000),
@@ -130,6 +132,10 @@ WHOLE = {
     "arguments of numbers": conversation(fill("0", most=500_000)),
     "many messages": conversation(messages=[{"role": "user", "content": "x"}] * 4096),
     "many parts": conversation(messages=[{"role": "user", "content": [PART] * 4000}] * 5),
+    "many documents": conversation(documents=[DOCUMENT] * 4096),
+    "many parts with documents": conversation(
+        messages=[{"role": "user", "content": [{"type": "document", "document": DOCUMENT}] * 4000}] * 4
+    ),
     "tools of fractions": conversation(tools=[tool(enum=[0.1] * 400)] * 128, tool_choice="required"),
     "tools of references": conversation(tools=[tool(a=[{"$ref": "#/"}] * 150)] * 128, tool_choice="required"),
     "tools of numbers": conversation(tools=[tool(enum=[0] * 3900)] * 128, tool_choice="required"),
@@ -142,6 +148,13 @@ SCHEMAS = {
     "many modules": union(*(f"<module name='m{i}'>x</module>" for i in range(11_000))),
     "long modules": union(*(f"<module name='m{i}'>{'and so on ' * 8}</module>" for i in range(3_000))),
     "parameters": union(*(f"<module name='m{i}'><param name='p' len='150'/></module>" for i in range(5_000))),
+}
+
+
+SEGMENTS = {
+    "many segments": {"segments": [{"text": "x"}, {"document": DOCUMENT}] * 2048},
+    "many prompts": {"segments": [[{"document": DOCUMENT}] * 30] * 1000},
+    "long documents": {"segments": [{"document": {"text": "and so on " * 195}}] * 512},
 }
 
 
@@ -284,6 +297,11 @@ def test_the_worst_value_of_each_field(app, bodies, path):
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_worst_conversations(app, name):
     check(app, "/v1/chat/completions", WHOLE[name], name)
+
+
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_the_worst_segments(app, name):
+    check(app, "/generate", json.dumps(SEGMENTS[name], separators=(",", ":")).encode(), name)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -13,7 +13,7 @@ from server.schemas.examples import trips
 ROOM = Path(trips.__file__).parent
 
 
-@pytest.mark.parametrize("mode", ["independent", "scaffold"])
+@pytest.mark.parametrize("mode", ["independent", "nested", "scaffold"])
 @pytest.mark.parametrize("name", ["code", "personas", "trips"])
 def test_an_example_is_served(name, mode, default_model_dir):
     tokenizer = Tokenizer.load(default_model_dir)
@@ -24,7 +24,7 @@ def test_an_example_is_served(name, mode, default_model_dir):
 
 
 def test_the_program_is_served(default_model_dir):
-    schema = Schema.read(trips.trips.schema, Tokenizer.load(default_model_dir), 8192)
+    schema = Schema.read(trips.trips.schema, Tokenizer.load(default_model_dir), 8192, "nested")
     for country, city, modules in [
         ("italy", "", ["/", "/duration", "/italy"]),
         ("home", "Porto", ["/", "/duration", "/home/home"]),

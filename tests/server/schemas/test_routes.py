@@ -54,7 +54,8 @@ def test_register_list_and_delete(client, add):
     listed = client.get("/v1/schemas").json()["data"]
     assert [one["id"] for one in listed] == ["cities", "talk"]
     assert (listed[0]["length"], "modules" in listed[0]) == (made["length"], False)
-    assert client.get("/v1/schemas/cities").json()["modules"] == made["modules"]
+    one = client.get("/v1/schemas/cities").json()
+    assert (one["modules"], set(one["cached_tokens"].values())) == (made["modules"], {0})
     other = client.post("/v1/schemas", json={"pml": CITIES.replace("Eat", "Drink")})
     assert (other.status_code, other.json()["error"]["code"]) == (409, "schema_exists")
 
@@ -95,6 +96,43 @@ def test_modules_are_computed_once_and_read_by_all_ways_to_ask(client, add):
     events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
     assert events[-1]["text"] == whole["text"]
     assert events[-1]["meta_info"]["reuse"]["modules"] == reuse["modules"]
+
+
+def test_a_schema_says_which_modules_are_cached(client, add):
+    """More modules than the engine looks up at once; twins are one entry; a scaffold is one of its own."""
+    holes = {"twin": "<param name='p' len='1'/><param name='q' len='2'/>", "other": "<param name='p' len='3'/>"}
+    twins = "".join(f"<module name='{name}'>{hole} The same text.</module>" for name, hole in holes.items())
+    many = "".join(f"<module name='m{number}'> Number {number}.</module>" for number in range(70))
+    text = "The text of a schema, which has some more tokens than one page of the cache holds."
+    made = add(f"<schema name='many'>{text}<union>{twins}</union>{many}</schema>", mode="scaffold",
+               scaffolds=[["/m1", "/m2"]])  # fmt: skip
+    tokens = {module["path"]: module["tokens"] for module in made["modules"]}
+    whole = tokens | {"/m1 + /m2": tokens["/m1"] + tokens["/m2"]}
+
+    def cached(query: str = "") -> dict:
+        return client.get(f"/v1/schemas/many{query}").json()["cached_tokens"]
+
+    assert cached() == dict.fromkeys(whole, 0)
+    generate(client, "<prompt schema='many'><other/><m3/><m69/> And so on.</prompt>")
+    used = ("/", "/twin", "/other", "/m3", "/m69")
+    assert cached() == {path: tokens * (path in used) for path, tokens in whole.items()}
+    assert cached("?cache_salt=mine") == dict.fromkeys(whole, 0)
+    client.post("/flush_cache")
+    assert cached() == dict.fromkeys(whole, 0)
+    assert client.get("/v1/schemas/many?cache_scope=all").status_code == 400
+
+
+def test_modules_of_a_nested_schema_see_the_texts_around_them(client, add):
+    """The same positions and the same cost; a module that is alone in its schema's text is the plain text."""
+    made = add(CITIES, mode="nested", encode=True)
+    assert made["mode"] == "nested"
+    reuse = generate(client)["meta_info"]["reuse"]
+    assert (reuse["modules"], reuse["computed_modules"]) == (["/", "/plan", "/plan/miami", "/food"], [])
+    assert reuse["computed_tokens"] == 5
+    add("<schema name='one'>The sea is<module name='m'> warm in summer, and it</module></schema>", mode="nested")
+    text = "The sea is warm in summer, and it is cold"
+    plain = client.post("/generate", json={"text": text, "sampling_params": GREEDY}).json()["text"]
+    assert generate(client, "<prompt schema='one'><m/> is cold</prompt>")["text"] == plain
 
 
 def test_what_ends_an_encoding_leaves_neither_schema_nor_pins(client):

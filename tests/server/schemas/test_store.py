@@ -7,8 +7,8 @@ import pytest
 from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.modules.markup import PmlError
 from server.http.errors import NotFound
-from server.schemas import store as room
-from server.schemas.store import SchemaConflict, SchemaStore, make
+from server.schemas.store import SchemaStore, make
+from server.store import Conflict
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def test_the_same_schema_is_kept_once_and_another_one_of_its_name_is_refused(sch
     assert again is first
     assert not is_new
     for other in (schema("a", "Other text."), schema("a", mode="scaffold")):
-        with pytest.raises(SchemaConflict) as error:
+        with pytest.raises(Conflict) as error:
             store.put("alice", other, None)
         assert (error.value.status, error.value.code) == (409, "schema_exists")
     assert store.of("alice") == [first]
@@ -91,23 +91,23 @@ def test_a_schema_expires_and_the_same_one_again_renews_it(schema):
 
 
 def test_an_account_is_bounded(schema, monkeypatch):
-    monkeypatch.setattr(room, "MAX_SCHEMAS", 2)
+    monkeypatch.setattr(SchemaStore, "most", 2)
     store = SchemaStore()
     store.put("alice", schema("a"), None)
     store.put("alice", schema("b"), None)
-    with pytest.raises(SchemaConflict) as error:
+    with pytest.raises(Conflict) as error:
         store.put("alice", schema("c"), None)
     assert error.value.code == "too_many_schemas"
     store.put("alice", schema("b"), None)
     store.put("bob", schema("c"), None)
     store.remove("alice", "a")
     store.put("alice", schema("c"), None)
-    monkeypatch.setattr(room, "MAX_SIZE", 500)
-    with pytest.raises(SchemaConflict):
+    monkeypatch.setattr(SchemaStore, "most_size", 500)
+    with pytest.raises(Conflict):
         store.put("bob", schema("d"), None)
     # A parameter of one token takes more memory than a token.
-    monkeypatch.setattr(room, "MAX_SIZE", 2000)
+    monkeypatch.setattr(SchemaStore, "most_size", 2000)
     store.put("carol", schema("a", "<module name='b'>c</module>"), None)
     parameters = "".join(f"<param name='p{i}' len='1'/>" for i in range(20))
-    with pytest.raises(SchemaConflict):
+    with pytest.raises(Conflict):
         store.put("carol", schema("d", f"<module name='b'>{parameters}</module>"), None)

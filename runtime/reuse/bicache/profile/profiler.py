@@ -10,7 +10,6 @@ import numpy as np
 from tqdm import tqdm
 
 from runtime.models.spec import ModelSpec
-from runtime.reuse.bicache.depth_table import identity
 from runtime.reuse.bicache.profile.probe import Probe
 from runtime.reuse.bicache.profile.records import Records
 from runtime.reuse.bicache.profile.samples import SampleSource
@@ -47,7 +46,7 @@ class Profiler:
             whole, *truncated = (self._part(kept, raw[kept], bar) for kept in shares)
         return {
             "name": f"profiled, {settings.rule}",
-            "model": identity(self.probe.executor.spec),
+            "model": self.probe.executor.spec.identity,
             "settings": settings.model_dump(),
             **whole,
             "truncated": dict(zip(settings.kept, truncated, strict=True)),
@@ -125,4 +124,4 @@ def paper_depth(similarities: list[list[float]], threshold: float) -> int:
 def header(spec: ModelSpec, settings: ProfileSettings, prefix: Path | None, prompts: Path | None) -> dict[str, Any]:
     """The settings that a profile's measurements depend on; thresholds, which are applied afterwards, do not count."""
     kept = settings.model_dump(exclude={"threshold", "rule", "kl_bound"})
-    return {"model": identity(spec), "settings": kept, "prefix": str(prefix), "prompts": str(prompts)}
+    return {"model": spec.identity, "settings": kept, "prefix": str(prefix), "prompts": str(prompts)}

@@ -9,11 +9,11 @@ from runtime.reuse.fusion.methods.method import Scored
 
 
 class ProphetKV(Scored):
-    """The score of a row is the attention that it gets from the question, averaged over layers, heads and rows."""
+    """The score of a row is the attention that it gets from the question, averaged over some layers."""
 
     name = "prophetkv"
     look = QuestionLook
 
     def scores(self, look: Look | None) -> torch.Tensor:
         assert isinstance(look, QuestionLook)
-        return look.attention()
+        return look.scores()

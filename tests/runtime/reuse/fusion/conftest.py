@@ -23,6 +23,12 @@ def references(rope_dirs) -> dict[str, Reference]:
     return {kind: Reference(path) for kind, path in rope_dirs.items()}
 
 
+@pytest.fixture
+def reference(references) -> Reference:
+    """Of the model of `tiny_dir`."""
+    return references["llama"]
+
+
 @pytest.fixture(autouse=True)
 def one_thread():
     """Matrices of 48 columns gain nothing from a second thread, and threads wait for each other on a busy machine."""

@@ -49,15 +49,12 @@ class FusionDriver(ModuleDriver):
     def selected(self, rid: str) -> list[int]:
         return self.requests[rid].reuse.selected.tolist()
 
-    def first_turn(self, rid: str) -> tuple[Ask, tuple[int, ...]]:
-        """The ask for which the rows were chosen, and what follows it: an answer, and what is asked next.
-
-        That was an earlier one, of which the prompt is the continuation, or it was this one.
-        """
+    def first_turn(self, rid: str) -> Ask:
+        """The ask for which the rows were chosen: this one, or an earlier one of which it is the continuation."""
         ask = self.asks[rid]
         first = replace(ask, prompt=ask.prompt[: self.requests[rid].reuse.selected_for])
         assert first in self.asks.values(), (rid, len(first.prompt))
-        return first, ask.prompt[len(first.prompt) :]
+        return first
 
     def report(self, rid: str) -> dict[str, Any]:
         return next(event.reuse for event in self.events[rid] if event.reuse)
@@ -101,9 +98,9 @@ def check(driver: FusionDriver, reference: Reference, count: int | None = NEW) -
             check_answer(driver, rid, reference.dense(driver.plain[rid], tokens))
             continue
         ask, rows = driver.asks[rid], driver.selected(rid)
-        first, later = driver.first_turn(rid)
+        first = driver.first_turn(rid)
         assert reference.accepts(first, page_size, rows), (rid, ask, rows)
-        check_answer(driver, rid, reference.logits(first, rows, [*later, *tokens])[len(later) :])
+        check_answer(driver, rid, reference.logits(ask, rows, tokens, len(first.prompt)))
 
 
 def check_answer(driver: FusionDriver, rid: str, logits: torch.Tensor) -> None:
@@ -140,6 +137,17 @@ def row_layers(ask: Ask, rows: list[int], encoded: int, page_size: int, count: i
 # -- drawing -----------------------------------------------------------------------------------------------------
 
 
+def build(draw: random.Random, texts: list[list[int]], system: int = 0, question: int = 9, **fields) -> Ask:
+    """Documents behind a system prompt of some tokens, with a question of some more."""
+    prompt, documents = draw_tokens(draw, system), []
+    for text in texts:
+        documents.append((len(prompt), len(prompt) + len(text)))
+        prompt += text
+    method = fields.get("method", "a3")
+    fields = {"method": method, "ratio": None if method in ("pie", "full") else 0.3, "chunk_tokens": 32} | fields
+    return Ask((*prompt, *draw_tokens(draw, question)), tuple(documents), **fields)
+
+
 class Library:
     """Texts that prompts share: documents up to `longest` tokens, and a system prompt of more than half of that."""
 
@@ -156,7 +164,7 @@ class Library:
         for text in draw.sample(self.documents, draw.randrange(1, 5)):
             documents.append((len(prompt), len(prompt) + len(text)))
             prompt += text + draw_tokens(draw, draw.choice([0, 0, 0, 4]))
-        prompt += draw_tokens(draw, draw.choice([1, 2, 5, 20]))
+        prompt += draw_tokens(draw, draw.choice([0, 1, 2, 5, 20]))
         method = draw.choice(["a3", "cacheblend", "random", "prophetkv", "legolink", "pie", "full"])
         drawn = {
             "method": method,

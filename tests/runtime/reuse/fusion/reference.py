@@ -42,7 +42,7 @@ class Ask:
 
     @property
     def chunks(self) -> list[range]:
-        """What is encoded alone, as ranges of the prompt."""
+        """Ranges of the prompt that are encoded alone."""
         step = self.chunk_tokens
         return [range(at, min(at + step, stop)) for start, stop in self.documents for at in range(start, stop, step)]
 
@@ -74,7 +74,7 @@ class Ask:
 
     @property
     def count(self) -> int:
-        """How many document rows are recomputed at most; LegoLink counts otherwise."""
+        """Most document rows that are recomputed; LegoLink counts otherwise."""
         return int(len(self.document_rows) * (self.ratio or 0.0))
 
     @property
@@ -82,7 +82,7 @@ class Ask:
         return self.method in DENSE and self.count > 0
 
     def units(self, page_size: int) -> list[range]:
-        """What is selected as one: rows, or runs of them from the beginnings of the chunks on."""
+        """Rows that are selected as one: single ones, or runs from the beginnings of the chunks on."""
         step = page_size if self.granularity == "page" else 1
         chunks = [range(chunk.start, min(chunk.stop, self.last)) for chunk in self.chunks]
         return [chunk[at : at + step] for chunk in chunks for at in range(0, len(chunk), step)]
@@ -131,7 +131,7 @@ class Reference:
         return rows == best_units(ask.units(page_size), nudged, ask.count)
 
     def scores(self, ask: Ask) -> dict[int, float]:
-        """What recomputing each document row is worth."""
+        """The worth of recomputing each document row."""
         found = {"cacheblend": self._deviations, "a3": self._attended, "prophetkv": self._looked_up}[ask.method](ask)
         return dict(zip(ask.document_rows, found.double().tolist(), strict=True))
 
@@ -174,10 +174,31 @@ class Reference:
 
     # -- what is answered ------------------------------------------------------------------------------------
 
-    def logits(self, ask: Ask, rows: Iterable[int], output: Iterable[int] = ()) -> torch.Tensor:
-        """float32 [1 + len(output), vocab]: after the prompt, and after each token of an output."""
+    def logits(
+        self,
+        ask: Ask,
+        rows: Iterable[int],
+        output: Iterable[int] = (),
+        until: int | None = None,
+        left: Iterable[int] = (),
+    ) -> torch.Tensor:
+        """float32 [1 + len(output), vocab]: after the prompt, and after each token of an output.
+
+        `until`: the tokens of the prompt for which rows were chosen; those behind are an answer, and a later turn.
+        `left`: document rows that the output does not see (SnapKV).
+        """
         output = list(output)
-        return self._run(Copies(ask, rows, output), 1 + len(output)).logits[0]
+        copies = Copies(ask, rows, output, until=until)
+        copies.left = set(left)
+        return self._run(copies, 1 + len(output)).logits[0]
+
+    def read(self, ask: Ask, rows: Iterable[int], window: int, layers: Iterable[int]) -> dict[int, float]:
+        """SnapKV: the attention of the prompt's last rows to each stored row, its mean over layers, heads and rows."""
+        copies = Copies(ask, rows)
+        found = self._run(copies, output_attentions=True).attentions
+        mean = torch.stack([found[layer][0].mean(0)[-window:].mean(0) for layer in layers]).mean(0)
+        pairs = enumerate(zip(copies.kinds, copies.places, strict=True))
+        return {place: float(mean[i]) for i, (kind, place) in pairs if kind == STORED}
 
     def best(self, ask: Ask, rows: Iterable[int], output: list[int]) -> list[int]:
         """The greedy token at each place of an output: equal to it if all of it is greedy."""
@@ -209,15 +230,23 @@ class Reference:
 class Copies:
     """The rows of one pass: which copy of which place each of them is."""
 
-    def __init__(self, ask: Ask, rows: Iterable[int] = (), output: Iterable[int] = (), kinds: tuple[int, ...] = ()):
-        fused = sorted({*ask.own, *rows})
-        output = list(output)
+    def __init__(
+        self,
+        ask: Ask,
+        rows: Iterable[int] = (),
+        output: Iterable[int] = (),
+        kinds: tuple[int, ...] = (),
+        until: int | None = None,
+    ):
+        computed, output = sorted({*ask.own, *rows}), list(output)
+        until = len(ask.prompt) if until is None else until
         self.is_dense = ask.is_dense
+        self.left: set[int] = set()
         places = {
             STORED: [row for chunk in ask.stored for row in chunk],
             TRUE: list(range(len(ask.prompt))) if self.is_dense else [],
-            FUSED: fused,
-            OUTPUT: list(range(len(ask.prompt), len(ask.prompt) + len(output))),
+            FUSED: [row for row in computed if row < until],
+            OUTPUT: [row for row in computed if row >= until] + [len(ask.prompt) + i for i in range(len(output))],
         }
         kinds = kinds or tuple(places)
         text = [*ask.prompt, *output]
@@ -225,7 +254,7 @@ class Copies:
         self.kinds = [kind for kind in kinds for _ in places[kind]]
         self.tokens = [text[place] for place in self.places]
         self._chunks = {row: number for number, chunk in enumerate(ask.stored) for row in chunk}
-        self._fused = set(fused)
+        self._computed = set(computed)
         is_local = ask.method == "full" and ask.variant == "local"
         stored_at = {row: row - chunk.start if is_local else row for chunk in ask.stored for row in chunk}
         pairs = zip(self.kinds, self.places, strict=True)
@@ -235,17 +264,19 @@ class Copies:
         """bool [rows, rows]: who sees whom in a layer."""
         kind, place = torch.tensor(self.kinds), torch.tensor(self.places)
         chunk = torch.tensor([self._chunks.get(p, -1) for p in self.places])
-        kept = (kind == STORED) & torch.tensor([p not in self._fused for p in self.places])
+        kept = (kind == STORED) & torch.tensor([p not in self._computed for p in self.places])
         stored, true, fused, output = (kind == one for one in range(4))
         alone = (stored[:, None] & stored) & (chunk[:, None] == chunk)
         mixture = (fused | output)[:, None] & (kept | fused | output)
+        stays = ~(kept & torch.tensor([p in self.left for p in self.places]))
+        mixture &= stays | ~output[:, None]
         if layer == 1 and self.is_dense:
-            mixture = (output[:, None] & (kept | fused | output)) | (fused[:, None] & true)
+            mixture = (output[:, None] & (kept & stays | fused | output)) | (fused[:, None] & true)
         return (alone | (true[:, None] & true) | mixture) & (place[:, None] >= place)
 
 
 def head_of(ask: Ask, chunk: range, page_size: int) -> int:
-    """How many of a chunk's first rows LegoLink recomputes."""
+    """Number of a chunk's first rows that LegoLink recomputes."""
     count = ask.k if ask.ratio is None else math.ceil(ask.ratio * len(chunk))
     return math.ceil(count / page_size) * page_size if ask.granularity == "page" else count
 

@@ -139,7 +139,7 @@ def test_random_schemas_and_prompts(data):
     rows, spans, unions = [("", 0, BOS, None)], {}, []
     end = plain(nodes, "", 1, rows, spans, unions)
     paths = sorted(spans, key=lambda path: (path.count("/"), int(path.rpartition("m")[2])))
-    mode = data.draw(st.sampled_from(["independent", "scaffold"]))
+    mode = data.draw(st.sampled_from(["independent", "nested", "scaffold"]))
     sets = [["/", *choose(data.draw, paths, unions)]] if mode == "scaffold" else None
     schema = Schema.read(f'<schema name="s">{to_pml(nodes)}</schema>', TOKENIZER, 8192, mode, sets)
     assert schema.length == end
@@ -201,7 +201,11 @@ def test_random_schemas_and_prompts(data):
         while mine and not mine[-1][2]:
             mine.pop()
         if mine:
-            wanted.append(mine)
+            # What lies around a module of a nested schema, and before it, is seen and not kept.
+            inside = f"{group[0]}/"
+            around = {path for path in ("", *paths) if mode == "nested" and inside.startswith(f"{path}/")} - {group[0]}
+            seen = [row for row in rows if row[0] in around and row[1] < mine[0][0]]
+            wanted.append(sorted((pos, token, False) for _, pos, token, _ in seen) + mine)
     got = [entry_rows(entry) for entry in prompt.reuse["entries"]]
     assert sorted(got) == sorted(wanted)
     assert sorted(prompt.rows) == sorted(sum(kept for _, _, kept in mine) for mine in wanted)
@@ -246,3 +250,11 @@ def test_the_largest_scaffold_counts_where_several_are_imported():
     assert entries("<a/><b/><c/>") == ["/a + /b + /c", "/"]
     assert entries("<a/><c/>") == ["/a + /c", "/"]
     assert entries("<b/><c/>") == ["/", "/b", "/c"]
+
+
+def test_what_modules_see_of_the_texts_around_them_is_bounded():
+    modules = "".join(f"<module name='m{i}'>blue</module>" for i in range(140))
+    pml = f"<schema name='s'>{'sea ' * 7500}{modules}</schema>"
+    assert Schema.read(pml, TOKENIZER, 8192).length == 1 + 7500 + 140
+    with pytest.raises(PmlError, match=r"/m138, line 1: more than 1048576 tokens are to be encoded"):
+        Schema.read(pml, TOKENIZER, 8192, "nested")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from array import array
+from xml.sax.saxutils import escape
 
 import pytest
 
+from runtime.models.marks import new_mark
 from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.modules.markup import PmlError
 from runtime.reuse.modules.schema import Schema
@@ -124,8 +126,8 @@ def test_marks_cannot_be_guessed(tokenizer):
         seen.extend(m["content"] for m in messages) or render(messages, *rest)
     )
     schema = Schema.read(SCHEMA, own, 8192)
-    marks = [text for text in seen if len(text) == 32]
+    marks = [text for text in seen if len(text) == len(new_mark())]
     assert len(set(marks)) == len(marks) == 9
     quoted = " ".join(marks)
-    prompt = schema.compile(f"<prompt schema='s'><a/><c/>{quoted}</prompt>")
+    prompt = schema.compile(f"<prompt schema='s'><a/><c/>{escape(quoted)}</prompt>")
     assert text_of(schema, prompt) == render([*SPOKEN, {"role": "user", "content": quoted}])

@@ -1,0 +1,117 @@
+"""Teacher forcing: the logits of given answers behind prompts of any reuse method, and greedy answers beside them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from loadgen.micro.drive import Drive
+from runtime.protocol import TokenEvent, TokenLogprob
+from runtime.request import Request, Work
+from runtime.sampling.decoding import Decoding
+from runtime.sampling.sampler import Sampled
+
+
+class Ask(NamedTuple):
+    """A prompt's own tokens, and the `reuse` fields of its message; None: all of it is computed in order."""
+
+    tokens: list[int]
+    reuse: dict[str, Any] | None = None
+
+
+_UNLIKELY = -1e4
+
+
+class _Forcing(Decoding):
+    """Another decoding, but the requests in `answers` are given these tokens, whatever the logits say.
+
+    So the tokens come one by one, behind the rows that a method has chosen without having seen them.
+
+    Attributes:
+        answers: tokens by request id.
+        kept: float32 [vocab] for each token so far, the logits that it was not chosen from.
+    """
+
+    def __init__(self, inner: Decoding):
+        super().__init__()
+        self._inner = inner
+        self.answers: dict[str, list[int]] = {}
+        self.kept: dict[str, list[torch.Tensor]] = {}
+
+    def open(self, request: Request, asked: dict[str, Any]) -> None:
+        self._inner.open(request, asked)
+
+    def wanted(self, work: Work) -> np.ndarray:
+        return self._inner.wanted(work)
+
+    def choose(
+        self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor
+    ) -> tuple[list[Request], Sampled | None]:
+        forced = logits.clone()
+        for item, place in zip(work, places, strict=True):
+            answer = self.answers.get(item.request.rid)
+            if answer is not None and item.samples and place[0].start < place[0].stop:
+                row, kept = place[0].stop - 1, self.kept.setdefault(item.request.rid, [])
+                kept.append(logits[row].clone())
+                forced[row] = _UNLIKELY
+                forced[row, answer[len(kept) - 1]] = 0
+        return self._inner.choose(work, places, forced)
+
+    def book(
+        self,
+        work: Work,
+        logits: torch.Tensor,
+        places: Sequence[slice],
+        token: int | None,
+        logprob: TokenLogprob | None,
+    ) -> TokenEvent | None:
+        return self._inner.book(work, logits, places, token, logprob)
+
+
+class Asker(Drive):
+    """An engine core that is asked several prompts at once."""
+
+    def __init__(self, path: Path, **options: Any):
+        super().__init__(path, overlap="off", **options)
+        self._forcing = self.core.decoding = _Forcing(self.core.decoding)
+
+    def forced(self, asks: Sequence[Ask], answers: Sequence[list[int]]) -> list[torch.Tensor]:
+        """Log-probabilities, float32 [n, vocab], of all tokens in the place of each of an answer's n tokens."""
+        rids = []
+        for ask, answer in zip(asks, answers, strict=True):
+            self._forcing.answers[f"{self._count + 1}"] = answer
+            self.add(array("i", ask.tokens), len(answer), ask.reuse)
+            rids.append(f"{self._count}")
+        said = self._run()
+        assert [said[rid] for rid in rids] == list(answers)
+        self._forcing.answers.clear()
+        return [torch.stack(self._forcing.kept.pop(rid)).log_softmax(-1) for rid in rids]
+
+    def greedy(self, asks: Sequence[Ask], output: int) -> list[list[int]]:
+        """The most likely tokens behind each prompt, up to an end of text."""
+        rids = []
+        for ask in asks:
+            self.add(array("i", ask.tokens), output, ask.reuse)
+            rids.append(f"{self._count}")
+        found = self._run()
+        ends = set(self.core.info.eos_token_ids)
+        return [_before(found[rid], ends) for rid in rids]
+
+    def _run(self) -> dict[str, list[int]]:
+        """Run all requests to their ends; tokens by request id. Raises AssertionError for one that is refused."""
+        tokens: dict[str, list[int]] = {}
+        while self.core.busy:
+            for event in self.core.step():
+                assert event.finish is None or event.finish.type != "error", event.finish
+                tokens.setdefault(event.rid, []).extend(event.tokens)
+        return tokens
+
+
+def _before(tokens: list[int], ends: set[int]) -> list[int]:
+    stop = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[:stop]

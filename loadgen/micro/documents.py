@@ -1,0 +1,166 @@
+"""Prompts with documents on an engine core: time to the first token, rows, throughput and pages, by method."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from loadgen.micro.drive import Drive
+from runtime.params import DocumentMethod, ReuseParams
+from runtime.reuse.fusion.plan import Planner
+from runtime.reuse.fusion.prompt import TokenizedPrompt
+
+METHODS = tuple(method for method in get_args(DocumentMethod) if method != "none")
+FULL, PREFIX = "full prefill", "prefix caching"
+# Methods that compute layer 0 of all rows behind the prefix before they choose.
+_DENSE = ("a3", "cacheblend", "random")
+_RANKED = (*_DENSE, "prophetkv")
+
+
+def ways(methods: Sequence[str], ratios: Sequence[float], granularities: Sequence[str]) -> dict[str, ReuseParams]:
+    """Methods with the options that they have, by a name for tables. LegoLink's is 16 leading rows, without a ratio."""
+    found = {}
+    for method in methods:
+        for ratio in ratios if method in _RANKED else (None,):
+            for granularity in granularities if method in _RANKED else ("page",):
+                asked = ReuseParams.model_validate({"method": method, "ratio": ratio, "granularity": granularity})
+                found[name_of(asked)] = asked
+    return found
+
+
+def name_of(asked: ReuseParams) -> str:
+    """For tables: method, ratio, granularity."""
+    if asked.method not in _RANKED:
+        return "legolink 16" if asked.method == "legolink" else asked.method
+    return f"{asked.method} {asked.ratio:g}" + (", tokens" if asked.granularity == "token" else "")
+
+
+def row_layers(asked: ReuseParams | None, prompt: TokenizedPrompt, page_size: int, num_layers: int) -> int:
+    """Rows x layers of a prompt by the papers, behind the cached pages before its documents, which are cached, too.
+
+    Dense rows x 1 + (own and chosen rows) x L. The question is new, so that full reuse has to encode it. Documents that
+    are longer than a chunk are not foreseen.
+    """
+    rows = len(prompt.tokens) - prompt.documents[0][0] // page_size * page_size
+    if asked is None:
+        return rows * num_layers
+    candidates = sum(stop - start for start, stop in prompt.documents)
+    own = rows - candidates
+    if asked.method == "legolink":
+        own += sum(min(16, stop - start) for start, stop in prompt.documents if start)
+    if asked.method not in _RANKED or not (chosen := int(candidates * (asked.ratio or 0))):
+        return own * num_layers
+    look = rows if asked.method in _DENSE else own * num_layers
+    return look + (own + chosen) * num_layers
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Tokens of a prompt: its documents, each of `length`, behind a system prompt and before a question."""
+
+    length: int = 512
+    system: int = 64
+    question: int = 32
+
+
+@dataclass(slots=True)
+class Samples:
+    """Prompts that were served in one way.
+
+    Attributes:
+        ttft: milliseconds to the first token, of each.
+        row_layers: rows x layers that were computed for each; `formula`: by `row_layers`.
+    """
+
+    ttft: list[float] = field(default_factory=list)
+    row_layers: list[int] = field(default_factory=list)
+    formula: int = 0
+
+
+class Documents(Drive):
+    """An engine core, and a library of documents that are all cached.
+
+    Args:
+        path: the model's directory.
+        count: documents of the library.
+        shape: of the prompts.
+        options: as of `ramet serve`.
+    """
+
+    def __init__(self, path: Path, count: int, shape: Shape, **options: Any):
+        super().__init__(path, **options)
+        self.shape = shape
+        self._system = self.text(shape.system)
+        self._library = [self.text(shape.length) for _ in range(count)]
+        self._planner = Planner()
+
+    def prompt(self, documents: Sequence[array[int]]) -> TokenizedPrompt:
+        """System prompt, documents and a new question."""
+        tokens, ranges = self._system[:], []
+        for one in documents:
+            ranges.append((len(tokens), len(tokens) + len(one)))
+            tokens += one
+        return TokenizedPrompt(tokens + self.text(self.shape.question), ranges, [f"{i}" for i in range(len(ranges))])
+
+    def shuffled(self, count: int) -> TokenizedPrompt:
+        """Documents of the library in a new order, with a new question."""
+        return self.prompt(self._draw.sample(self._library[:count], count))
+
+    def ask(self, prompt: TokenizedPrompt, asked: ReuseParams | None, output: int) -> None:
+        """Add a request."""
+        reuse = None if asked is None else self._planner.plan(prompt, asked).reuse
+        self.add(prompt.tokens, output, reuse)
+
+    def warm_up(self) -> float:
+        """Encode the library and compute the system prompt; the seconds that this takes."""
+        prompt = self.prompt(self._library)
+        self.ask(prompt, ReuseParams(method="pie"), 1)
+        return self.first_tokens()
+
+    def first(
+        self, count: int, ways: dict[str, ReuseParams], repeats: int, tick: Callable[[], None]
+    ) -> dict[str, Samples]:
+        """Time to the first token of prompts with `count` documents. The ways take turns, each with a new prompt.
+
+        Full prefill has documents that nobody had before; the system prompt is cached in all ways.
+        """
+        every: dict[str, ReuseParams | None] = {FULL: None, PREFIX: None, **ways}
+        found = {name: Samples() for name in every}
+        for _ in range(repeats):
+            for name, asked in every.items():
+                prompt = self.shuffled(count)
+                if name == FULL:
+                    prompt = self.prompt([self.text(self.shape.length) for _ in range(count)])
+                mine, before = found[name], dict(self.core.counters)
+                self.ask(prompt, asked, 1)
+                mine.ttft.append(1e3 * self.first_tokens())
+                mine.row_layers.append(self.core.counters["row_layers"] - before["row_layers"])
+                mine.formula = row_layers(asked, prompt, self.core.info.page_size, self.core.executor.spec.num_layers)
+                encoded = self.core.counters["encoded_documents"] - before["encoded_documents"]
+                assert encoded <= (asked is not None and asked.method == "full"), "the cache is too small"
+                tick()
+        return found
+
+    def closed_loop(self, count: int, asked: ReuseParams | None, clients: int, requests: int, output: int) -> float:
+        """Requests a second of clients who each ask again once they have their answer."""
+        left = requests
+        started = time.perf_counter()
+        while self.core.busy or left:
+            while left and len(self.core.requests) < clients:
+                self.ask(self.shuffled(count), asked, output)
+                left -= 1
+            self.core.step()
+        return requests / (time.perf_counter() - started)
+
+    def pages(self, asked: ReuseParams | None, readers: int) -> int:
+        """Pages that requests hold which run together and read the same document, each with a question of its own."""
+        for _ in range(readers):
+            self.ask(self.prompt(self._library[:1]), asked, 4)
+        self.first_tokens()
+        state = self.core.admin.state()
+        self.finish()
+        return int(state["pages_locked"] + state["pages_private"])

@@ -1,0 +1,1 @@
+"""Documents: their store and routes, and how requests name them."""

@@ -1,0 +1,79 @@
+"""Documents in request bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from runtime.reuse.fusion.prompt import Document, Segments
+from server.documents.store import DocumentStore
+from server.http.wire import Body, OneOrLists, Text
+
+# Texts and documents in a prompt.
+MAX_SEGMENTS = 4096
+
+Title = Annotated[Text, Field(min_length=1, max_length=256, description="the first line of the document")]
+
+
+class GivenDocument(Body):
+    """A document: its text, or the id of one that was stored."""
+
+    text: Annotated[Text, Field(min_length=1)] | None = None
+    title: Title | None = None
+    id: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(
+        None, description="of a document that POST /v1/documents has stored"
+    )
+
+    @model_validator(mode="after")
+    def _text_or_id(self) -> GivenDocument:
+        if (self.text is None) == (self.id is None):
+            raise ValueError("a document has either text or id")
+        if self.id is not None and self.title is not None:
+            raise ValueError("a document that is named by its id has its title already")
+        return self
+
+    @property
+    def num_characters(self) -> int:
+        return len(self.text or "")
+
+
+GivenDocuments = Annotated[list[GivenDocument], Field(max_length=MAX_SEGMENTS)]
+
+
+class Segment(Body):
+    """A part of a prompt: a text, or a document."""
+
+    text: Text | None = None
+    document: GivenDocument | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Segment:
+        if (self.text is None) == (self.document is None):
+            raise ValueError("a segment is either a text or a document")
+        return self
+
+
+SegmentPrompts = OneOrLists[Annotated[list[Segment], Field(max_length=MAX_SEGMENTS)]]
+
+
+def count_characters(segments: list[Segment]) -> int:
+    """Characters of a prompt, as far as the request holds them."""
+    return sum(len(one.text or "") + (one.document.num_characters if one.document else 0) for one in segments)
+
+
+def compile_segments(segments: list[Segment], account: str, store: DocumentStore) -> Segments:
+    """The prompt of a request; thread-safe. Raises NotFound for documents that are not there."""
+    return Segments(found([one.document or one.text or "" for one in segments], account, store))
+
+
+def found(parts: Sequence[str | GivenDocument], account: str, store: DocumentStore) -> list[str | Document]:
+    """Texts and documents, those with ids from the account's own; thread-safe. Raises NotFound."""
+    return [part if isinstance(part, str) else _find(part, account, store) for part in parts]
+
+
+def _find(given: GivenDocument, account: str, store: DocumentStore) -> Document:
+    if given.id is not None:
+        return store.get(account, given.id).document
+    return Document(given.text or "", given.title or "")

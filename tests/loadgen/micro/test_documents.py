@@ -1,0 +1,65 @@
+"""Prompts with documents on a small model: rows by the formula, and pages of a document that many read."""
+
+from __future__ import annotations
+
+import pytest
+
+from loadgen.micro.documents import FULL, METHODS, PREFIX, Documents, Shape, name_of, row_layers, ways
+from runtime.params import ReuseParams
+
+SHAPE = Shape(length=40, system=20, question=9)
+
+
+@pytest.fixture(scope="module")
+def bench(tiny_dir):
+    bench = Documents(tiny_dir, 3, SHAPE, dtype="float32", pool_tokens=8192, debug_invariants=True)
+    bench.warm_up()
+    yield bench
+    bench.close()
+
+
+def test_every_way_computes_as_many_rows_as_the_formula_has(bench):
+    """With single rows; of whole pages a method takes as many as fit."""
+    every = ways(METHODS, [0, 0.3, 1], ["token", "page"])
+    assert len(every) == 4 * 3 * 2 + 3
+    ticks = []
+    found = bench.first(3, every, 2, lambda: ticks.append(1))
+    assert len(ticks) == 2 * len(found)
+    layers = bench.core.executor.spec.num_layers
+    assert found[FULL].formula == (20 - 16 + 3 * 40 + 9) * layers
+    assert all(0 <= found[FULL].formula - rows <= 4 * layers for rows in found[FULL].row_layers), "the system prompt"
+    for name, mine in found.items():
+        assert len(mine.ttft) == 2
+        if name in every and (every[name].granularity == "token" or every[name].method in ("pie", "full", "legolink")):
+            assert mine.row_layers == [mine.formula] * 2, name
+        elif name in every:
+            assert all(mine.formula - 16 * layers <= rows <= mine.formula for rows in mine.row_layers), name
+    assert max(found[PREFIX].row_layers) <= found[FULL].formula
+
+
+def test_names_say_what_is_asked():
+    asked = [ReuseParams(method="a3", ratio=0.15), ReuseParams(method="a3", ratio=1, granularity="token")]
+    assert [name_of(one) for one in asked] == ["a3 0.15", "a3 1, tokens"]
+    assert list(ways(["pie", "legolink"], [0.1, 0.2], ["page", "token"])) == ["pie", "legolink 16"]
+
+
+def test_a_first_document_has_no_rows_that_legolink_computes_again(bench):
+    prompt = bench.shuffled(3)
+    prompt.documents[0] = (0, prompt.documents[0][1])
+    one, layers = ReuseParams(method="legolink"), bench.core.executor.spec.num_layers
+    assert row_layers(one, prompt, 16, layers) == (9 + 16 + 16) * layers
+
+
+@pytest.mark.parametrize("method", ["pie", "cacheblend"])
+def test_a_document_that_many_read_lies_in_the_pool_once(bench, method):
+    asked = ReuseParams(method=method)
+    one, four = bench.pages(asked, 1), bench.pages(asked, 4)
+    assert one >= 3 + 1 + 1
+    assert four - one == 3 * (one - 3 - 1), "each has its own rows alone, besides the document's pages and the prefix"
+
+
+def test_a_closed_loop_serves_all_its_requests(bench):
+    before = bench.core.counters["requests"]
+    assert bench.closed_loop(2, ReuseParams(method="pie"), clients=2, requests=5, output=2) > 0
+    assert bench.core.counters["requests"] - before == 5
+    assert not bench.core.requests
