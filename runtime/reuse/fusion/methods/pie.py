@@ -1,4 +1,4 @@
-"""PIE (positional integrity encoding, He et al. 2024): document rows are moved to their place, none is recomputed."""
+"""PIE (positional integrity encoding, He et al. 2024): rows of documents are moved to their place, and none changes."""
 
 from __future__ import annotations
 
