@@ -297,6 +297,19 @@ def test_own_rows_behind_other_documents_are_other_rows(tiny_dir, reference, met
     check(driver, reference)
 
 
+def test_rows_with_equal_tokens_are_told_apart(tiny_dir, reference):
+    """A document that repeats one token: other rows of it, recomputed, are other rows."""
+    draw = random.Random(35)
+    text, other = [77] * 40, [78] * 24
+    driver = FusionDriver(tiny_dir, page_size=1)
+    asks = [build(draw, [text, other], 4, 6, ratio=ratio) for ratio in (0.2, 0.4)]
+    for one in asks:
+        for method in METHODS:
+            driver.fuse(f"{len(driver.asks)}", replace(one, prompt=asks[0].prompt, method=method), logprobs=0)
+            driver.run()
+    check(driver, reference)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_turns_that_come_in_another_order(tiny_dir, reference, method):
     """The longest first: its rows are not those of a shorter prompt's answer, even if the same were chosen."""
@@ -314,11 +327,12 @@ def test_a_prompt_that_ends_with_a_document(tiny_dir, reference, method):
     """Its last row is computed, and asks; behind more text it is a row of the document."""
     draw = random.Random(31)
     one = build(draw, [draw_tokens(draw, 40), draw_tokens(draw, 31)], 5, 0, method=method)
-    driver = FusionDriver(tiny_dir, page_size=16)
+    driver = FusionDriver(tiny_dir, page_size=1)
     for i in range(2):
         driver.fuse(f"{i}", one, logprobs=0)
         driver.run()
     driver.fuse("later", replace(one, prompt=(*one.prompt, *driver.tokens["0"], 77)), logprobs=0)
+    driver.fuse("again", replace(one, prompt=(*one.prompt, one.prompt[-1], *driver.tokens["0"])), logprobs=0)
     driver.fuse("alone", Ask((9,), ((0, 1),), method, one.ratio), logprobs=0)
     driver.run()
     check(driver, reference)
