@@ -173,7 +173,7 @@ class S3FIFO(Policy):
 def _divide(pages_of: dict[Node, int], upper: Node, lower: Node) -> None:
     """Share the pages booked for a run between its two parts."""
     if (pages := pages_of.get(lower)) is not None:
-        pages_of[lower] = min(pages, len(lower.pages))
+        pages_of[lower] = len(lower.pages)
         pages_of[upper] = pages - pages_of[lower]
 
 

@@ -57,9 +57,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("prompt", help="text to continue; - reads standard input")
     parser.add_argument("--schema", metavar="FILE", help="a schema in PML; the prompt is PML too: <prompt schema=...>")
-    parser.add_argument(
-        "--mode", choices=get_args(Mode), default="independent", help="of the schema; default: independent"
-    )
+    parser.add_argument("--mode", choices=get_args(Mode), help="of the schema; default: independent")
     parser.add_argument(
         "--document", metavar="FILE", action="append", help="a text before the prompt; see --document-reuse; repeatable"
     )
@@ -78,6 +76,8 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     config = config_from(parser, arguments)
     if arguments.schema and (arguments.chat or arguments.document):
         parser.error("argument --schema: a schema says itself where the turns of a conversation and its texts are")
+    if arguments.mode and not arguments.schema:
+        parser.error("argument --mode: it belongs to --schema")
     given = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     try:
         sampling = SamplingParams(
@@ -89,7 +89,7 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
     prompt: Prompt = given
     with Engine(config=config) as engine:
         if arguments.schema:
-            prompt = engine.schema(_read(parser, arguments.schema), arguments.mode).compile(given)
+            prompt = engine.schema(_read(parser, arguments.schema), arguments.mode or "independent").compile(given)
         elif arguments.document or arguments.chat:
             documents = [Document(_read(parser, name)) for name in arguments.document or ()]
             messages = [{"role": "user", "content": [*documents, given]}]
@@ -159,13 +159,28 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
     from runtime.reuse.bicache.profile.command import add_arguments
 
     add_arguments(parser)
+    parser.add_argument(
+        "--fusion",
+        action="store_true",
+        help="for a causal model: measure the methods of reuse of documents instead, with --ratios of their rows "
+        "computed anew (default: 5,15,30,50), --samples (24), --length (1024, of all documents) and --seed",
+    )
     add_options(parser, "model")
 
 
 def _profile(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from runtime.reuse.bicache.profile.command import profile, settings_from
+    from runtime.reuse.bicache.profile.settings import ProfileSettings
 
-    return profile(config_from(parser, arguments), settings_from(parser, arguments), arguments)
+    config = config_from(parser, arguments)
+    if not arguments.fusion:
+        return profile(config, settings_from(parser, arguments, ProfileSettings), arguments)
+    from loadgen.accuracy.fusion_profile import FusionSettings, profile_fusion
+
+    for name in ("plot", "prefix", "prompts"):
+        if getattr(arguments, name):
+            parser.error(f"argument --{name}: not with --fusion")
+    return profile_fusion(config, settings_from(parser, arguments, FusionSettings), arguments.out)
 
 
 Command = tuple[
@@ -176,7 +191,7 @@ _COMMANDS: dict[str, Command] = {
     "generate": ("generate from a prompt on the terminal, without a server", _add_generate, _generate),
     "schema": ("check a schema of prompt modules, and print its layout", _add_schema, _schema),
     "fetch-model": ("fetch and convert a model, and print its directory", lambda p: add_options(p, "model"), _fetch),
-    "profile": ("measure in how many layers a diffusion model's prefixes can be reused", _add_profile, _profile),
+    "profile": ("measure how a model's KV can be reused, for tables that the engine reads", _add_profile, _profile),
     "bench": ("measure a server or this machine", _add_bench, _bench),
     "options": ("print the options of `serve` as tables in Markdown", lambda parser: None, _options),
 }

@@ -19,7 +19,7 @@ from loadgen.accuracy.documents_report import PUBLISHED, plot, sections
 from loadgen.accuracy.forced import Asker
 from loadgen.http.files import write_json
 from loadgen.http.tables import wide_console
-from loadgen.micro.documents import FULL, METHODS, PREFIX, Documents, Shape, row_layers, ways
+from loadgen.micro.documents import FULL, METHODS, PREFIX, Documents, Shape, row_share, ways
 from runtime.config import make_config
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
@@ -27,7 +27,8 @@ from runtime.params import ReuseParams
 
 # Ratio and granularity of the ways that are measured at all counts.
 _RATIO = 0.15
-_PARTS = ("speed", "throughput", "memory", "quality", "rows")
+# Methods whose throughput and pages are measured.
+_SERVED = ("a3", "cacheblend", "legolink", "pie")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--speed", action=argparse.BooleanOptionalAction, default=True, help="measure times and pages")
     parser.add_argument("--quality", action="store_true", help="also compare answers with those of full prefill")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")
-    parser.add_argument("--ratios", type=float, nargs="+", default=[0.05, _RATIO, 0.3], help="default: 0.05 0.15 0.3")
+    parser.add_argument("--ratios", type=_share, nargs="+", default=[0.05, _RATIO, 0.3], help="default: 0.05 0.15 0.3")
     parser.add_argument(
         "--full", action="store_true", help="ratios 0, 0.05, 0.15, 0.3, 1, by page and by token, at all counts; hours"
     )
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--question", type=int, default=32, help="tokens of a question (default: 32)")
     parser.add_argument("--repeats", type=int, default=5, help="prompts of each median (default: 5)")
     parser.add_argument("--clients", type=int, default=8, help="of the closed loop (default: 8)")
-    parser.add_argument("--requests", type=int, default=12, help="of each closed loop (default: 12)")
+    parser.add_argument("--requests", type=int, default=8, help="of each of two closed loops (default: 8)")
     parser.add_argument("--output", type=int, default=16, help="output tokens of these (default: 16)")
     parser.add_argument("--readers", type=int, default=16, help="requests that read one document (default: 16)")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: all")
@@ -59,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot as PNG or SVG; it needs the quality")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every prompt and question")
+
+
+def _share(text: str) -> float:
+    if not 0 <= (share := float(text)) <= 1:
+        raise ValueError
+    return share
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -74,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
         found |= _speed(path, a, options)
         found["settings"] |= _settings(a)
     if a.quality:
-        found |= _quality(path, a, options)
+        for part, tasks in _quality(path, a, options).items():
+            found[part] = found.get(part, {}) | tasks
     console, every = wide_console(), list(sections(found))
     for section in every:
         console.print(section.table())
@@ -112,7 +120,8 @@ def _loop_count(a: argparse.Namespace) -> int:
 def _speed(path: Path, a: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
     shape = Shape(a.tokens, a.system, a.question)
     bench = Documents(path, max(a.counts), shape, max_running=max(a.clients, a.readers), **options)
-    loop = {FULL: None, PREFIX: None, **ways(a.methods, [_RATIO], ["page"])}
+    served = [method for method in a.methods if method in _SERVED]
+    loop = {FULL: None, PREFIX: None, **ways(served, [_RATIO], ["page"])}
     steps = sum(a.repeats * (2 + len(_grid(a, count))) for count in a.counts)
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("time to first token", total=steps)
@@ -140,18 +149,15 @@ def _pages(bench: Documents, asked: ReuseParams | None, a: argparse.Namespace) -
 def _quality(path: Path, a: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
     asker, tokenizer, grid = Asker(path, max_running=64, **options), Tokenizer.load(path), _grid(a)
     tasks: dict[str, Figures] = {}
-    rows: dict[str, list[float]] = {name: [] for name in grid}
+    rows: dict[str, dict[str, float]] = {}
+    page_size, num_layers = asker.core.info.page_size, asker.core.executor.spec.num_layers
     for task, batch in track(list(_batches(a)), description="asking", console=Console(stderr=True)):
         items = [TASKS[task](random.Random(f"{task} {a.seed} {number}")) for number in batch]
         prompts = [tokenize(item, tokenizer) for item in items]
         compare(asker, tokenizer, items, [ways_of(prompt, grid) for prompt in prompts], tasks.setdefault(task, {}))
-        page_size, num_layers = asker.core.info.page_size, asker.core.executor.spec.num_layers
-        for prompt in prompts:
-            full = row_layers(None, prompt, page_size, num_layers)
-            for name, asked in grid.items():
-                rows[name].append(row_layers(asked, prompt, page_size, num_layers) / full)
+        rows[task] = {name: row_share(asked, prompts, page_size, num_layers) for name, asked in grid.items()}
     asker.close()
-    return {"quality": tasks, "rows": {name: sum(shares) / len(shares) for name, shares in rows.items()}}
+    return {"quality": tasks, "rows": rows}
 
 
 def _batches(a: argparse.Namespace) -> Iterator[tuple[str, range]]:

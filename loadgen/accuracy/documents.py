@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from loadgen.accuracy.bench_quality import FULL
 from loadgen.accuracy.forced import Ask
 from loadgen.accuracy.parts import KINDS, Item, filler
 from loadgen.accuracy.vocabulary import word_list
@@ -13,7 +14,6 @@ from runtime.params import ReuseParams
 from runtime.reuse.fusion.plan import Planner
 from runtime.reuse.fusion.prompt import Document, Segments, TokenizedPrompt, in_messages
 
-FULL = "full attention"
 _COUNT = 4
 
 

@@ -47,18 +47,23 @@ def _speed(count: str, ways: dict[str, Any], settings: dict[str, Any]) -> Sectio
         is_method = name not in (FULL, PREFIX)
         formula = mine["formula"] / full["formula"]
         cells += [f"{mine['formula']}", f"{share:.3f}"] if is_method else ["", f"{share:.3f}"]
-        time = float(np.median(mine["ttft"]) / np.median(full["ttft"]))
-        rows.append([name, *cells, f"{lost_share(time, formula):.0%}" if formula < 1 else ""])
+        rows.append([name, *cells, _lost(mine["ttft"], full["ttft"], formula, rng) if formula < 1 else ""])
     title = (
         f"{count} cached documents of {settings['tokens']} tokens in random order, {settings['repeats']} prompts each"
     )
-    columns = ("TTFT, ms [95 %]", "of full", "of prefix", "row_layers", "formula", "of full", "saving lost")
+    columns = ("TTFT, ms [95 %]", "of full", "of prefix", "row_layers", "formula", "of full", "saving lost [95 %]")
     return Section(title, columns, rows)
 
 
 def lost_share(time: float, rows: float) -> float:
     """The share of the saving promised by `rows` that is lost; both are shares of full prefill."""
     return ((1 - rows) - (1 - time)) / (1 - rows)
+
+
+def _lost(mine: Sequence[float], full: Sequence[float], formula: float, rng: np.random.Generator) -> str:
+    bounds = ratio_interval(np.array(mine), np.array(full), np.median, _DRAWS, rng)
+    low, high = (lost_share(bound, formula) for bound in bounds)
+    return f"{lost_share(float(np.median(mine) / np.median(full)), formula):.0%} [{low:.0%}, {high:.0%}]"
 
 
 def _ratio(mine: Sequence[float], base: Sequence[float], rng: np.random.Generator) -> str:
@@ -145,7 +150,11 @@ def plot(found: dict[str, Any], path: Path) -> None:
 def costs_of(found: dict[str, Any]) -> tuple[dict[str, list[float]], str]:
     """Costs by way for the plot: of the count of documents with most ways; and their meaning."""
     if "speed" not in found:
-        return {name: [share] for name, share in found["rows"].items()}, "rows x layers, share of full prefill"
+        rows = list(found["rows"].values())
+        means = {
+            name: [float(np.mean([task[name] for task in rows if name in task]))] for task in rows for name in task
+        }
+        return means, "rows x layers, share of full prefill"
     count, ways = max(found["speed"].items(), key=lambda item: len(item[1]))
     return {name: mine["ttft"] for name, mine in ways.items()}, f"time to first token, ms, {count} documents"
 

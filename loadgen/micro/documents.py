@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, get_args
 
 from loadgen.micro.drive import Drive
@@ -27,15 +29,17 @@ def ways(methods: Sequence[str], ratios: Sequence[float], granularities: Sequenc
     for method in methods:
         for ratio in ratios if method in _RANKED else (None,):
             for granularity in granularities if method in _RANKED else ("page",):
-                asked = ReuseParams.model_validate({"method": method, "ratio": ratio, "granularity": granularity})
-                found[name_of(asked)] = asked
+                for variant in (None, "local") if method == "full" else (None,):
+                    fields = {"method": method, "ratio": ratio, "granularity": granularity, "variant": variant}
+                    asked = ReuseParams.model_validate(fields)
+                    found[name_of(asked)] = asked
     return found
 
 
 def name_of(asked: ReuseParams) -> str:
     """For tables: method, ratio, granularity."""
     if asked.method not in _RANKED:
-        return "legolink 16" if asked.method == "legolink" else asked.method
+        return "legolink 16" if asked.method == "legolink" else "-".join(filter(None, (asked.method, asked.variant)))
     return f"{asked.method} {asked.ratio:g}" + (", tokens" if asked.granularity == "token" else "")
 
 
@@ -56,6 +60,13 @@ def row_layers(asked: ReuseParams | None, prompt: TokenizedPrompt, page_size: in
         return own * num_layers
     look = rows if asked.method in _DENSE else own * num_layers
     return look + (own + chosen) * num_layers
+
+
+def row_share(asked: ReuseParams, prompts: Sequence[TokenizedPrompt], page_size: int, num_layers: int) -> float:
+    """Rows x layers of prompts, as a mean share of full prefill's."""
+    return fmean(
+        row_layers(asked, p, page_size, num_layers) / row_layers(None, p, page_size, num_layers) for p in prompts
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +108,7 @@ class Documents(Drive):
         self._system = self.text(shape.system)
         self._library = [self.text(shape.length) for _ in range(count)]
         self._planner = Planner()
+        self._orders: set[tuple[int, ...]] = set()
 
     def prompt(self, documents: Sequence[array[int]]) -> TokenizedPrompt:
         """System prompt, documents and a new question."""
@@ -106,9 +118,13 @@ class Documents(Drive):
             tokens += one
         return TokenizedPrompt(tokens + self.text(self.shape.question), ranges, [f"{i}" for i in range(len(ranges))])
 
-    def shuffled(self, count: int) -> TokenizedPrompt:
-        """Documents of the library in a new order, with a new question."""
-        return self.prompt(self._draw.sample(self._library[:count], count))
+    def order(self, count: int) -> list[array[int]]:
+        """Documents of the library in an order that was not drawn before, as long as there is one."""
+        drawn = tuple(self._draw.sample(range(count), count))
+        while drawn in self._orders and sum(len(one) == count for one in self._orders) < math.factorial(count):
+            drawn = tuple(self._draw.sample(range(count), count))
+        self._orders.add(drawn)
+        return [self._library[i] for i in drawn]
 
     def ask(self, prompt: TokenizedPrompt, asked: ReuseParams | None, output: int) -> None:
         """Add a request."""
@@ -124,15 +140,17 @@ class Documents(Drive):
     def first(
         self, count: int, ways: dict[str, ReuseParams], repeats: int, tick: Callable[[], None]
     ) -> dict[str, Samples]:
-        """Time to the first token of prompts with `count` documents. The ways take turns, each with a new prompt.
+        """Time to the first token of prompts with `count` documents.
 
-        Full prefill has documents that nobody had before; the system prompt is cached in all ways.
+        The ways take turns, each with a question of its own; documents come in a new order in every turn. Full
+        prefill has documents that nobody had before; the system prompt is cached in all ways.
         """
         every: dict[str, ReuseParams | None] = {FULL: None, PREFIX: None, **ways}
         found = {name: Samples() for name in every}
         for _ in range(repeats):
+            order = self.order(count)
             for name, asked in every.items():
-                prompt = self.shuffled(count)
+                prompt = self.prompt(order)
                 if name == FULL:
                     prompt = self.prompt([self.text(self.shape.length) for _ in range(count)])
                 mine, before = found[name], dict(self.core.counters)
@@ -151,7 +169,7 @@ class Documents(Drive):
         started = time.perf_counter()
         while self.core.busy or left:
             while left and len(self.core.requests) < clients:
-                self.ask(self.shuffled(count), asked, output)
+                self.ask(self.prompt(self.order(count)), asked, output)
                 left -= 1
             self.core.step()
         return requests / (time.perf_counter() - started)

@@ -237,17 +237,16 @@ def _continues(segment: Segment, page_size: int) -> bool:
 
 def _is_short(segment: Segment, page_size: int) -> bool:
     """Whether a read of its own costs more than the unused rows of its last page do."""
-    return (
-        segment.length < _SHORT and -segment.length % page_size < _COST and not segment.shift and segment.keep is None
-    )
+    unused = -segment.length % page_size
+    return segment.length < _SHORT and unused < _COST and not segment.shift and segment.keep is None
 
 
 def _read_together(segments: Sequence[Segment], page_size: int) -> Read:
     """One read of several segments, the same for all requests that read the same ones."""
     segments = sorted(segments, key=lambda segment: segment.pages)
-    pages = np.frombuffer(b"".join(segment.pages for segment in segments), dtype=np.int32)
-    lengths = np.array([segment.length for segment in segments])
-    sizes = -(-lengths // page_size) * page_size
+    used = [segment.pages[: -(-segment.length // page_size)] for segment in segments]
+    pages = np.frombuffer(b"".join(used), dtype=np.int32)
+    lengths, sizes = np.array([segment.length for segment in segments]), page_size * np.array([*map(len, used)])
     keep = np.arange(sizes.sum()) < np.repeat(sizes.cumsum() - sizes + lengths, sizes)
     return Read(pages, len(keep), keep=None if keep.all() else torch.from_numpy(keep))
 

@@ -13,11 +13,12 @@ from pydantic import ConfigDict, Field
 
 from radix import Namespace
 from runtime.errors import InvalidRequest
-from runtime.frontend.output import Submission
-from runtime.models.tokenizer import Tokenizer
+from runtime.frontend.output import Prompt, Submission
 from runtime.params import SamplingParams
+from runtime.reuse.fusion.prompt import in_messages
 from server.auth.keys import Asker, CacheScope, Forbidden, Tenant
 from server.context import Context, Ctx
+from server.documents.wire import find_documents
 from server.http import examples
 from server.http.errors import NotFound
 from server.http.sse import while_there
@@ -52,13 +53,13 @@ async def pin(context: Ctx, body: PinRequest, request: Request, tenant: Asker) -
     given = [value for value in (body.text, body.input_ids, body.messages) if value is not None]
     if len(given) != 1:
         raise InvalidRequest("exactly one of text, input_ids and messages must be given", param="text")
-    prompt: str | list[int] | Callable[[], str]
-    if body.messages is not None:
-        prompt = partial(_render, body.messages, context.engine.tokenizer)
-    else:
-        prompt = body.text if body.text is not None else body.input_ids or []
     if body.tenant is not None:
         tenant = _named(body.tenant, context)
+    prompt: str | list[int] | Callable[[], Prompt]
+    if body.messages is not None:
+        prompt = partial(_render, body.messages, tenant.account, context)
+    else:
+        prompt = body.text if body.text is not None else body.input_ids or []
     prefix = Submission(
         prompt,
         SamplingParams(max_new_tokens=1),
@@ -69,9 +70,9 @@ async def pin(context: Ctx, body: PinRequest, request: Request, tenant: Asker) -
     return await while_there(request, context.engine.pin(prefix, body.name, body.ttl_s))
 
 
-def _render(messages: list[Message], tokenizer: Tokenizer) -> str:
-    turns = [message.plain() for message in messages]
-    return tokenizer.apply_chat_template(turns, add_generation_prompt=False)
+def _render(messages: list[Message], account: str, context: Context) -> Prompt:
+    turns = find_documents([message.plain() for message in messages], account, context.documents)
+    return in_messages(turns, partial(context.engine.tokenizer.apply_chat_template, add_generation_prompt=False))
 
 
 def _named(name: str, context: Context) -> Tenant:

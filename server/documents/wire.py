@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -65,11 +65,18 @@ def count_characters(segments: list[Segment]) -> int:
 
 def compile_segments(segments: list[Segment], account: str, store: DocumentStore) -> Segments:
     """The prompt of a request; thread-safe. Raises NotFound for documents that are not there."""
-    return Segments(found([one.document or one.text or "" for one in segments], account, store))
+    return Segments(_found([one.document or one.text or "" for one in segments], account, store))
 
 
-def found(parts: Sequence[str | GivenDocument], account: str, store: DocumentStore) -> list[str | Document]:
-    """Texts and documents, those with ids from the account's own; thread-safe. Raises NotFound."""
+def find_documents(turns: list[dict[str, Any]], account: str, store: DocumentStore) -> list[dict[str, Any]]:
+    """Messages with the documents that their contents name; thread-safe. Raises NotFound."""
+    return [
+        turn if isinstance(turn["content"], str) else {**turn, "content": _found(turn["content"], account, store)}
+        for turn in turns
+    ]
+
+
+def _found(parts: Sequence[str | GivenDocument], account: str, store: DocumentStore) -> list[str | Document]:
     return [part if isinstance(part, str) else _find(part, account, store) for part in parts]
 
 

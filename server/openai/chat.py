@@ -17,7 +17,7 @@ from runtime.reuse.fusion.prompt import in_messages
 from runtime.reuse.modules.pml import Prompt as ModuleText
 from server.auth.keys import Asker, Tenant
 from server.context import Context, Ctx
-from server.documents.wire import found
+from server.documents.wire import find_documents
 from server.http import examples
 from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
@@ -94,9 +94,7 @@ def _render(body: ChatRequest, tenant: Tenant, context: Context) -> Prompt:
     tokenizer = context.engine.tokenizer
     turns = body.turns()
     if body.schema_name is None:
-        for turn in turns:
-            if isinstance(turn["content"], list):
-                turn["content"] = found(turn["content"], tenant.account, context.documents)
+        turns = find_documents(turns, tenant.account, context.documents)
         return in_messages(turns, lambda plain: render_chat(tokenizer, plain, body.offered, body.add_generation_prompt))
     schema = context.schemas.get(tenant.account, body.schema_name).schema
     if not schema.roles:

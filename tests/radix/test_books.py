@@ -395,6 +395,15 @@ def test_a_trunk_goes_after_its_branches_and_then_its_namespace():
     assert [namespace for namespace, _ in tree.roots()] == [A]
 
 
+def test_dropping_a_node_takes_all_below_it():
+    tree = Tree()
+    top = tree.add(1)
+    for tokens in ((1, 2), (1, 2, 3), (1, 2, 3, 4), (1, 2, 5), (9,)):
+        tree.add(*tokens)
+    assert len(tree.drop(top)) == 5
+    assert tree.num_pages == 1
+
+
 def test_dropping_a_node_spares_what_is_above_and_beside_it():
     tree, _, right, trunk = forked()
     tree.lock(right)

@@ -93,6 +93,7 @@ def test_by_how_much_an_owner_is_over():
     assert [quotas.over(A, coming) for coming in (0, 1, 2, 9)] == [0, 0, 1, 8]
     assert [quotas.over(B, coming) for coming in (2, 3)] == [0, 1]
     assert Quotas({"a": 4}).over(B, 99) == 0
+    assert Quotas({"a": 0}).over(A, 2) == 2, "to have nothing is a limit, too"
     assert (quotas.pages(A), quotas.pages(Namespace("a", "salt")), quotas.pages(B)) == (3, 3, 0)
 
 

@@ -99,6 +99,9 @@ def test_generate_imports_modules(tiny_dir, tmp_path, capsys):
     assert alone.endswith("\n")
     assert main(["generate", prompt, "--schema", str(tmp_path / "cities.pml"), "--mode", "nested", *options]) == 0
     assert capsys.readouterr().out != alone
+    with pytest.raises(SystemExit):
+        main(["generate", prompt, "--mode", "nested", *options])
+    assert "argument --mode: it belongs to --schema" in capsys.readouterr().err
     assert main(["generate", "Hello", "--schema", str(tmp_path / "cities.pml"), *options]) == 1
     assert "ramet: line 1: this is no XML" in capsys.readouterr().err
 

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError
 
 from runtime.errors import ModelError
 from runtime.models.spec import ModelSpec, read_json
-from runtime.params import ReuseParams
+from runtime.params import DocumentMethod, ReuseParams
 
 TABLE_FILE = "fusion.json"
 _PUBLISHED = Path(__file__).with_name("tables")
@@ -17,6 +17,7 @@ _PUBLISHED = Path(__file__).with_name("tables")
 class Measured(ReuseParams):
     """A method with its options, as it was measured."""
 
+    method: DocumentMethod
     kl: float = Field(ge=0, description="mean KL to full prefill over answer tokens, in nats")
     cost: float = Field(ge=0, description="row_layers, as a share of those of full prefill")
 

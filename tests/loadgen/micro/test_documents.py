@@ -21,7 +21,7 @@ def bench(tiny_dir):
 def test_every_way_computes_as_many_rows_as_the_formula_has(bench):
     """With single rows; of whole pages a method takes as many as fit."""
     every = ways(METHODS, [0, 0.3, 1], ["token", "page"])
-    assert len(every) == 4 * 3 * 2 + 3
+    assert len(every) == 4 * 3 * 2 + 4
     ticks = []
     found = bench.first(3, every, 2, lambda: ticks.append(1))
     assert len(ticks) == 2 * len(found)
@@ -44,7 +44,7 @@ def test_names_say_what_is_asked():
 
 
 def test_a_first_document_has_no_rows_that_legolink_computes_again(bench):
-    prompt = bench.shuffled(3)
+    prompt = bench.prompt(bench.order(3))
     prompt.documents[0] = (0, prompt.documents[0][1])
     one, layers = ReuseParams(method="legolink"), bench.core.executor.spec.num_layers
     assert row_layers(one, prompt, 16, layers) == (9 + 16 + 16) * layers
@@ -63,3 +63,9 @@ def test_a_closed_loop_serves_all_its_requests(bench):
     assert bench.closed_loop(2, ReuseParams(method="pie"), clients=2, requests=5, output=2) > 0
     assert bench.core.counters["requests"] - before == 5
     assert not bench.core.requests
+
+
+def test_orders_do_not_come_again_before_all_were_drawn(bench):
+    bench._orders.clear()
+    assert len({tuple(one.tobytes() for one in bench.order(3)) for _ in range(6)}) == 6
+    bench.order(3)

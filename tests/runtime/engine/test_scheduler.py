@@ -60,9 +60,10 @@ def test_a_prompt_whose_log_probabilities_are_wanted_has_half_a_chunk():
     engine.add("a", prompt(1, 8), prompt_logprobs_from=0)
     engine.add("b", prompt(2, 12))
     assert engine.steps(3) == [{"a": 3, "b": 7}, {"a": 3, "b": 5}, {"a": 2, "b": 1}]
-    engine = Engine(step_tokens=10, chunk_tokens=1)
-    engine.add("a", prompt(1, 2), prompt_logprobs_from=0)
-    assert engine.step() == {"a": 1}
+    for chunk_tokens in (1, 3):
+        engine = Engine(step_tokens=10, chunk_tokens=chunk_tokens)
+        engine.add("a", prompt(1, 3), prompt_logprobs_from=0)
+        assert engine.step() == {"a": 1}
 
 
 def test_no_more_run_than_may():

@@ -43,6 +43,7 @@ def test_pin_list_unpin(client, how):
     [
         ("/cache/pin", {"text": f"Nobody waits for this. {TEXT}"}),
         ("/v1/schemas", {"pml": f"<schema name='left'>Nobody waits. {TEXT}</schema>", "encode": True}),
+        ("/v1/documents", {"text": f"Nobody waits for that. {TEXT}"}),
     ],
 )
 def test_who_leaves_while_a_prefix_is_computed_leaves_nothing_to_compute(client, server, path, body):
@@ -56,6 +57,16 @@ def test_who_leaves_while_a_prefix_is_computed_leaves_nothing_to_compute(client,
     finally:
         client.post("/resume")
     assert client.get("/cache/pins").json()["pins"] == client.get("/v1/schemas").json()["data"] == []
+    assert client.get("/v1/documents").json()["data"] == []
+
+
+def test_a_prefix_with_documents_is_pinned(client):
+    messages = [{"role": "user", "content": [{"type": "document", "document": {"text": TEXT}}]}]
+    pin = client.post("/cache/pin", json={"messages": messages}).json()
+    ask = {"model": "smollm2", "messages": messages, "max_tokens": 1}
+    usage = client.post("/v1/chat/completions", json=ask).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= pin["tokens"] > 16
+    assert client.delete(f"/cache/pins/{pin['id']}").status_code == 200
 
 
 def test_a_pin_over_the_budget_is_409_with_the_figures(client):

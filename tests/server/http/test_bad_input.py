@@ -262,11 +262,12 @@ def test_answers_look_as_the_document_says(client):
     document = client.get("/openapi.json").json()
     pin = client.post("/cache/pin", json={"text": "Once upon a time, " * 8}).json()
     client.post("/v1/schemas", json={"pml": "<schema name='smollm2'>Once</schema>"})
+    document_id = client.post("/v1/documents", json={"text": "Once", "encode": False}).json()["id"]
     seen = 0
     for path, methods in document["paths"].items():
         if "get" not in methods or path == "/health_generate":
             continue
-        answer = client.get(path.replace("{name}", "smollm2"))
+        answer = client.get(path.replace("{name}", "smollm2").replace("{document_id}", document_id))
         ((kind, content),) = methods["get"]["responses"]["200"]["content"].items()
         assert (answer.status_code, answer.headers["content-type"].split(";")[0]) == (200, kind), path
         if kind == "application/json":
@@ -276,6 +277,7 @@ def test_answers_look_as_the_document_says(client):
         seen += 1
     assert client.delete(f"/cache/pins/{pin['id']}").status_code == 200
     assert client.delete("/v1/schemas/smollm2").status_code == 200
+    assert client.delete(f"/v1/documents/{document_id}").status_code == 200
     assert seen >= 8
 
 

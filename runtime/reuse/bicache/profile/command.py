@@ -6,9 +6,9 @@ import argparse
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from runtime.config import Config
 from runtime.errors import ModelError
@@ -19,6 +19,8 @@ from runtime.reuse.bicache.profile.heat_map import draw_heat_map
 from runtime.reuse.bicache.profile.records import Records
 from runtime.reuse.bicache.profile.samples import Samples
 from runtime.reuse.bicache.profile.settings import ProfileSettings
+
+Settings = TypeVar("Settings", bound=BaseModel)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,11 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, default=argparse.SUPPRESS, metavar=name.split("_")[-1].upper(), help=text)
 
 
-def settings_from(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> ProfileSettings:
+def settings_from(parser: argparse.ArgumentParser, arguments: argparse.Namespace, kind: type[Settings]) -> Settings:
     """The settings of parsed options; a value out of range ends the program with one line and status 2."""
     given = {name: value for name, value in vars(arguments).items() if name in ProfileSettings.model_fields}
     try:
-        return ProfileSettings(**given)
+        return kind(**given)
     except ValidationError as error:
         problem = error.errors()[0]
         message = problem["msg"].removeprefix("Value error, ")

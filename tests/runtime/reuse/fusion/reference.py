@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -102,12 +103,10 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
         self._masks: list[torch.Tensor] = []  # for each layer; empty: that of transformers
         for i, layer in enumerate(self.model.model.layers):
-            layer.register_forward_pre_hook(
-                lambda _, args, kwargs, i=i: (
-                    (args, {**kwargs, "attention_mask": self._masks[i]}) if self._masks else None
-                ),
-                with_kwargs=True,
-            )
+            layer.register_forward_pre_hook(partial(self._mask, i), with_kwargs=True)
+
+    def _mask(self, layer: int, module, args, kwargs):
+        return args, kwargs | ({"attention_mask": self._masks[layer]} if self._masks else {})
 
     # -- which rows ------------------------------------------------------------------------------------------
 
@@ -182,12 +181,7 @@ class Reference:
     # -- what is answered ------------------------------------------------------------------------------------
 
     def logits(
-        self,
-        ask: Ask,
-        rows: Iterable[int],
-        output: Iterable[int] = (),
-        until: int | None = None,
-        left: Iterable[int] = (),
+        self, ask: Ask, rows: Iterable[int], output=(), until: int | None = None, left: Iterable[int] = ()
     ) -> torch.Tensor:
         """float32 [1 + len(output), vocab]: after the prompt, and after each token of an output.
 
@@ -206,10 +200,6 @@ class Reference:
         mean = torch.stack([found[layer][0].mean(0)[-window:].mean(0) for layer in layers]).mean(0)
         pairs = enumerate(zip(copies.kinds, copies.places, strict=True))
         return {place: float(mean[i]) for i, (kind, place) in pairs if kind == STORED}
-
-    def best(self, ask: Ask, rows: Iterable[int], output: list[int]) -> list[int]:
-        """The greedy token at each place of an output: equal to it if all of it is greedy."""
-        return self.logits(ask, rows, output).argmax(-1)[:-1].tolist()
 
     def answer(self, ask: Ask, page_size: int, max_new: int) -> list[int]:
         """The greedy answer."""
@@ -237,14 +227,7 @@ class Reference:
 class Copies:
     """The rows of one pass: which copy of which place each of them is."""
 
-    def __init__(
-        self,
-        ask: Ask,
-        rows: Iterable[int] = (),
-        output: Iterable[int] = (),
-        kinds: tuple[int, ...] = (),
-        until: int | None = None,
-    ):
+    def __init__(self, ask: Ask, rows: Iterable[int] = (), output=(), kinds=(), until: int | None = None):
         computed, output = sorted({*ask.own, *rows}), list(output)
         until = len(ask.prompt) if until is None else until
         self.is_dense = ask.is_dense

@@ -176,8 +176,9 @@ def test_random_lives_answer_as_the_papers_have_it(tiny_dir, references, monkeyp
         modules = ModuleReference(tiny_dir)
         for rid, prompt in driver.prompts.items():
             assert driver.tokens[rid] == modules.best(prompt, driver.tokens[rid]), rid
-        refused = {rid for rid, finish in driver.finish.items() if finish.type == "error"}
-        assert not refused, {rid: driver.finish[rid].message for rid in refused}
+        refused = [finish.message for finish in driver.finish.values() if finish.type == "error"]
+        assert len(refused) <= requests // 4
+        assert all("the KV pool has" in message for message in refused)
         evicted += driver.core.admin.state()["evicted_tokens_by_cause"]["room"]
     assert (aborted and evicted) or backend == "flashinfer"
 

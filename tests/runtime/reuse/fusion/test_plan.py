@@ -157,6 +157,7 @@ def test_without_a_table_none_is_chosen_and_said(directory):
     [
         ([{"method": "pie", "kl": 1}], "cost: Field required"),
         ([{"method": "best", "kl": 1, "cost": 1}], "method: "),
+        ([{"method": "auto", "kl": 1, "cost": 1}], "method: "),
         ([{"method": "pie", "kl": -1, "cost": 1}], "kl: "),
         ([], "it measures nothing"),
         ({}, "it measures nothing"),

@@ -233,4 +233,4 @@ def test_answers_are_greedy(references):
     one = around("a3", ratio=0.2)
     answer = references["llama"].answer(one, 16, 3)
     rows = references["llama"].select(one, 16)
-    assert answer == references["llama"].best(one, rows, answer)
+    assert answer == references["llama"].logits(one, rows, answer).argmax(-1)[:-1].tolist()

@@ -10,17 +10,11 @@ import pytest
 import torch
 
 from runtime.reuse.fusion.looks import probed_layers
-from tests.runtime.reuse.fusion.driver import LAYERS, FusionDriver, check_answer
+from tests.runtime.reuse.fusion.driver import LAYERS, FusionDriver, build, check_answer
 from tests.runtime.reuse.fusion.reference import METHODS, Ask, Reference
-from tests.runtime.reuse.fusion.test_strategy import build
 from tests.runtime.reuse.modules.plain import draw_tokens
 
 COUNT = 12
-
-
-@pytest.fixture
-def reference(references):
-    return references["llama"]
 
 
 def left_of(driver: FusionDriver, rid: str) -> set[int]:
