@@ -487,6 +487,7 @@ def test_refusals_beside_the_fields(tiny_dir):
     driver.fuse("context", build(draw, [draw_tokens(draw, 600)]))
     for rid in ("logprobs", "pages", "token", "context"):
         assert driver.finish[rid].refused, rid
+    assert {driver.finish[rid].code for rid in ("pages", "context")} == {"context_length_exceeded"}
     assert not driver.core.requests
     driver.fuse("no bound", build(draw, [draw_tokens(draw, 30)]), sampling={"max_new_tokens": None})
     driver.run()
