@@ -12,7 +12,7 @@ from fastapi import APIRouter
 
 from radix import Namespace
 from runtime.config import Config
-from server.auth.keys import Asker, BadKeys, Forbidden, Tenant, admin_paths, read_keys
+from server.auth.keys import Asker, BadKeys, Forbidden, Guard, Tenant, admin_paths, read_keys
 from server.http.app import create_app
 
 KEYS = (
@@ -126,6 +126,10 @@ def test_a_scraper_s_key_is_for_metrics_alone(ask):
     for path in ("/who", "/cache/tree", "/cache/stats", "/metrics/", "/metricsx", "/no/such/route"):
         assert ask(path, bearer("scraper-key"))[0] == 403, path
     assert ask("/health", bearer("scraper-key"))[0] not in (401, 403)
+    scraper = Tenant("s", hashlib.sha256(b"scraper-key").digest(), metrics=True)
+    scope = {"path": "/metrics", "headers": [(b"x-api-key", b"scraper-key")], "state": {}}
+    Guard([scraper], ()).check(scope, {})
+    assert scope["state"]["tenant"] is scraper, "and no admin"
 
 
 def test_without_keys_everybody_may_do_everything(tmp_path):
