@@ -150,6 +150,8 @@ def test_tokens_that_nobody_else_keeps():
     second = reader(cache, 5, 5, 6, 6)
     alone.segments += second.segments
     assert cache.num_own_tokens(alone) == 8, "four more of its own"
+    reader(cache, 5, 5, 6, 6)
+    assert cache.num_own_tokens(alone) == 4, "which somebody else keeps now"
     alone.segments.remove(second.segments[0])
     alone.sequence.num_computed = 3
     assert cache.num_own_tokens(alone) == 0
