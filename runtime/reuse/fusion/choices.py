@@ -11,16 +11,21 @@ import numpy as np
 from radix import Namespace
 from runtime.reuse.fusion.layout import Layout
 
-MOST = 4096
+MOST_ROWS = 1 << 22
 _MOST_TURNS = 16
 
 
 class Choices:
     """A conversation's later turns read the same documents: what the first question chose serves them all, and the
-    cache has it. The oldest conversations are forgotten."""
+    cache has it. The oldest conversations are forgotten when all of them have too many rows.
+
+    Attributes:
+        num_rows: rows of all choices, a choice counted as one more.
+    """
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, list[tuple[int, bytes, np.ndarray]]] = OrderedDict()
+        self.num_rows = 0
 
     def recall(self, layout: Layout, namespace: Namespace) -> tuple[np.ndarray, int] | None:
         """The rows int64 that were chosen for the longest beginning of the prompt, and its length."""
@@ -32,13 +37,20 @@ class Choices:
 
     def keep(self, layout: Layout, namespace: Namespace, chosen: np.ndarray) -> None:
         key, length = _key(layout, namespace), len(layout.prompt)
-        turns = [*self._known.pop(key, ()), (length, _tail(layout, length), chosen)]
-        self._known[key] = sorted(turns, key=lambda turn: -turn[0])[:_MOST_TURNS]
-        while len(self._known) > MOST:
-            self._known.popitem(last=False)
+        before = self._known.pop(key, [])
+        turns = sorted([*before, (length, _tail(layout, length), chosen)], key=lambda turn: -turn[0])[:_MOST_TURNS]
+        self._known[key] = turns
+        self.num_rows += _rows(turns) - _rows(before)
+        while self.num_rows > MOST_ROWS:
+            self.num_rows -= _rows(self._known.popitem(last=False)[1])
 
     def clear(self) -> None:
         self._known.clear()
+        self.num_rows = 0
+
+
+def _rows(turns: list[tuple[int, bytes, np.ndarray]]) -> int:
+    return sum(len(chosen) + 1 for _, _, chosen in turns)
 
 
 def _key(layout: Layout, namespace: Namespace) -> bytes:

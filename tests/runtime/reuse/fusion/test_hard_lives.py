@@ -181,3 +181,18 @@ def test_bad_numbers_take_the_documents_with_them(tiny_dir, reference, method):
     driver.fuse("again", one)
     driver.run()
     check(driver, reference)
+
+
+def test_choices_are_forgotten_when_they_have_too_many_rows(tiny_dir, reference, monkeypatch):
+    """The oldest conversation first; its rows are chosen anew, and are the same."""
+    monkeypatch.setattr("runtime.reuse.fusion.choices.MOST_ROWS", 60)
+    draw, driver = random.Random(41), FusionDriver(tiny_dir, page_size=16)
+    choices = driver.core.strategies["fusion"]._choices
+    asks = [build(draw, [draw_tokens(draw, 80)], 16, 9, method="a3", ratio=0.3) for _ in range(4)]
+    for i, ask in enumerate([*asks, asks[0], asks[3]]):
+        driver.fuse(f"{i}", ask)
+        driver.run()
+        assert choices.num_rows == sum(len(chosen) + 1 for turns in choices._known.values() for _, _, chosen in turns)
+        assert 0 < choices.num_rows <= 60
+    assert driver.selected("4") == driver.selected("0")
+    check(driver, reference)
