@@ -46,7 +46,7 @@ def test_names_say_what_is_asked():
 def test_a_first_document_has_no_rows_that_legolink_computes_again(bench):
     prompt = bench.prompt(bench.order(3))
     prompt.documents[0] = (0, prompt.documents[0][1])
-    one, layers = ReuseParams(method="legolink"), bench.core.executor.spec.num_layers
+    one, layers = ReuseParams(method="legolink", k=16), bench.core.executor.spec.num_layers
     assert row_layers(one, prompt, 16, layers) == (9 + 16 + 16) * layers
 
 
