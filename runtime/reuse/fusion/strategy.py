@@ -409,6 +409,7 @@ class Fusion(EntryStrategy):
             "computed_documents": list(dict.fromkeys(name for name in fused.computed if name != "prefix")),
             "reused_tokens": reused,
             "computed_tokens": request.num_prompt - reused,
+            "chosen_before": 0 < fused.selected_for < len(fused.layout.prompt),
             "recomputed_rows": len(fused.selected) if fused.selected is not None else 0,
             "row_layers": request.row_layers,
             **({"kept_tokens": fused.snap.num_kept} if fused.snap is not None else {}),
