@@ -76,7 +76,7 @@ def test_whoever_does_not_wait_cannot_be_removed():
     queue = Queue("balanced")
     request = queue.add("a", [1])
     queue.waiting.remove(request)
-    with pytest.raises(ValueError, match="not in list"):
+    with pytest.raises(ValueError, match="a does not wait"):
         queue.waiting.remove(request)
 
 

@@ -150,6 +150,27 @@ def test_a_peer_is_one_that_prefills_beyond_this_step():
     assert engine.step() == {"a": 1, "b": 1, "c": 2}
 
 
+def test_one_that_decodes_is_no_peer():
+    """Nobody waits for the end of its page."""
+    engine = Engine(page_size=8)
+    tokens = engine.add("a", prompt(1, 12)).tokens
+    engine.steps(7)
+    assert len(tokens) == 19
+    engine.add("b", [*tokens[:17], 5])
+    assert engine.step() == {"a": 1, "b": 10}
+
+
+def test_those_that_take_turns_are_peers_of_their_like():
+    engine = Engine()
+    engine.in_turns.peer = lambda request, found, computing: (computing[0], 1) if computing else None
+    engine.add("a", prompt(1, 4), strategy=engine.in_turns)
+    engine.step()
+    engine.add("b", prompt(1, 4), strategy=engine.in_turns)
+    engine.add("c", prompt(1, 4))
+    engine.step()
+    assert (engine.running, engine.blocked) == ("ac", "b")
+
+
 def test_few_of_those_who_wait_are_looked_at_in_a_step():
     engine = Engine(page_size=8, chunk_tokens=1, max_running=2)
     for i in range(9):

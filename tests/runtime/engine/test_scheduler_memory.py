@@ -66,6 +66,20 @@ def test_one_that_gives_way_itself_gets_no_row():
     assert engine.waiting == "b"
 
 
+def test_one_that_gave_way_before_its_first_row_has_none():
+    engine = Engine(pages=5, prefix_cache=False)
+    engine.add("a", prompt(1, 2), priority=1)
+    engine.step()
+    engine.add("b", [5])
+    first, _ = engine.scheduler.schedule()
+    assert engine.running == "ab"
+    engine.cache.allocate(1, array("i"), Namespace())
+    engine.causal.book(first, (), 1.0)
+    engine.requests["a"].tokens.append(9)
+    assert [item.request.rid for item in engine.scheduler.schedule()] == ["a"]
+    assert engine.waiting == "b"
+
+
 def test_those_behind_one_that_gives_way_go_on():
     engine = Engine(pages=15, prefix_cache=False)
     engine.add("a", prompt(1, 3), priority=3)

@@ -146,6 +146,13 @@ def test_tokens_that_nobody_else_keeps():
     cache.tree.pin(alone.segments[0].node)
     assert cache.num_own_tokens(alone) == 4
     assert cache.num_own_tokens(reader(cache, 9, 9, own=3)) == 6
+    keep(cache, 5, 5, 6, 6)
+    second = reader(cache, 5, 5, 6, 6)
+    alone.segments += second.segments
+    assert cache.num_own_tokens(alone) == 8, "four more of its own"
+    reader(cache, 5, 5, 6, 6)
+    assert cache.num_own_tokens(alone) == 4, "which somebody else keeps now"
+    alone.segments.remove(second.segments[0])
     alone.sequence.num_computed = 3
     assert cache.num_own_tokens(alone) == 0
 

@@ -139,6 +139,14 @@ def test_a_pin_ends_when_its_time_is_over(board):
     assert board.pins.num_broken == 0
 
 
+def test_several_pins_end_at_once(board):
+    for name in ("a", "b", "c"):
+        board.pin(1, 1, 2, 2, name=name, ttl_s=5.0)
+    board.now += 5
+    board.pins.expire()
+    assert (board.names, board.tree.num_pinned_pages) == ([], 0)
+
+
 def test_what_has_expired_takes_nothing_of_the_budget():
     board = Board(budget=2)
     board.keep(1, 1, 2, 2)

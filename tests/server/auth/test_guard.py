@@ -12,7 +12,7 @@ from fastapi import APIRouter
 
 from radix import Namespace
 from runtime.config import Config
-from server.auth.keys import Asker, BadKeys, Forbidden, Tenant, admin_paths, read_keys
+from server.auth.keys import Asker, BadKeys, Forbidden, Guard, Tenant, Unauthorized, admin_paths, read_keys
 from server.http.app import create_app
 
 KEYS = (
@@ -126,6 +126,28 @@ def test_a_scraper_s_key_is_for_metrics_alone(ask):
     for path in ("/who", "/cache/tree", "/cache/stats", "/metrics/", "/metricsx", "/no/such/route"):
         assert ask(path, bearer("scraper-key"))[0] == 403, path
     assert ask("/health", bearer("scraper-key"))[0] not in (401, 403)
+    scraper = Tenant("s", hashlib.sha256(b"scraper-key").digest(), metrics=True)
+    scope = {"path": "/metrics", "headers": [(b"x-api-key", b"scraper-key")], "state": {}}
+    Guard([scraper], ()).check(scope, {})
+    assert scope["state"]["tenant"] is scraper, "and no admin"
+
+
+def test_a_key_is_compared_to_its_last_bit():
+    digest = hashlib.sha256(b"some-key").digest()
+    scope = {"path": "/who", "headers": [(b"x-api-key", b"some-key")], "state": {}}
+    for at in (0, 4, 31):
+        other = bytearray(digest)
+        other[at] ^= 1
+        with pytest.raises(Unauthorized):
+            Guard([Tenant("x", bytes(other))], ()).check(scope, {})
+    Guard([Tenant("x", digest)], ()).check(scope, {})
+
+
+def test_public_prefixes_are_for_keys_that_are_marked_so():
+    assert Tenant("x", b"", public=True).namespace("s", "public") == Namespace("public", "s")
+    for admin in (False, True):
+        with pytest.raises(Forbidden, match="may not use public prefixes"):
+            Tenant("x", b"", admin=admin).namespace(None, "public")
 
 
 def test_without_keys_everybody_may_do_everything(tmp_path):

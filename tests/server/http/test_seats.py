@@ -26,6 +26,15 @@ def test_the_oldest_silent_connection_goes_first():
     assert (room.busy, room.silent) == (0, {})
 
 
+def test_a_room_is_full_with_silent_and_busy_connections_together():
+    room = Room(4)
+    seats = [Seat(room) for _ in range(3)]
+    assert all(seat.take() for seat in seats)
+    assert not room.full
+    Seat(room)
+    assert room.full
+
+
 def test_connections_are_counted_whether_they_are_silent_or_busy():
     everybody = Room(16)
     seats = [Seat(Room(8), everybody) for _ in range(3)]
