@@ -127,7 +127,7 @@ def test_a_ratio_out_of_range_is_refused(capsys):
 
 
 def test_shares_of_the_questions_documents_are_at_least_a_page(tokenizer):
-    """What chooses nothing is no method but PIE, and is not compared."""
+    """A method that chooses nothing is PIE, and is not compared."""
     parser = argparse.ArgumentParser()
     bench_documents.add_arguments(parser)
     grid = bench_documents._grid(parser.parse_args([]))

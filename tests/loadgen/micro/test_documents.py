@@ -55,7 +55,8 @@ def test_a_document_that_many_read_lies_in_the_pool_once(bench, method):
     asked = ReuseParams(method=method)
     one, four = bench.pages(asked, 1), bench.pages(asked, 4)
     assert one >= 3 + 1 + 1
-    assert four - one == 3 * (one - 3 - 1), "each has its own rows alone, besides the document's pages and the prefix"
+    alone = one - 3 - 1  # besides the document's pages and the prefix
+    assert 3 * alone <= four - one <= 3 * (alone + 1), "each has its own rows alone, and what it decoded meanwhile"
 
 
 def test_a_closed_loop_serves_all_its_requests(bench):
