@@ -17,7 +17,7 @@ _LEAST_TEMPERATURE = 1e-4
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
 # Options of `ReuseParams` that not all methods take.
-_TAKEN_BY = {
+TAKEN_BY = {
     "ratio": ("a3", "cacheblend", "prophetkv", "legolink", "random"),
     **{"k": ("legolink",), "variant": ("full",), "max_kl": ("auto",)},
 }
@@ -184,7 +184,7 @@ class ReuseParams(BaseModel):
 
     def check(self) -> None:
         """Raise InvalidRequest if an option does not go with the method."""
-        for name, methods in _TAKEN_BY.items():
+        for name, methods in TAKEN_BY.items():
             if getattr(self, name) is not None and self.method not in methods:
                 raise InvalidRequest(f"{name} is an option of {', '.join(methods)}", param=f"reuse.{name}")
         if self.method == "none" and self.keep_tokens is not None:

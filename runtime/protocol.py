@@ -179,12 +179,14 @@ class Finish(msgspec.Struct):
         matched: the stop token or string.
         message: text for an abort or an error.
         refused: whether an error is the request's own fault.
+        code: of an error.
     """
 
     type: FinishType
     matched: int | str | None = None
     message: str | None = None
     refused: bool = False
+    code: str | None = None
 
 
 class TokenEvent(msgspec.Struct):

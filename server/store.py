@@ -32,7 +32,7 @@ class Lease:
 
     def describe(self, now_s: float, live: Container[str]) -> dict[str, Any]:
         """The fields for clients; `live`: ids of the pins that the engine has."""
-        left = None if self.expires_s is None else round(self.expires_s - now_s, 1)
+        left = None if self.expires_s is None else max(round(self.expires_s - now_s, 1), 0.0)
         return {"pins": [pin for pin in self.pins if pin in live], "expires_in_s": left}
 
 

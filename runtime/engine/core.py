@@ -191,8 +191,7 @@ class EngineCore:
         try:
             request = self._open(message)
         except RametError as error:
-            finish = Finish("error", message=error.message, refused=isinstance(error, InvalidRequest))
-            return StepEvents([TokenEvent(message.rid, [], finish)])
+            return StepEvents([TokenEvent(message.rid, [], _finish(error))])
         self.requests[request.rid] = request
         if request.sampling.constrained:
             self.grammars.start(request.rid, request.sampling, request.owner)
@@ -421,8 +420,7 @@ class EngineCore:
         if isinstance(error, BadLogits):
             self.counters["bad_logits"] += 1
             request.strategy.distrust(request)
-        finish = Finish("error", message=error.message, refused=isinstance(error, InvalidRequest))
-        return self._end(request, finish, keep=False)
+        return self._end(request, _finish(error), keep=False)
 
     def _take_grammars(self) -> list[TokenEvent]:
         """Wake requests whose grammar is compiled; returns the events of those whose grammar failed."""
@@ -447,3 +445,7 @@ class EngineCore:
         if self._pinning.ended(request.rid, finish):
             return []
         return [event or TokenEvent(request.rid, [], finish, cached_tokens=max(request.cached_tokens, 0))]
+
+
+def _finish(error: RametError) -> Finish:
+    return Finish("error", message=error.message, refused=isinstance(error, InvalidRequest), code=error.code)

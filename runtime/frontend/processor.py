@@ -330,7 +330,8 @@ class Frontend:
         if event.finish is not None and event.finish.type == "error":
             self._close(event.rid)
             kind = InvalidRequest if event.finish.refused else RametError
-            choice.on_output(kind(event.finish.message or "the engine could not serve this request"))
+            message = event.finish.message or "the engine could not serve this request"
+            choice.on_output(kind(message, code=event.finish.code))
             return
         self._begin(choice)
         output = self._advance(choice, event)

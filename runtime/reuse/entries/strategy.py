@@ -46,14 +46,14 @@ class Encoding:
 class Imports:
     """A request's entries, and those that it encodes itself: `to_encode` rows, of which the first `done` are encoded.
 
-    `computed`: names of the entries that were missing when the request was first admitted.
+    `computed`: the entries that were missing when the request was first admitted.
     """
 
     entries: list[Entry]
     encodings: list[Encoding] = field(default_factory=list)
     to_encode: int = 0
     done: int = 0
-    computed: list[str] = field(default_factory=list)
+    computed: list[Entry] = field(default_factory=list)
 
     def parts(self, work: Work) -> Iterator[tuple[Encoding, int, int]]:
         """The rows of entries, as ranges, that a piece of work encodes."""
@@ -123,7 +123,7 @@ class EntryStrategy(PrefixStrategy):
         assert fresh is not None, "the room was counted above"
         if is_first:
             request.cached_tokens += found.tokens - own.tokens
-            imports.computed = names_of(entry for entry, _ in missing)
+            imports.computed = [entry for entry, _ in missing]
         for (entry, match), node in zip(pairs, nodes, strict=True):
             cache.tree.use(node)
             if self._all(entry, match):

@@ -15,6 +15,9 @@ from runtime.errors import InvalidRequest
 from runtime.reuse.build import Read
 from runtime.reuse.entries.entry import Entry
 
+# Rows of the question that tell which documents' rows matter; a longer one would hold up all requests for a while.
+LONGEST_QUESTION = 512
+
 
 class Asked(msgspec.Struct):
     """The `reuse` fields of a message.
@@ -180,8 +183,8 @@ class Layout:
 
     @property
     def question(self) -> int:
-        """The first row behind the last document; the last one of the prompt where there is none behind."""
-        return min(self.asked.documents[-1][1], len(self.prompt) - 1)
+        """The first row of the question: all rows behind the last document, up to a bound; the last row at least."""
+        return min(max(self.asked.documents[-1][1], len(self.prompt) - LONGEST_QUESTION), len(self.prompt) - 1)
 
     def computed(self, chosen: np.ndarray) -> np.ndarray:
         """The rows of the prompt, int64 ascending, that a request computes if some rows are chosen."""

@@ -25,6 +25,8 @@ _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 # About as many layers, evenly spread, tell to which rows a question attends.
 _PROBED = 8
+# Weights, of all heads, that are computed at once: a long question has gigabytes of them.
+_MOST_WEIGHTS = 1 << 24
 
 
 class Look(ABC):
@@ -208,20 +210,21 @@ def attention(
 def _attention(
     executor: Executor, layout: Layout, own: np.ndarray, pages: array[int], layer: int, q: torch.Tensor
 ) -> torch.Tensor:
-    keys, page_size = executor.pool.k[layer], layout.page_size
-    logits = [_logits(q, gather(keys, pages, np.arange(len(own)), page_size))]
+    pool, page_size = executor.pool.k[layer], layout.page_size
+    read = [np.flatnonzero(place.kept) for place in layout.places]
+    keys = [gather(pool, pages, np.arange(len(own)), page_size)]
+    keys += [gather(pool, place.pages, mine, page_size) for place, mine in zip(layout.places, read, strict=True)]
+    turns = [executor.rope.shift(torch.tensor([-place.shift], device=q.device)) for place in layout.places]
     later = torch.from_numpy(own[None] > own[-len(q) :, None]).to(q.device)
-    logits[0].masked_fill_(later[:, None], -torch.inf)
-    rows = []
-    for place in layout.places:
-        mine, turned = np.flatnonzero(place.kept), q
-        if place.shift:
-            turned = rotate(q, *executor.rope.shift(torch.tensor([-place.shift], device=q.device)))
-        logits.append(_logits(turned, gather(keys, place.pages, mine, page_size)))
-        rows.append(place.start + mine)
-    weights = torch.cat(logits, dim=-1).softmax(dim=-1).mean((0, 1))[len(own) :]
+    weights = torch.zeros(sum(map(len, keys)), device=q.device)
+    size = max(_MOST_WEIGHTS // (q.shape[1] * len(weights)), 1)
+    for some, hidden in zip(q.split(size), later.split(size), strict=True):
+        logits = [_logits(some, keys[0]).masked_fill_(hidden[:, None], -torch.inf)]
+        logits += [_logits(rotate(some, *turn), those) for turn, those in zip(turns, keys[1:], strict=True)]
+        weights += torch.cat(logits, dim=-1).softmax(dim=-1).sum((0, 1))
+    rows = np.concatenate([place.start + mine for place, mine in zip(layout.places, read, strict=True)])
     by_row = torch.zeros(len(layout.prompt), device=q.device)
-    by_row[torch.from_numpy(np.concatenate(rows)).to(q.device)] = weights
+    by_row[torch.from_numpy(rows).to(q.device)] = weights[len(own) :] / (len(q) * q.shape[1])
     return by_row
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import InvalidRequest
-from runtime.params import DocumentMethod, ReuseParams
+from runtime.params import TAKEN_BY, DocumentMethod, ReuseParams
 from runtime.reuse.fusion.prompt import TokenizedPrompt
 from runtime.reuse.fusion.table import Measured, choose, read_table
 
-_RATIO, _K = 0.15, 16
+_DEFAULTS: dict[str, Any] = {"ratio": 0.15, "k": 16, "variant": "cat"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,10 @@ def refuse_reuse(asked: ReuseParams | None) -> None:
 
 
 def _message(asked: ReuseParams, prompt: TokenizedPrompt) -> dict[str, Any]:
-    ratio, k = _RATIO if asked.ratio is None else asked.ratio, _K if asked.k is None else asked.k
-    if asked.method == "legolink":  # a ratio counts in place of k
-        chosen: dict[str, Any] = {"k": k} if asked.ratio is None else {"ratio": ratio}
-    elif asked.method == "full":
-        chosen = {"variant": asked.variant or "cat"}
-    else:
-        chosen = {} if asked.method == "pie" else {"ratio": ratio}
+    taken = [name for name in _DEFAULTS if asked.method in TAKEN_BY[name]]
+    if "ratio" in taken and "k" in taken:  # they exclude each other
+        taken.remove("ratio" if asked.ratio is None else "k")
+    options = {name: getattr(asked, name) for name in taken}
     return {
         "method": "fusion",
         "select": asked.method,
@@ -111,7 +108,7 @@ def _message(asked: ReuseParams, prompt: TokenizedPrompt) -> dict[str, Any]:
         "names": prompt.names,
         "granularity": asked.granularity,
         "chunk_tokens": asked.chunk_tokens,
-        **chosen,
+        **{name: _DEFAULTS[name] if value is None else value for name, value in options.items()},
         **({} if asked.keep_tokens is None else {"keep_tokens": asked.keep_tokens}),
     }
 

@@ -399,14 +399,16 @@ class Fusion(EntryStrategy):
             return None
         fused = request.reuse
         asked, reused = fused.layout.asked, max(request.cached_tokens, 0)
+        missing = {entry.namespace for entry in fused.computed}
+        documents = [place.entry for place in fused.layout.places if place.is_document]
         return {
             "strategy": self.name,
             "exact": False,
             "method": asked.select,
             "ratio": asked.ratio,
             "granularity": asked.granularity,
-            "documents": list(dict.fromkeys(name for _, _, name in asked.chunks())),
-            "computed_documents": list(dict.fromkeys(name for name in fused.computed if name != "prefix")),
+            "documents": list(dict.fromkeys(entry.name for entry in documents)),
+            "computed_documents": list(dict.fromkeys(e.name for e in documents if e.namespace in missing)),
             "reused_tokens": reused,
             "computed_tokens": request.num_prompt - reused,
             "chosen_before": 0 < fused.selected_for < len(fused.layout.prompt),

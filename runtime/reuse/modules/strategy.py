@@ -114,7 +114,7 @@ class Modules(EntryStrategy):
             "strategy": self.name,
             "exact": True,
             "modules": names_of(request.reuse.entries),
-            "computed_modules": request.reuse.computed,
+            "computed_modules": names_of(request.reuse.computed),
             "reused_tokens": reused,
             "computed_tokens": request.num_prompt - reused,
         }

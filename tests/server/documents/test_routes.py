@@ -47,6 +47,14 @@ def add(client):
 # -- the store
 
 
+def test_a_document_for_which_the_pool_is_too_small(client):
+    """It fits in the model's context, but not twice: the method looks at all rows first."""
+    segments = [{"document": {"text": " ".join(map(str, range(1000, 2000)))}}, {"text": QUESTION}]
+    body = {"segments": segments, "reuse": {"method": "a3"}, "sampling_params": GREEDY}
+    response = client.post("/generate", json=body)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
 def test_store_list_and_delete(client, add):
     made = add(ROME, ttl_s=60, encode=False)
     assert (made["title"], made["chunks"], made["cached"], made["pins"]) == ("Rome", 1, 0, [])

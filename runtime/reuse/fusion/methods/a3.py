@@ -25,8 +25,8 @@ class A3(Scored):
         candidates, queries = self.layout.candidates, look.queries()
         question = np.arange(self.layout.question, len(self.layout.prompt))
         keys = look.true_keys(np.concatenate((candidates, question)))
-        keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
-        logits = queries.flatten(1) @ keys.flatten(1).T / math.sqrt(queries[0].numel())
+        grouped = queries.unflatten(1, (keys.shape[1], -1)).sum(2)  # as if each key stood beside its several queries
+        logits = grouped.flatten(1) @ keys.flatten(1).T / math.sqrt(queries[0].numel())
         later = torch.ones(len(question), len(question), dtype=torch.bool, device=logits.device).triu(1)
         logits[:, len(candidates) :].masked_fill_(later, -torch.inf)
         summed = logits.softmax(dim=-1)[:, : len(candidates)].sum(0)

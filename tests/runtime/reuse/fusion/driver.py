@@ -14,7 +14,7 @@ import torch
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest
 from runtime.request import Request
-from tests.runtime.reuse.fusion.reference import Ask, Reference
+from tests.runtime.reuse.fusion.reference import METHODS, Ask, Reference
 from tests.runtime.reuse.modules.plain import ModuleDriver, draw_tokens
 
 NEW = 4
@@ -165,7 +165,7 @@ class Library:
             documents.append((len(prompt), len(prompt) + len(text)))
             prompt += text + draw_tokens(draw, draw.choice([0, 0, 0, 4]))
         prompt += draw_tokens(draw, draw.choice([0, 1, 2, 5, 20]))
-        method = draw.choice(["a3", "cacheblend", "random", "prophetkv", "legolink", "pie", "full"])
+        method = draw.choice(METHODS)
         drawn = {
             "method": method,
             "ratio": draw.choice([0.0, 0.05, 0.15, 0.3, 0.6, 1.0]),

@@ -25,6 +25,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 METHODS = ("a3", "cacheblend", "random", "prophetkv", "legolink", "pie", "full")
 DENSE = ("a3", "cacheblend", "random")  # layer 0 of all rows is computed
 SCORED = ("a3", "cacheblend", "prophetkv")
+LOOKING = {*DENSE, *SCORED}  # the choice depends on the question
 STORED, TRUE, FUSED, OUTPUT = range(4)
 
 
@@ -40,6 +41,7 @@ class Ask:
     chunk_tokens: int = 32
     k: int = 16
     variant: str = "cat"
+    longest_question: int = 512
 
     @property
     def chunks(self) -> list[range]:
@@ -61,6 +63,11 @@ class Ask:
     def question(self) -> range:
         """The rows behind the last document, or else the last one."""
         return range(min(self.documents[-1][1], self.last), len(self.prompt))
+
+    @property
+    def asking(self) -> range:
+        """The question, or the end of a long one."""
+        return self.question[-self.longest_question :]
 
     @property
     def stored(self) -> list[range]:
@@ -148,9 +155,9 @@ class Reference:
         q, k = (x.transpose(0, 1)[None] for x in heads)  # [1, heads, rows, size]
         q, k = apply_rotary_pos_emb(q, k, *self.model.model.rotary_emb(q, torch.arange(q.shape[2])[None]))
         k = repeat_kv(k, config.num_attention_heads // config.num_key_value_heads)
-        keys = [*rows, *ask.question]
-        products = torch.einsum("hqd,hkd->qk", q[0][:, ask.question], k[0][:, keys]) / math.sqrt(config.hidden_size)
-        later = torch.tensor(keys)[None] > torch.tensor(ask.question)[:, None]
+        keys = [*rows, *ask.asking]
+        products = torch.einsum("hqd,hkd->qk", q[0][:, ask.asking], k[0][:, keys]) / math.sqrt(config.hidden_size)
+        later = torch.tensor(keys)[None] > torch.tensor(ask.asking)[:, None]
         attention = products.masked_fill(later, -torch.inf).softmax(-1)[:, : len(rows)].sum(0)
         return torch.nn.functional.avg_pool1d(attention[None], 5, stride=1, padding=2)[0]
 
@@ -159,7 +166,7 @@ class Reference:
         copies = Copies(ask)
         seen = self._run(copies, output_attentions=True).attentions[1:]
         weights = torch.stack([layer[0].mean(0) for layer in seen]).mean(0)
-        asking = [i for i in range(len(copies.kinds)) if copies.kinds[i] == FUSED and copies.places[i] in ask.question]
+        asking = [i for i in range(len(copies.kinds)) if copies.kinds[i] == FUSED and copies.places[i] in ask.asking]
         return weights[asking, : len(ask.document_rows)].sum(0)
 
     def _project(self, ask: Ask, name: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,46 @@
+"""Looks at long questions: what they take, and that they choose the same rows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from runtime.reuse.fusion import layout, looks
+from tests.runtime.reuse.fusion.driver import FusionDriver, build, check
+from tests.runtime.reuse.modules.plain import draw_tokens
+
+
+@pytest.mark.parametrize("method", ["a3", "prophetkv"])
+@pytest.mark.parametrize("step_tokens", [7, 256])
+def test_the_end_of_a_long_question_chooses(tiny_dir, reference, monkeypatch, method, step_tokens):
+    monkeypatch.setattr(layout, "LONGEST_QUESTION", 5)
+    draw = random.Random(4)
+    texts = [draw_tokens(draw, 60), draw_tokens(draw, 45)]
+    driver = FusionDriver(tiny_dir, step_tokens=step_tokens)
+    for rid, question in (("long", 30), ("short", 4), ("none", 0)):
+        driver.fuse(rid, build(draw, texts, 20, question, method=method, granularity="token", longest_question=5))
+    driver.run()
+    check(driver, reference)
+
+
+def test_weights_of_all_rows_are_never_there_at_once(tiny_dir, reference, monkeypatch):
+    """Those of a look, and of the choice of rows that stay."""
+    bound, sizes, plain = 4000, [], looks._logits
+
+    def counted(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        sizes.append(q.shape[0] * q.shape[1] * k.shape[0])
+        return plain(q, k)
+
+    monkeypatch.setattr(looks, "_MOST_WEIGHTS", bound)
+    monkeypatch.setattr(looks, "_logits", counted)
+    draw = random.Random(5)
+    one = build(draw, [draw_tokens(draw, 60), draw_tokens(draw, 45)], 20, 40, method="prophetkv", granularity="token")
+    driver = FusionDriver(tiny_dir)
+    driver.fuse("one", one)
+    driver.fuse("kept", one, 1, asked={"keep_tokens": 64})
+    driver.run()
+    check(driver, reference, None)
+    assert sizes
+    assert max(sizes) <= bound < 40 * 105
