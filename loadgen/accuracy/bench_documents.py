@@ -29,8 +29,6 @@ from runtime.params import ReuseParams
 _RATIO = 0.15
 # Of the tasks' documents, which have about 200 tokens.
 _LEAST_BY_PAGE = 0.15
-# Clients' prompts of 8 documents, with the temporary pages of their dense looks, run together.
-_POOL_GIB = 3.0
 # Methods whose throughput and pages are measured.
 _SERVED = ("a3", "cacheblend", "legolink", "pie")
 
@@ -131,7 +129,10 @@ def _loop_count(a: argparse.Namespace) -> int:
 def _speed(path: Path, a: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
     shape = Shape(a.tokens, a.system, a.question)
     running = max(a.clients, a.readers)
-    bench = Documents(path, max(a.counts), shape, max_running=running, pool_memory=_POOL_GIB, **options)
+    # Room for the clients' prompts, each with the temporary pages of a dense look, and for what is cached besides.
+    most, served_together = (a.system + count * a.tokens + a.question for count in (max(a.counts), _loop_count(a)))
+    room = 4 * most + 3 * a.clients * served_together
+    bench = Documents(path, max(a.counts), shape, max_running=running, pool_tokens=room, **options)
     served = [method for method in a.methods if method in _SERVED]
     loop = {FULL: None, PREFIX: None, **ways(served, [_RATIO], ["page"])}
     steps = sum(a.repeats * (2 + len(_grid(a, count))) for count in a.counts)
