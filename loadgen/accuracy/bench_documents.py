@@ -25,8 +25,10 @@ from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import ReuseParams
 
-# Ratio and granularity of the ways that are measured at all counts.
+# Of the ways that are measured at all counts, by page.
 _RATIO = 0.15
+# Of the tasks' documents, which have about 200 tokens.
+_LEAST_BY_PAGE = 0.15
 # Methods whose throughput and pages are measured.
 _SERVED = ("a3", "cacheblend", "legolink", "pie")
 
@@ -41,10 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="default: all")
     parser.add_argument("--ratios", type=_share, nargs="+", default=[0.05, _RATIO, 0.3], help="default: 0.05 0.15 0.3")
     parser.add_argument(
+        "--granularities", nargs="+", choices=["page", "token"], default=["page", "token"], help="default: both"
+    )
+    parser.add_argument(
         "--full", action="store_true", help="ratios 0, 0.05, 0.15, 0.3, 1, by page and by token, at all counts; hours"
     )
     parser.add_argument("--counts", type=int, nargs="+", default=[4, 8, 15], help="of documents (default: 4 8 15)")
-    parser.add_argument("--at", type=int, default=8, help="count at which all ratios are measured (default: 8)")
+    parser.add_argument("--at", type=int, default=8, help="count at which all ways are measured (default: 8)")
     parser.add_argument("--tokens", type=int, default=512, help="of a document (default: 512)")
     parser.add_argument("--system", type=int, default=64, help="tokens of the system prompt (default: 64)")
     parser.add_argument("--question", type=int, default=32, help="tokens of a question (default: 32)")
@@ -104,13 +109,17 @@ def _settings(a: argparse.Namespace) -> dict[str, Any]:
 def _grid(a: argparse.Namespace, at: int | None = None) -> dict[str, ReuseParams]:
     """The ways at a count of documents; None: all that are compared in quality."""
     if a.full:
-        return ways(a.methods, [0, 0.05, 0.15, 0.3, 1], ["page", "token"])
-    if at is None:
-        return ways(a.methods, a.ratios, ["page"])
-    if at != a.at:
-        return ways(a.methods, [_RATIO], ["page"])
-    by_token = ways([method for method in a.methods if method in ("a3", "cacheblend")], [_RATIO], ["token"])
-    return ways(a.methods, a.ratios, ["page"]) | by_token
+        grid = ways(a.methods, [0, 0.05, 0.15, 0.3, 1], ["page", "token"])
+    elif at in (None, a.at):
+        grid = ways(a.methods, a.ratios, a.granularities)
+    else:
+        grid = ways(a.methods, [_RATIO], ["page"])
+    return grid if at is not None else {name: asked for name, asked in grid.items() if not _is_no_page(asked)}
+
+
+def _is_no_page(asked: ReuseParams) -> bool:
+    """Whether the share of a task's documents that is computed again may be less than a page: nothing would be."""
+    return asked.granularity == "page" and asked.ratio is not None and 0 < asked.ratio < _LEAST_BY_PAGE
 
 
 def _loop_count(a: argparse.Namespace) -> int:
@@ -119,7 +128,11 @@ def _loop_count(a: argparse.Namespace) -> int:
 
 def _speed(path: Path, a: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
     shape = Shape(a.tokens, a.system, a.question)
-    bench = Documents(path, max(a.counts), shape, max_running=max(a.clients, a.readers), **options)
+    running = max(a.clients, a.readers)
+    # Room for the clients' prompts, each with the temporary pages of a dense look, and for what is cached besides.
+    most, served_together = (a.system + count * a.tokens + a.question for count in (max(a.counts), _loop_count(a)))
+    room = 4 * most + 3 * a.clients * served_together
+    bench = Documents(path, max(a.counts), shape, max_running=running, pool_tokens=room, **options)
     served = [method for method in a.methods if method in _SERVED]
     loop = {FULL: None, PREFIX: None, **ways(served, [_RATIO], ["page"])}
     steps = sum(a.repeats * (2 + len(_grid(a, count))) for count in a.counts)

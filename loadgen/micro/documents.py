@@ -21,16 +21,19 @@ FULL, PREFIX = "full prefill", "prefix caching"
 # Methods that compute layer 0 of all rows behind the prefix before they choose.
 _DENSE = ("a3", "cacheblend", "random")
 _RANKED = (*_DENSE, "prophetkv")
+# Leading rows of each chunk, for LegoLink.
+_K = 16
 
 
 def ways(methods: Sequence[str], ratios: Sequence[float], granularities: Sequence[str]) -> dict[str, ReuseParams]:
-    """Methods with the options that they have, by a name for tables. LegoLink's is 16 leading rows, without a ratio."""
+    """Methods with the options that they have, by a name for tables. LegoLink has 16 leading rows, and no ratio."""
     found = {}
     for method in methods:
         for ratio in ratios if method in _RANKED else (None,):
             for granularity in granularities if method in _RANKED else ("page",):
                 for variant in (None, "local") if method == "full" else (None,):
-                    fields = {"method": method, "ratio": ratio, "granularity": granularity, "variant": variant}
+                    k = _K if method == "legolink" else None
+                    fields = {"method": method, "ratio": ratio, "granularity": granularity, "variant": variant, "k": k}
                     asked = ReuseParams.model_validate(fields)
                     found[name_of(asked)] = asked
     return found
@@ -39,7 +42,11 @@ def ways(methods: Sequence[str], ratios: Sequence[float], granularities: Sequenc
 def name_of(asked: ReuseParams) -> str:
     """For tables: method, ratio, granularity."""
     if asked.method not in _RANKED:
-        return "legolink 16" if asked.method == "legolink" else "-".join(filter(None, (asked.method, asked.variant)))
+        return (
+            f"legolink {asked.k}"
+            if asked.method == "legolink"
+            else "-".join(filter(None, (asked.method, asked.variant)))
+        )
     return f"{asked.method} {asked.ratio:g}" + (", tokens" if asked.granularity == "token" else "")
 
 
@@ -55,7 +62,7 @@ def row_layers(asked: ReuseParams | None, prompt: TokenizedPrompt, page_size: in
     candidates = sum(stop - start for start, stop in prompt.documents)
     own = rows - candidates
     if asked.method == "legolink":
-        own += sum(min(16, stop - start) for start, stop in prompt.documents if start)
+        own += sum(min(asked.k or 0, stop - start) for start, stop in prompt.documents if start)
     if asked.method not in _RANKED or not (chosen := int(candidates * (asked.ratio or 0))):
         return own * num_layers
     look = rows if asked.method in _DENSE else own * num_layers
@@ -177,8 +184,10 @@ class Documents(Drive):
     def pages(self, asked: ReuseParams | None, readers: int) -> int:
         """Pages that requests hold which run together and read the same document, each with a question of its own."""
         for _ in range(readers):
-            self.ask(self.prompt(self._library[:1]), asked, 4)
+            self.ask(self.prompt(self._library[:1]), asked, 16 * readers)
         self.first_tokens()
         state = self.core.admin.state()
-        self.finish()
+        assert state["running"] == readers, "the first ones ended before the last ones ran"
+        for rid in list(self.core.requests):
+            self.core.abort(rid)
         return int(state["pages_locked"] + state["pages_private"])

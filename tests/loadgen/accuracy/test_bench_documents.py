@@ -89,11 +89,12 @@ def test_it_measures_and_writes(tiny_dir, tmp_path):
     times = ["--readers", "3", "--json", str(tmp_path / "times.json")]
     assert bench_documents.run(parser.parse_args([*model, *small, *more, *times])) == 0
     found = json.loads((tmp_path / "times.json").read_text())
-    assert [len(ways) for ways in found["speed"].values()] == [2 + 3, 2 + 5 + 1]
+    assert [len(ways) for ways in found["speed"].values()] == [2 + 3, 2 + 2 * 2 * 2 + 1]
     assert "quality" not in found
     files = {"--json": "d.json", "--markdown": "d.md", "--plot": "d.png"}
     written = [argument for option, name in files.items() for argument in (option, str(tmp_path / name))]
     quality = ["--no-speed", "--quality", "--items", "3", "--tasks", "lookup", "--ratios", "0.15", "0.3"]
+    assert "a3 0.15, tokens" in found["speed"]["3"]
     merged = ["--merge", str(tmp_path / "times.json"), "--json", str(tmp_path / "times.json")]
     assert bench_documents.run(parser.parse_args([*model, *quality, *merged])) == 0
     quality[quality.index("lookup")] = "few-shot"
@@ -102,7 +103,7 @@ def test_it_measures_and_writes(tiny_dir, tmp_path):
     assert both["speed"] == found["speed"]
     assert list(both["quality"]) == ["lookup", "few-shot"]
     for figures in both["quality"].values():
-        assert [len(mine["nll"]) for mine in figures.values()] == [3] * 6
+        assert [len(mine["nll"]) for mine in figures.values()] == [3] * (1 + 2 * 2 * 2 + 1)
     assert len(list(sections(both))) == 2 + 1 + 1 + 2
     assert "A3 beside" in (tmp_path / "d.md").read_text()
     assert "3 documents" in costs_of(both)[1]
@@ -123,3 +124,16 @@ def test_a_ratio_out_of_range_is_refused(capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(["--ratios", "0.1", "2"])
     assert "argument --ratios" in capsys.readouterr().err
+
+
+def test_shares_of_the_questions_documents_are_at_least_a_page(tokenizer):
+    """A method that chooses nothing is PIE, and is not compared."""
+    parser = argparse.ArgumentParser()
+    bench_documents.add_arguments(parser)
+    grid = bench_documents._grid(parser.parse_args([]))
+    assert {"a3 0.05, tokens", "a3 0.15", "legolink 16", "full-local"} < grid.keys()
+    assert "a3 0.05" not in grid
+    for task in TASKS:
+        for number in range(10):
+            documents = tokenize(draw(task, number), tokenizer).documents
+            assert 0.15 * sum(stop - start for start, stop in documents) >= 16

@@ -26,6 +26,7 @@ def test_auto_reads_what_was_measured(tiny_dir, tmp_path, capsys):
         assert rows["pie", None].cost < rows[method, 0.3].cost < rows[method, 0.99].cost
     assert choose(read_table(model), 100).cost == min(row.cost for row in rows.values())
     assert choose(read_table(model), 0) is None
+    assert rows["legolink", None].k == 16
     assert json.loads((model / "fusion.json").read_text())["settings"]["length"] == 240
     assert sum(line.startswith("a3 ") for line in capsys.readouterr().out.splitlines()) == 2
 

@@ -46,7 +46,7 @@ def test_names_say_what_is_asked():
 def test_a_first_document_has_no_rows_that_legolink_computes_again(bench):
     prompt = bench.prompt(bench.order(3))
     prompt.documents[0] = (0, prompt.documents[0][1])
-    one, layers = ReuseParams(method="legolink"), bench.core.executor.spec.num_layers
+    one, layers = ReuseParams(method="legolink", k=16), bench.core.executor.spec.num_layers
     assert row_layers(one, prompt, 16, layers) == (9 + 16 + 16) * layers
 
 
@@ -55,7 +55,8 @@ def test_a_document_that_many_read_lies_in_the_pool_once(bench, method):
     asked = ReuseParams(method=method)
     one, four = bench.pages(asked, 1), bench.pages(asked, 4)
     assert one >= 3 + 1 + 1
-    assert four - one == 3 * (one - 3 - 1), "each has its own rows alone, besides the document's pages and the prefix"
+    alone = one - 3 - 1  # besides the document's pages and the prefix
+    assert 3 * alone <= four - one <= 3 * (alone + 1), "each has its own rows alone, and what it decoded meanwhile"
 
 
 def test_a_closed_loop_serves_all_its_requests(bench):

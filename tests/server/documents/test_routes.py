@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from runtime.models.tokenizer import Tokenizer
+from runtime.reuse.fusion.table import choose, read_table
 
 GREEDY = {"max_new_tokens": 8, "temperature": 0}
 ROME = {"title": "Rome", "text": "Rome is old. Romulus founded it, and it stands on seven hills by the river Tiber."}
@@ -153,18 +154,26 @@ def test_without_reuse_segments_are_an_ordinary_prompt(client, default_model_dir
     texts = ["Read this.\n", f"{ROME['title']}\n{ROME['text']}", "\n", OSLO["text"], QUESTION]
     ids = [token for text in texts for token in tokenizer.encode(text)]
     plain = client.post("/generate", json={"input_ids": ids, "sampling_params": GREEDY}).json()
-    for fields in ({}, {"reuse": {"method": "none"}}, {"reuse": {"method": "auto", "max_kl": 1}}):
+    for fields in ({}, {"reuse": {"method": "none"}}, {"reuse": {"method": "auto", "max_kl": 0}}):
         answer = generate(client, **fields)
         assert answer["output_ids"] == plain["output_ids"]
         meta = answer["meta_info"]
         assert meta["prompt_tokens"] == len(ids)
         reuse = meta["reuse"]
-        assert reuse.pop("auto", None) == ("no table for this model" if "auto" in str(fields) else None)
+        assert reuse.pop("auto", None) == ("no method within 0" if "auto" in str(fields) else None)
         cached = meta["cached_tokens"]
         told = {"strategy": "prefix", "exact": True, "method": "none", "documents": ["Rome", reuse["documents"][1]]}
         assert reuse == {**told, "reused_tokens": cached, "computed_tokens": len(ids) - cached}
         assert cached > 0
     assert "reuse" not in plain["meta_info"]
+
+
+def test_auto_takes_what_was_measured_for_the_default_model(client, default_model_dir):
+    """Within the bounds of the table that comes with Ramet, the cheapest."""
+    for max_kl in (0.05, 0.1, 100):
+        best = choose(read_table(default_model_dir), max_kl)
+        reuse = generate(client, reuse={"method": "auto", "max_kl": max_kl})["meta_info"]["reuse"]
+        assert (reuse["method"], reuse["auto"]) == (best.method, f"measured KL {best.kl:g}")
 
 
 @pytest.mark.parametrize("method", METHODS)
