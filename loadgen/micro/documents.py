@@ -154,6 +154,9 @@ class Documents(Drive):
         """
         every: dict[str, ReuseParams | None] = {FULL: None, PREFIX: None, **ways}
         found = {name: Samples() for name in every}
+        # Measuring fewer documents may have evicted some.
+        self.ask(self.prompt(self._library[:count]), ReuseParams(method="pie"), 1)
+        self.first_tokens()
         for _ in range(repeats):
             order = self.order(count)
             for name, asked in every.items():
