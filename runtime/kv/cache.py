@@ -13,7 +13,7 @@ from runtime.config import CacheConfig
 from runtime.kv.allocator import PageAllocator
 from runtime.kv.pins import PinBoard
 from runtime.kv.pool import KVPool
-from runtime.request import Request
+from runtime.request import Request, Segment
 
 
 class PagedCache:
@@ -76,14 +76,18 @@ class PagedCache:
         self.allocator.release([mine for mine, theirs in zip(pages, held, strict=True) if mine != theirs])
         return node, held
 
+    def leave(self, segment: Segment) -> None:
+        """Unlock a segment that is read no more; pages that belong to the request alone are freed."""
+        if segment.node is None:
+            self.allocator.release(segment.pages)
+        else:
+            self.tree.touch(segment.node)
+            self.tree.unlock(segment.node)
+
     def release(self, request: Request) -> None:
         """Release all segments and pages of a request."""
         for segment in request.segments:
-            if segment.node is None:
-                self.allocator.release(segment.pages)
-            else:
-                self.tree.touch(segment.node)
-                self.tree.unlock(segment.node)
+            self.leave(segment)
         sequence = request.sequence
         self.allocator.release(sequence.pages)
         self.allocator.release(self.tree.make_room(request.owner, 0))

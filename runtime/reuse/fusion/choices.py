@@ -29,9 +29,10 @@ class Choices:
 
     def recall(self, layout: Layout, namespace: Namespace) -> tuple[np.ndarray, int] | None:
         """The rows int64 that were chosen for the longest beginning of the prompt, and its length."""
-        for length, digest, chosen in self._known.get(_key(layout, namespace), ()):
+        key = _key(layout, namespace)
+        for length, digest, chosen in self._known.get(key, ()):
             if length <= len(layout.prompt) and digest == _tail(layout, length):
-                self._known.move_to_end(_key(layout, namespace))
+                self._known.move_to_end(key)
                 return chosen, length
         return None
 

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from runtime.batch import causal_visible
 from runtime.execution.executor import Executor
@@ -25,6 +26,8 @@ _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 # About as many layers, evenly spread, tell to which rows a question attends.
 _PROBED = 8
+# Neighbours over which scores are smoothed, in A3 and SnapKV.
+_POOLING = 5
 # Weights, of all heads, that are computed at once: a long question has gigabytes of them.
 _MOST_WEIGHTS = 1 << 24
 
@@ -161,9 +164,8 @@ class QuestionLook(Look):
 
     def scores(self) -> torch.Tensor:
         """Attention of the question to each candidate, float32 [candidates]: the mean over layers, heads and rows."""
-        layers = [torch.cat(several) for several in zip(*self._queries, strict=True)]
         own = self.sequence.positions(0, self.num_rows)
-        rows = attention(self.executor, self.layout, own, self.sequence.pages, layers)
+        rows = attention(self.executor, self.layout, own, self.sequence.pages, self._queries)
         return rows[torch.from_numpy(self.layout.candidates).to(rows.device)]
 
 
@@ -193,15 +195,16 @@ def project_each(executor: Executor, saved: torch.Tensor, positions: np.ndarray)
 
 
 def attention(
-    executor: Executor, layout: Layout, own: np.ndarray, pages: array[int], layers: Sequence[torch.Tensor]
+    executor: Executor, layout: Layout, own: np.ndarray, pages: array[int], queries: Sequence[Sequence[torch.Tensor]]
 ) -> torch.Tensor:
     """Attention to each row of the prompt that is read from an entry, float32 [prompt], its mean over all queries.
 
     Args:
         own: int64 [m], positions of the computed rows of the request's sequence.
         pages: int32 page ids of these.
-        layers: for each probed layer, the queries float32 [n, heads, head_dim] of the last n of them.
+        queries: of the last n of them, in runs: for each probed layer float32 [run, heads, head_dim].
     """
+    layers = [torch.cat(runs) for runs in zip(*queries, strict=True)]
     probed = probed_layers(executor.spec.num_layers)
     each = [_attention(executor, layout, own, pages, *one) for one in zip(probed, layers, strict=True)]
     return torch.stack(each).mean(0)
@@ -226,6 +229,11 @@ def _attention(
     by_row = torch.zeros(len(layout.prompt), device=q.device)
     by_row[torch.from_numpy(rows).to(q.device)] = weights[len(own) :] / (len(q) * q.shape[1])
     return by_row
+
+
+def smooth(scores: torch.Tensor) -> torch.Tensor:
+    """Scores float32 [n], each the mean of itself and its neighbours."""
+    return F.avg_pool1d(scores[None], _POOLING, stride=1, padding=_POOLING // 2)[0]
 
 
 def gather(tensor: torch.Tensor, pages: array[int], rows: np.ndarray, page_size: int) -> torch.Tensor:

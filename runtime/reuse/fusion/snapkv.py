@@ -10,16 +10,13 @@ from array import array
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from runtime.execution.executor import Executor
 from runtime.kv.cache import PagedCache
 from runtime.request import Segment
 from runtime.reuse.build import Stage
 from runtime.reuse.fusion.layout import Layout
-from runtime.reuse.fusion.looks import attention, probed_layers, project_each, save_before
-
-POOLING = 5
+from runtime.reuse.fusion.looks import attention, probed_layers, project_each, save_before, smooth
 
 
 class SnapKV:
@@ -66,12 +63,10 @@ class SnapKV:
     def choose(self, own: np.ndarray, pages: array[int]) -> list[np.ndarray]:
         """`kept`, chosen once; the arguments are those of `attention`."""
         if self.kept is None:
-            layers = [torch.cat(several) for several in zip(*self._queries, strict=True)]
-            weights = attention(self._executor, self.layout, own, pages, layers)
+            weights = attention(self._executor, self.layout, own, pages, self._queries)
             other = np.setdiff1d(np.arange(len(weights)), self.layout.candidates)
             weights[torch.from_numpy(other).to(weights.device)] = 0
-            pooled = F.avg_pool1d(weights[None], POOLING, stride=1, padding=POOLING // 2)[0]
-            self.kept = self._best(pooled.double().cpu().numpy(), len(own))
+            self.kept = self._best(smooth(weights).double().cpu().numpy(), len(own))
             self._queries = []
         return self.kept
 

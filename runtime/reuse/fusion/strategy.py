@@ -57,6 +57,11 @@ class Fused(Imports):
     held: list[Segment] = field(default_factory=list)
     snap: SnapKV | None = None
 
+    @property
+    def chosen(self) -> np.ndarray:
+        """`selected`, none as long as that is not known."""
+        return _NO_ROWS if self.selected is None else self.selected
+
 
 class Fusion(EntryStrategy):
     """Chunks of documents are entries, encoded alone at position 0, and read with a shift.
@@ -93,12 +98,12 @@ class Fusion(EntryStrategy):
         request.reuse = Fused([*entries.values()], layout=layout, method=method, namespace=request.namespace)
         if (layout.asked.keep_tokens or len(tokens)) < len(layout.candidates):
             request.reuse.snap = SnapKV(layout, self._executor)
-        if not method.count():
-            self._select(request, layout.candidates[:0], len(tokens))
-        elif method.look is None:
+        if method.look is None:
             self._select(request, method.choose(None), len(tokens))
+        elif not method.count():
+            self._select(request, _NO_ROWS, len(tokens))
         else:
-            self._arrange(request, layout.candidates[:0])
+            self._arrange(request, _NO_ROWS)
             self._recall(request)
         self._fit(request)
 
@@ -226,7 +231,7 @@ class Fusion(EntryStrategy):
         for place in fused.layout.places:
             if place.entry.namespace in there:
                 is_there[place.start : place.start + place.entry.length] = True
-        computed = fused.layout.computed(fused.layout.candidates[:0] if fused.selected is None else fused.selected)
+        computed = fused.layout.computed(fused.chosen)
         is_there[computed[: own.tokens]] = True
         return int(is_there.sum()) + max(own.tokens - len(computed), 0)
 
@@ -239,7 +244,7 @@ class Fusion(EntryStrategy):
 
     def _there(self, request: Request, entry: Entry, pages: array[int]) -> None:
         for place in request.reuse.layout.places:
-            if place.entry is entry or place.entry.namespace == entry.namespace:
+            if place.entry.namespace == entry.namespace:
                 place.found(pages)
 
     def _meta(self, request: Request, entry: Entry) -> DocumentMeta | None:
@@ -250,7 +255,7 @@ class Fusion(EntryStrategy):
         look = fused.method.look if self._must_look(fused, found.detail[0]) else None
         num_pages = self._look_pages(fused) if look else 0
         num_kept = fused.snap.num_pages if fused.snap else 0
-        fused.layout.keep(fused.layout.computed(fused.selected if fused.selected is not None else _NO_ROWS))
+        fused.layout.keep(fused.layout.computed(fused.chosen))
         if not super().admit(request, found, headroom + num_pages + num_kept):
             return False
         pages = self.cache.allocate(num_pages + num_kept, array("i"), request.owner, cached=0)
@@ -355,13 +360,10 @@ class Fusion(EntryStrategy):
         fused.snap.choose(sequence.positions(0, request.prompt_len), pages)
         left = {id(place.pages) for place in fused.layout.places if place.is_document}
         fused.snap.move(self.cache)
-        for segment in [one for one in request.segments if id(one.pages) in left]:
-            if segment.node is None:
-                self.cache.allocator.release(segment.pages)
-            else:
-                self.cache.tree.touch(segment.node)
-                self.cache.tree.unlock(segment.node)
-            request.segments = [one for one in request.segments if one is not segment]
+        for segment in request.segments:
+            if id(segment.pages) in left:
+                self.cache.leave(segment)
+        request.segments = [segment for segment in request.segments if id(segment.pages) not in left]
 
     def _choose(self, request: Request) -> None:
         """Choose rows after a look; those that a retracted request has chosen before stay."""
@@ -379,7 +381,7 @@ class Fusion(EntryStrategy):
     def _end_look(self, request: Request) -> None:
         fused = request.reuse
         for segment in fused.held:
-            self.cache.allocator.release(segment.pages)
+            self.cache.leave(segment)
             request.segments.remove(segment)
         fused.look, fused.held = None, []
 
@@ -412,7 +414,7 @@ class Fusion(EntryStrategy):
             "reused_tokens": reused,
             "computed_tokens": request.num_prompt - reused,
             "chosen_before": 0 < fused.selected_for < len(fused.layout.prompt),
-            "recomputed_rows": len(fused.selected) if fused.selected is not None else 0,
+            "recomputed_rows": len(fused.chosen),
             "row_layers": request.row_layers,
             **({"kept_tokens": fused.snap.num_kept} if fused.snap is not None else {}),
         }

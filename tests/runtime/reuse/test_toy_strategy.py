@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from runtime.request import Request, Segment, Work
 from runtime.reuse.build import Read, RowSet, Stage
 from runtime.reuse.strategy import Found, Strategy
 from tests.runtime.engine.driver import Driver, make_core
-from tests.runtime.execution.attention.stand_in import stand_in
+from tests.runtime.execution.attention.stand_in import options_of
 from tests.tiny import VOCAB, save_tiny
 
 CONTEXT = 16384
@@ -285,15 +284,6 @@ def reference(long_dir) -> Reference:
 
 
 BACKENDS = ["torch", "native", "flashinfer"]
-
-
-def options_of(backend: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    if backend == "flashinfer":
-        monkeypatch.setitem(sys.modules, "flashinfer", stand_in())
-        monkeypatch.setattr("runtime.execution.attention.flashinfer._MERGE_BYTES", 1)
-        monkeypatch.setattr("runtime.execution.executor.choose_attention", lambda *_: "flashinfer")
-        return {"native_kernels": False, "cuda_graph_batches": ""}
-    return {"native_kernels": backend == "native"}
 
 
 # -- random lives --------------------------------------------------------------------------------------------

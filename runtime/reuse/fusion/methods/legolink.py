@@ -15,9 +15,6 @@ class LegoLink(Method):
 
     name = "legolink"
 
-    def count(self) -> int:
-        return len(self.choose(None))
-
     def choose(self, look: Look | None) -> np.ndarray:
         layout, asked = self.layout, self.layout.asked
         chosen = np.zeros(len(layout.prompt), dtype=bool)

@@ -31,7 +31,7 @@ class Method(ABC):
         self.layout = layout
 
     def count(self) -> int:
-        """The number of document rows that are chosen at most."""
+        """The number of document rows that are chosen at most, behind a look."""
         ratio = self.layout.asked.ratio
         return int(len(self.layout.candidates) * (RATIO if ratio is None else ratio))
 

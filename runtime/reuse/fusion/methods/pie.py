@@ -13,8 +13,5 @@ class Pie(Method):
 
     name = "pie"
 
-    def count(self) -> int:
-        return 0
-
     def choose(self, look: Look | None) -> np.ndarray:
         return self.layout.candidates[:0]

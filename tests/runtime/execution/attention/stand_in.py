@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import pytest
 import torch
 
 if find_spec("flashinfer"):
@@ -235,3 +237,13 @@ def stand_in() -> SimpleNamespace:
         silu_and_mul=silu_and_mul,
         apply_rope_with_cos_sin_cache_inplace=apply_rope_with_cos_sin_cache_inplace,
     )
+
+
+def options_of(backend: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options of an engine core with a backend: `torch`, `native` or `flashinfer`, by the calls above."""
+    if backend == "flashinfer":
+        monkeypatch.setitem(sys.modules, "flashinfer", stand_in())
+        monkeypatch.setattr("runtime.execution.attention.flashinfer._MERGE_BYTES", 1)
+        monkeypatch.setattr("runtime.execution.executor.choose_attention", lambda *_: "flashinfer")
+        return {"native_kernels": False, "cuda_graph_batches": ""}
+    return {"native_kernels": backend == "native"}

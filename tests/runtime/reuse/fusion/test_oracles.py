@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.runtime.execution.attention.stand_in import stand_in
+from tests.runtime.execution.attention.stand_in import options_of
 from tests.runtime.reuse.fusion.driver import CLOSE, FusionDriver, Library, check, check_answer
 from tests.runtime.reuse.fusion.reference import Ask
 from tests.runtime.reuse.modules.plain import Reference as ModuleReference
@@ -139,15 +138,6 @@ def test_drawn_prompts_answer_as_the_papers_have_it(rope_dirs, references, seed,
                 driver.step()
     driver.run()
     check(driver, references[kind])
-
-
-def options_of(backend: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    if backend == "flashinfer":
-        monkeypatch.setitem(sys.modules, "flashinfer", stand_in())
-        monkeypatch.setattr("runtime.execution.attention.flashinfer._MERGE_BYTES", 1)
-        monkeypatch.setattr("runtime.execution.executor.choose_attention", lambda *_: "flashinfer")
-        return {"native_kernels": False, "cuda_graph_batches": ""}
-    return {"native_kernels": backend == "native"}
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
-from typing import Any
 
 import pytest
 import torch
 
-from tests.runtime.execution.attention.stand_in import stand_in
+from tests.runtime.execution.attention.stand_in import options_of
 from tests.runtime.reuse.modules.plain import (
     ModuleDriver,
     Prompt,
@@ -35,15 +33,6 @@ def one_thread():
 @pytest.fixture(scope="module")
 def reference(tiny_dir) -> Reference:
     return Reference(tiny_dir)
-
-
-def options_of(backend: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    if backend == "flashinfer":
-        monkeypatch.setitem(sys.modules, "flashinfer", stand_in())
-        monkeypatch.setattr("runtime.execution.attention.flashinfer._MERGE_BYTES", 1)
-        monkeypatch.setattr("runtime.execution.executor.choose_attention", lambda *_: "flashinfer")
-        return {"native_kernels": False, "cuda_graph_batches": ""}
-    return {"native_kernels": backend == "native"}
 
 
 @pytest.mark.parametrize(
