@@ -21,7 +21,8 @@ _OPEN, _CANCELLED = 127, -1
 
 # Lives that are kept; those of a twice as long past are forgotten, observed or not.
 _MEMORY = 1 << 16
-_PRIOR = 20.0
+_PRIOR = 100.0
+_LEAST = 1e-12
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +71,9 @@ def describe(kind: int) -> str:
         return "first turn"
     gap, turn = (kind - 1, -1) if kind < _FIRST_TURN else divmod(kind - _FIRST_TURN - 1, 3)
     name = ("turn 2", "turn 3 or 4", "turn 5 or later", "shared prefix")[turn]
-    return f"{name}, after less than {_GAPS[gap]} uses" if gap < len(_GAPS) else f"{name}, after {_GAPS[-1]} uses or more"
+    return (
+        f"{name}, after less than {_GAPS[gap]} uses" if gap < len(_GAPS) else f"{name}, after {_GAPS[-1]} uses or more"
+    )
 
 
 class Returns:
@@ -142,7 +145,8 @@ class Returns:
         hits, time = present * chance, present * _WIDTHS * (1 - chance / 2)
         later = np.tri(BUCKETS).T
         hits, time = (np.cumsum(part[:, None, :] * later, axis=2) for part in (hits, time))
-        return np.divide(hits, time, out=np.zeros_like(hits), where=time > 0).max(axis=2)
+        # Where nothing has ever returned, the oldest still goes first.
+        return np.maximum(np.divide(hits, time, out=np.zeros_like(hits), where=time > 0).max(axis=2), _LEAST)
 
     def _chances(self) -> NDArray[np.float64]:
         """Of those that enter a bucket, the share that returns in it; of kinds seen seldom, like that of all chats."""
