@@ -1,6 +1,6 @@
 """The radix tree over token sequences: what is cached. Pure Python; can be lifted out and used alone."""
 
-from radix.events import Event, EventLog, Removed, Stored
+from radix.events import Event, EventLog, Eviction, Evictions, Removed, Stored
 from radix.eviction import Outlook, Policy
 from radix.inspection import Block, NodeView, outline, view
 from radix.namespace import Namespace
@@ -15,6 +15,8 @@ __all__ = [
     "Block",
     "Event",
     "EventLog",
+    "Eviction",
+    "Evictions",
     "Match",
     "Meta",
     "Namespace",

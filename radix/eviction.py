@@ -56,7 +56,7 @@ Victim = tuple[Node, int]
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a policy expects of a node.
+    """A policy's expectation of a node.
 
     Attributes:
         kind: what it was taken for, in words.

@@ -145,7 +145,7 @@ class Foresight(Policy):
             self._ghosts.popitem(last=False)
 
     def absorb(self, parent: Node, child: Node) -> None:
-        """What continued an unshared parent was the same conversation."""
+        """Those that continued an unshared parent were the same conversation."""
         super().absorb(parent, child)
         ours, theirs = parent.record, child.record
         if ours.branches <= _FEW and theirs.life.tick > ours.life.tick:

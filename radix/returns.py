@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import isqrt
 
 import numpy as np
@@ -65,6 +66,7 @@ def kind_of(turn: int, gap: int, shared: bool) -> int:
     return _FIRST_TURN if turn == 1 else _FIRST_TURN + 1 + 3 * gap + (turn > 2) + (turn > 4)
 
 
+@cache
 def describe(kind: int) -> str:
     """A kind in words, for operators."""
     if kind == _FIRST_TURN:
