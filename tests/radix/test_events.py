@@ -159,7 +159,7 @@ def test_the_last_evictions_and_why():
     clock[0] = 8.0
     tree.evict(3)
     assert list(told.last) == [
-        Eviction(8.0, 8.0, "room", 2, 0, a, Outlook("first turn", 3, pytest.approx(0.1))),
+        Eviction(8.0, 8.0, "room", 2, 0, a, Outlook("first turn", 3, pytest.approx(0.075))),
         Eviction(8.0, 8.0, "room", 1, 1, a, Outlook("first turn", 2, pytest.approx(0.1))),
     ]
     tree.make_room(a, 9)
