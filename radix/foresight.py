@@ -16,7 +16,7 @@ from radix.returns import BUCKETS, EDGES, KINDS, Life, Returns, describe, gap_cl
 _SAMPLE = 64
 # With more branches, a node is a prefix that many share, and its uses tell nothing of who continues it.
 _FEW = 3
-_LEARN_EVERY, _HALVE_EVERY = 256, 4096
+_LEARN_EVERY, _HALVE_EVERY = 512, 4096
 _WARM_USES = 1024
 # If the last page is used again this often, it goes with the others.
 _OFTEN = 0.9

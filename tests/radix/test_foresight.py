@@ -238,7 +238,7 @@ def test_foresight_equals_its_plain_model(monkeypatch):
 
 
 def test_foresight_equals_its_plain_model_over_a_long_time():
-    both = Both(30, 1024, 256, 4096)
+    both = Both(30, 1024, 512, 4096)
     traffic = Traffic(9, both, 30)
     for _ in range(2200):
         traffic.step()
