@@ -227,6 +227,7 @@ def _plot(found: dict[str, Figures], sizes: dict[str, list[int]], path: str) -> 
             axes.plot(sizes[name], [100 * one.hit_ratio for one in row], style, label=policy, markersize=3)
         axes.set(xscale="log", title=name)
         axes.set_ylim(bottom=0)
+        axes.xaxis.set_minor_formatter("")
         axes.grid(alpha=0.3)
     grid[0][0].legend(fontsize=7)
     figure.supxlabel("blocks in the cache")
