@@ -71,7 +71,9 @@ class CacheConfig(Section):
     document_reuse: DocumentMethod = Field(
         "none", description="method for documents of requests without `reuse`; all but none are approximate"
     )
-    eviction_policy: PolicyName = Field("lru", description="which unreferenced pages go first when room is needed")
+    eviction_policy: PolicyName = Field(
+        "foresight", description="which unreferenced pages go first when room is needed"
+    )
     tenant_quota: int | None = Field(
         None,
         ge=1,

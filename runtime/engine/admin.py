@@ -140,6 +140,8 @@ class Admin:
     def outline(self, limit: int, preview_tokens: int, anew: bool) -> dict[str, Any]:
         """Advance a walk over the tree, or begin one: `{"blocks": None}` until it has reached its end.
 
+        Then there are the last evictions, too.
+
         With `anew`, an unfinished walk is dropped: the tree has changed since.
         """
         if self._walk is None or anew:
@@ -148,7 +150,8 @@ class Admin:
             next(self._walk)
         except StopIteration as end:
             self._walk = None
-            return {"blocks": [asdict(block) for block in end.value]}
+            evictions = [asdict(eviction) for eviction in self._core.cache.evictions.last]
+            return {"blocks": [asdict(block) for block in end.value], "evictions": evictions}
         return {"blocks": None}
 
     def _find(self, page: int, start: int) -> Node | None:

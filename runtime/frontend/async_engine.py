@@ -377,12 +377,15 @@ class AsyncEngine:
         """A page of the tree's nodes as dicts of `radix.NodeView`; `asked`: the fields of `GetTree`."""
         return (await self._call(lambda call: GetTree(call, **asked)))["nodes"]
 
-    async def outline(self, limit: int, preview_tokens: int) -> list[dict[str, Any]]:
-        """The tree in at most `limit` blocks as dicts of `radix.Block`, with `parent` as a place in the list."""
+    async def outline(self, limit: int, preview_tokens: int) -> dict[str, Any]:
+        """The tree in at most `limit` `blocks` as dicts of `radix.Block`, with `parent` as a place in the list.
+
+        And the last `evictions`, as dicts of `radix.Eviction`.
+        """
         answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens, anew=True))
         while answer["blocks"] is None:
             answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens))
-        return answer["blocks"]
+        return answer
 
     async def requests(self, limit: int) -> list[dict[str, Any]]:
         """The live requests, oldest first."""

@@ -95,6 +95,7 @@ STATS = answers(_STATE)
 _NODE = {
     **{"id": 0, "parent": None, "depth": 1, "start": 0, "tokens": 512, "pages": 32, "children": 2, "hits": 7},
     **{"idle_s": 3.5, "age_s": 60.0, "cost_s": 0.4, "locked": False, "pinned": True, "meta": None, "tenant": "alice"},
+    "outlook": {"kind": "first turn", "age": 12, "promise": 0.004},
 }
 TREE = answers({"nodes": [_NODE], "next_cursor": None})
 PAUSED = answers({"paused": True})
