@@ -151,13 +151,13 @@ def test_a_directory_of_somebody_else_is_refused(directory):
         os.chown(directory, 65534, 65534)
     else:
         directory = Path("/")
-    with pytest.raises(ModelError, match="--disk-cache: .* belongs to another user"):
+    with pytest.raises(ModelError, match=r"--disk-cache: .* belongs to another user"):
         DiskStore(directory, Limits(1 << 20))
 
 
 def test_a_file_is_no_directory(directory):
     directory.write_text("")
-    with pytest.raises(ModelError, match="--kv-store: .* is no directory"):
+    with pytest.raises(ModelError, match=r"--kv-store: .* is no directory"):
         DirectoryStore(directory)
 
 

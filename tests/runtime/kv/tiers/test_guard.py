@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 import pytest
 
@@ -104,7 +105,7 @@ def test_calls_that_hang_hold_no_further_ones(flaky, clock, monkeypatch):
     for thread in threads:
         thread.start()
     while len(flaky.calls) < 4:
-        pass
+        time.sleep(0.001)
     assert guarded.get(KEY) is None
     assert not guarded.is_open
     assert len(flaky.calls) == 4

@@ -249,6 +249,7 @@ def test_stores_come_and_go(start, host, flaky):
     worker._gatherer.run(lambda: None).result(LIMIT_S)
     closed = []
     flaky.close = lambda: closed.append(flaky.usage().blocks)
+    worker._tiers["host"].lane.run(lambda: None).result(LIMIT_S)
     left = worker.detach("disk")
     assert worker.names == ["host"]
     assert load(worker) == ["host"] * 3
