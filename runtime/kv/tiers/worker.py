@@ -163,8 +163,12 @@ class TierWorker:
     def _store(self, store: GuardedStore, block: Block, payload: Buffer, reason: str) -> None:
         if store.contains_many([block.key])[0]:
             store.touch([block.key])
-        else:
+            return
+        try:
             buffers = self.form.encode(block, payload, sealed=store.outlives)
+        except OSError as error:
+            store.fail(error)
+        else:
             store.put(block.key, buffers, block.namespace.tenant, reason)
 
     def load(

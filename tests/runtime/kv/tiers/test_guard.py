@@ -93,7 +93,7 @@ def test_a_failure_warns_once_until_the_store_answers_again(guarded, flaky, cloc
         guarded.get(KEY)
         guarded.put(KEY, [b"x"], "", "evicted")
     assert [record.getMessage() for record in caplog.records] == [
-        "KV tier disk fails, and is left alone for a while: broken"
+        "KV tier disk fails, and is tried again later: broken"
     ] * 2
 
 
