@@ -161,6 +161,19 @@ def test_a_file_is_no_directory(directory):
         DirectoryStore(directory)
 
 
+def test_a_directory_of_other_things_is_left_as_it_is(directory):
+    directory.mkdir(mode=0o755)
+    (directory / "lost+found").mkdir()
+    DirectoryStore(directory)
+    shutil.rmtree(directory / "unfinished")
+    directory.chmod(0o755)
+    (directory / "letter.txt").write_text("Dear Bob")
+    with pytest.raises(ModelError, match=r"--disk-cache: .* holds other things"):
+        DiskStore(directory, Limits(1 << 20))
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o755
+    assert sorted(os.listdir(directory)) == ["letter.txt", "lost+found"]
+
+
 def test_entries_tell_of_uses(directory):
     now = 7.0
     store = DiskStore(directory, Limits(1 << 20), clock=lambda: now)
