@@ -35,7 +35,8 @@ class BlockFiles:
     def __init__(self, directory: Path, option: str):
         self.directory = directory
         self._unfinished = directory / "unfinished"
-        if directory.is_dir() and not self._unfinished.is_dir() and set(os.listdir(directory)) - {"lost+found"}:
+        names = set(os.listdir(directory)) if directory.is_dir() else set()
+        if self._unfinished.name not in names and names - {"lost+found"}:
             raise ModelError(f"{option}: {directory} holds other things than blocks")
         with suppress(OSError):  # one that cannot be written can still be read
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
