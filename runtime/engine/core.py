@@ -24,8 +24,12 @@ from runtime.execution.device import choose_device, choose_overlap, is_lost, is_
 from runtime.execution.parallel.driver import open_executor
 from runtime.kv.cache import PagedCache
 from runtime.kv.publisher import EventPublisher
+from runtime.kv.tiers.block import Fingerprint
+from runtime.kv.tiers.opening import open_tiers
+from runtime.kv.tiers.tiers import Tiers
 from runtime.models.resolve import model_name
 from runtime.models.tokenizer import Tokenizer
+from runtime.models.weights import digest_weights
 from runtime.params import SamplingParams
 from runtime.protocol import (
     Abort,
@@ -59,6 +63,9 @@ _COUNTED = (
     *("queries", "hits", "queried_tokens", "cached_tokens", "generation_tokens", "prefill_tokens", "steps"),
     "row_layers",
 )
+# Wait for KV from a tier that may come at once: of an engine with nothing to run, and of one that runs as a share of
+# its last step.
+_LOAD_WAIT_S, _LOAD_SHARE = 0.002, 0.02
 
 
 class EngineCore:
@@ -79,7 +86,8 @@ class EngineCore:
         self.config = config
         self.executor = open_executor(config, path)
         self.cache = PagedCache(self.executor.pool, config.cache, quotas)
-        self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens)
+        self.tiers = self._open_tiers(path) if config.tiers.any and config.cache.prefix_cache else None
+        self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens, self.tiers)
         self.info = self._describe_model(path)
         self.counters = dict.fromkeys(_COUNTED, 0)
         self.strategies: dict[str, Strategy] = {}
@@ -97,6 +105,7 @@ class EngineCore:
         self.admin = Admin(self)
         self._in_flight: InFlight | None = None
         self._serial = 0
+        self._step_s = 0.0
         self._pinning = Pinning(self)
 
     def _describe_model(self, path: Path) -> ModelInfo:
@@ -114,6 +123,20 @@ class EngineCore:
             page_size=self.config.cache.page_size,
             pool_tokens=executor.pool.num_pages * self.config.cache.page_size,
         )
+
+    def _open_tiers(self, path: Path) -> Tiers:
+        """The tiers below the pool. Raises ModelError if one cannot be used."""
+        executor, spec = self.executor, self.executor.spec
+        layers, _, heads, head_dim = executor.pool.k.shape
+        fingerprint = Fingerprint(
+            "random" if self.config.model.random_weights else digest_weights(path, spec),
+            f"{executor.kv_dtype} {executor.dtype} {self.config.model.quantization}",
+            f"{layers} {heads} {head_dim}",
+            self.config.cache.page_size,
+            repr(spec.rope),
+            kind="causal" if spec.diffusion is None else "diffusion",
+        )
+        return open_tiers(self.config.tiers, self.cache, fingerprint)
 
     def _open_model(self, path: Path) -> Decoding:
         """Install the strategy of the model's kind, and return its decoding."""
@@ -161,6 +184,8 @@ class EngineCore:
 
     def close(self) -> None:
         """End the processes and close the sockets that belong to this engine."""
+        if self.tiers is not None:
+            self.tiers.close()
         self.executor.close()
         if self.publisher is not None:
             self.publisher.close()
@@ -168,7 +193,12 @@ class EngineCore:
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return (bool(self.requests) and not self.paused) or self._in_flight is not None
+        return (bool(self.requests) and not self.paused) or self._in_flight is not None or self.loading
+
+    @property
+    def loading(self) -> bool:
+        """Whether KV is being loaded from a tier."""
+        return self.tiers is not None and bool(self.tiers.loads)
 
     # -- messages --------------------------------------------------------------------------------------------
 
@@ -227,6 +257,7 @@ class EngineCore:
             logprobs=message.logprobs,
             prompt_logprobs_from=message.prompt_logprobs_from,
             priority=message.priority,
+            store=message.store,
             serial=self._serial,
             arrival_s=time.monotonic(),
         )
@@ -262,6 +293,8 @@ class EngineCore:
         if self.cache.pins.pins:
             self.cache.pins.expire()
         events = self._take_grammars() if self.grammars.open else []
+        if self.loading:
+            self._take_loads()
         flight, self._in_flight = self._in_flight, None
         if flight is not None and any(self._is_live(item) for item in flight.work):
             for item in flight.work:
@@ -270,6 +303,8 @@ class EngineCore:
         else:
             work = [] if self.paused else self.scheduler.schedule()
             if not work:
+                if self.tiers is not None and self.loading:
+                    self.tiers.wait(_LOAD_WAIT_S)
                 return events
             self._note_admitted(work)
             events += self._compute(work)
@@ -287,6 +322,19 @@ class EngineCore:
                 self.counters["hits"] += request.cached_tokens > 0
                 self.counters["queried_tokens"] += request.num_prompt
                 self.counters["cached_tokens"] += request.cached_tokens
+                if self.tiers is not None:
+                    for segment in request.segments:
+                        self.tiers.used(segment.node)
+
+    def _take_loads(self) -> None:
+        """Wake the requests whose KV has come; those that arrived just now may get it at once."""
+        assert self.tiers is not None
+        patience_s = min(_LOAD_WAIT_S, _LOAD_SHARE * self._step_s) if self.scheduler.running else _LOAD_WAIT_S
+        for load in self.tiers.poll(patience_s):
+            for part in load.parts:
+                for strategy in self.strategies.values():
+                    strategy.restored(part.run)
+            self.scheduler.loaded(load)
 
     def _is_live(self, item: Work) -> bool:
         return self.requests.get(item.request.rid) is item.request
@@ -313,6 +361,8 @@ class EngineCore:
         if before is not None:
             in_order = sorted(range(len(work)), key=lambda i: places[i][0].start)
             batch.tokens = before.tokens_of([work[i].request for i in in_order])
+        if self.tiers is not None:
+            self.tiers.settle([group.kv_write for group in batch.groups])
         logits = self.executor.run(batch)
         chosen = self.decoding.choose(work, places, logits)
         return InFlight(work, places, saved, logits, len(batch.tokens), started, *chosen)
@@ -357,7 +407,10 @@ class EngineCore:
     def _book(self, flight: InFlight, tokens: Mapping[Request, int | RametError]) -> list[TokenEvent]:
         """Book a step that was read, for the requests that are still live; returns its events."""
         logprobs = flight.logprobs()
-        row_s = (time.monotonic() - flight.started) / flight.num_rows
+        self._step_s = time.monotonic() - flight.started
+        row_s = self._step_s / flight.num_rows
+        if self.tiers is not None and any(item.prefills for item in flight.work):
+            self.tiers.computed(flight.num_rows, self._step_s)
         events: list[TokenEvent] = []
         for item, places, saved in zip(flight.work, flight.places, flight.saved, strict=True):
             if not self._is_live(item):

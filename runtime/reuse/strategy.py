@@ -36,11 +36,16 @@ class Found:
 
 
 class Run(NamedTuple):
-    """Tokens int32 under which KV lies in the tree, from the root of a namespace on."""
+    """Tokens int32 under which KV lies in the tree, from the root of a namespace on.
+
+    `meta`: of an entry; `whole`: whether a part of it is of no use.
+    """
 
     tokens: array[int]
     namespace: Namespace
     name: str | None = None
+    meta: Any = None
+    whole: bool = False
 
 
 class Strategy(ABC):
@@ -88,6 +93,13 @@ class Strategy(ABC):
             InvalidRequest: for fields that do not fit.
         """
         return [Run(tokens, namespace)]
+
+    def reads(self, request: Request) -> list[Run]:
+        """The runs that a waiting request would read, where they exist. A tier may have what the tree lacks."""
+        return []
+
+    def restored(self, run: Run) -> None:  # noqa: B027
+        """Take note of a run of which all or some has come into the tree from a tier."""
 
     @abstractmethod
     def find(self, request: Request) -> Found:

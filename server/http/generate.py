@@ -223,6 +223,7 @@ def _result(output: Output, text: str, token_ids: list[int], logprobs: _Logprobs
         "prompt_tokens": output.prompt_tokens,
         "completion_tokens": output.completion_tokens,
         "cached_tokens": output.cached_tokens,
+        **by_tier(output),
         "queue_time": output.queue_s,
         "prefill_time": output.prefill_s,
         "e2e_latency": output.e2e_s,
@@ -232,6 +233,14 @@ def _result(output: Output, text: str, token_ids: list[int], logprobs: _Logprobs
     elif output.reuse is not None and finish is not None:  # not in every event: it names all modules or documents
         meta["reuse"] = output.reuse
     return {"text": text, "output_ids": list(token_ids), "meta_info": meta | logprobs.fields()}
+
+
+def by_tier(output: Output) -> dict[str, Any]:
+    """The field `cached_tokens_by_tier`, where a tier below the pool had some of them."""
+    if not output.loaded_tokens:
+        return {}
+    in_pool = output.cached_tokens - sum(output.loaded_tokens.values())
+    return {"cached_tokens_by_tier": {"pool": in_pool, **output.loaded_tokens}}
 
 
 class _Logprobs:

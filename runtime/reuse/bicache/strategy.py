@@ -87,6 +87,18 @@ class BiCache(Strategy):
     def runs(self, tokens: array[int], namespace: Namespace, asked: dict[str, Any]) -> list[Run]:
         return [Run(tokens, encoding_of(tokens.tobytes(), namespace))]
 
+    def reads(self, request: Request) -> list[Run]:
+        """The prefix that it shares, if it is known which one that is."""
+        self.find(request)
+        share = request.reuse
+        if share.encoding is None or share.is_partial or request.canvas is None:
+            return []
+        return [Run(request.tokens[: share.length], share.encoding, meta=ShallowMeta(share.length, self.table), whole=True)]
+
+    def restored(self, run: Run) -> None:
+        if self.encodings.match(run.tokens.tobytes(), run.namespace):
+            self.encodings.add(run.tokens, run.namespace.without_entry, run.namespace)
+
     # -- which prefix ----------------------------------------------------------------------------------------
 
     def find(self, request: Request) -> Found:
@@ -208,7 +220,8 @@ class BiCache(Strategy):
         request, share = work.request, work.request.reuse
         if saved[0] is not None and self.boundaries.max_bytes:
             # For other requests, and for this one's next refresh.
-            self.boundaries.put(share.encoding, share.depth, saved[0])
+            if request.store:
+                self.boundaries.put(share.encoding, share.depth, saved[0])
             share.boundary = saved[0]
         if share.is_encoding:
             self._insert(request, seconds)
@@ -223,11 +236,14 @@ class BiCache(Strategy):
         return True
 
     def _insert(self, request: Request, seconds: float) -> None:
-        """Hand the prefix that a request has encoded to the tree.
+        """Hand the prefix that a request has encoded to the tree, if it may be kept.
 
         Where the tree still had some pages of this encoding, they stay: their KV is the same.
         """
         share, (segment,) = request.reuse, request.segments
+        share.is_encoding = False
+        if not request.store:
+            return
         meta = ShallowMeta(share.length, self.table)
         key = request.tokens[: share.length]
         node, segment.pages = self.cache.insert(
@@ -235,7 +251,6 @@ class BiCache(Strategy):
         )
         self.cache.tree.lock(node)
         segment.node = node
-        share.is_encoding = False
         self.encodings.add(key, request.namespace, share.encoding)
 
     def release(self, request: Request, keep: bool) -> None:

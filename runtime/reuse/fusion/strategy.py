@@ -370,7 +370,8 @@ class Fusion(EntryStrategy):
         fused, sequence = request.reuse, request.sequence
         if fused.selected is None:
             chosen = fused.method.choose(fused.look)
-            self._choices.keep(fused.layout, fused.namespace, chosen)
+            if request.store:
+                self._choices.keep(fused.layout, fused.namespace, chosen)
             self._select(request, chosen, len(fused.layout.prompt))
             sequence.pages += fused.held[1].pages
             request.segments.remove(fused.held.pop())
