@@ -19,17 +19,14 @@ from runtime.engine.admin import Admin
 from runtime.engine.in_flight import InFlight
 from runtime.engine.pinning import Pinning
 from runtime.engine.scheduler import Scheduler
+from runtime.engine.tiering import open_tiers
 from runtime.errors import EngineDead, InvalidRequest, RametError
 from runtime.execution.device import choose_device, choose_overlap, is_lost, is_out_of_memory
 from runtime.execution.parallel.driver import open_executor
 from runtime.kv.cache import PagedCache
 from runtime.kv.publisher import EventPublisher
-from runtime.kv.tiers.block import Fingerprint
-from runtime.kv.tiers.opening import open_tiers
-from runtime.kv.tiers.tiers import Tiers
 from runtime.models.resolve import model_name
 from runtime.models.tokenizer import Tokenizer
-from runtime.models.weights import digest_weights
 from runtime.params import SamplingParams
 from runtime.protocol import (
     Abort,
@@ -86,7 +83,7 @@ class EngineCore:
         self.config = config
         self.executor = open_executor(config, path)
         self.cache = PagedCache(self.executor.pool, config.cache, quotas)
-        self.tiers = self._open_tiers(path) if config.tiers.any and config.cache.prefix_cache else None
+        self.tiers = open_tiers(config, self.cache, self.executor, path)
         self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens, self.tiers)
         self.info = self._describe_model(path)
         self.counters = dict.fromkeys(_COUNTED, 0)
@@ -123,20 +120,6 @@ class EngineCore:
             page_size=self.config.cache.page_size,
             pool_tokens=executor.pool.num_pages * self.config.cache.page_size,
         )
-
-    def _open_tiers(self, path: Path) -> Tiers:
-        """The tiers below the pool. Raises ModelError if one cannot be used."""
-        executor, spec = self.executor, self.executor.spec
-        layers, _, heads, head_dim = executor.pool.k.shape
-        fingerprint = Fingerprint(
-            "random" if self.config.model.random_weights else digest_weights(path, spec),
-            f"{executor.kv_dtype} {executor.dtype} {self.config.model.quantization}",
-            f"{layers} {heads} {head_dim}",
-            self.config.cache.page_size,
-            repr(spec.rope),
-            kind="causal" if spec.diffusion is None else "diffusion",
-        )
-        return open_tiers(self.config.tiers, self.cache, fingerprint)
 
     def _open_model(self, path: Path) -> Decoding:
         """Install the strategy of the model's kind, and return its decoding."""

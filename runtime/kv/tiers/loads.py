@@ -55,7 +55,7 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """What a waiting request lacks, as far as stores have it; other requests may wait for it, too.
+    """KV that a waiting request lacks, as far as stores have it; other requests may wait for it, too.
 
     Attributes:
         owner: pays for the pages.
