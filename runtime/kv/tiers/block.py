@@ -99,6 +99,9 @@ class Cipher(Protocol):
     def open(self, tenant: str, data: memoryview, bound: bytes) -> bytes | None:
         """The data, or None if they or the `bound` bytes were changed, or the tenant was erased."""
 
+    def erase(self, tenant: str | None) -> int:
+        """Forget the key of a tenant, or of all (None); a later block of theirs has a new one. OSError if it cannot."""
+
 
 class Format:
     """Names, writes and reads blocks of one model with one layout.

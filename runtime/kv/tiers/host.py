@@ -42,14 +42,22 @@ class HostStore:
 
     def get(self, key: BlockKey) -> bytes | None:
         with self._lock:
-            if (tenant := self._tenants.get(key)) is None:
-                return None
-            blocks = self._blocks[tenant]
-            data, entry = blocks[key]
-            blocks[key] = _Held(data, entry._replace(used=self._clock(), hits=entry.hits + 1))
-            blocks.move_to_end(key)
-            self._tenants.move_to_end(key)
-            return data
+            return self._use(key, hits=1)
+
+    def touch(self, keys: Iterable[BlockKey]) -> None:
+        with self._lock:
+            for key in keys:
+                self._use(key, hits=0)
+
+    def _use(self, key: BlockKey, hits: int) -> bytes | None:
+        if (tenant := self._tenants.get(key)) is None:
+            return None
+        blocks = self._blocks[tenant]
+        data, entry = blocks[key]
+        blocks[key] = _Held(data, entry._replace(used=self._clock(), hits=entry.hits + hits))
+        blocks.move_to_end(key)
+        self._tenants.move_to_end(key)
+        return data
 
     def put(self, key: BlockKey, buffers: Sequence[Buffer], tenant: str, reason: str) -> bool:
         size = sum(memoryview(buffer).nbytes for buffer in buffers)

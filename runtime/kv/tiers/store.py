@@ -54,6 +54,9 @@ class BlockStore(Protocol):
     def put(self, key: BlockKey, buffers: Sequence[Buffer], tenant: str, reason: str) -> bool:
         """Keep a block, in place of an earlier one; False if there is no room for it."""
 
+    def touch(self, keys: Iterable[BlockKey]) -> None:
+        """Blocks that are there are used now."""
+
     def delete(self, keys: Iterable[BlockKey]) -> None: ...
 
     def erase(self, tenant: str | None) -> int:

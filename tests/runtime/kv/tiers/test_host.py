@@ -37,6 +37,7 @@ class Plain:
 STEPS = st.one_of(
     st.tuples(st.just("put"), st.sampled_from(KEYS), st.integers(0, 110), st.sampled_from(TENANTS)),
     st.tuples(st.just("get"), st.sampled_from(KEYS)),
+    st.tuples(st.just("touch"), st.lists(st.sampled_from(KEYS), max_size=3)),
     st.tuples(st.just("delete"), st.lists(st.sampled_from(KEYS), max_size=3)),
     st.tuples(st.just("erase"), st.sampled_from([*TENANTS, None])),
 )
@@ -57,6 +58,11 @@ def test_random_lives(steps):
             assert store.get(given_[0]) == (found and found[0])
             if found:
                 plain.blocks.move_to_end(given_[0])
+        elif step == "touch":
+            store.touch(given_[0])
+            for key in given_[0]:
+                if key in plain.blocks:
+                    plain.blocks.move_to_end(key)
         elif step == "delete":
             store.delete(given_[0])
             for key in given_[0]:
@@ -78,6 +84,7 @@ def test_an_entry_tells_of_its_uses():
     store.put(KEYS[0], [b"x", b"yz"], "a", "second use")
     now = 5.0
     assert store.get(KEYS[0]) == b"xyz"
+    store.touch(KEYS)
     assert list(store.entries()) == [Entry(KEYS[0], "a", 3, 5.0, 1, "second use")]
     store.close()
     assert store.usage() == Usage(0, 0, 100)
