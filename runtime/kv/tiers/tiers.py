@@ -187,7 +187,7 @@ class Tiers:
     def _begin(self, load: Load) -> None:
         pool = self._pool
         tokens = load.num_bytes // pool.page_bytes * pool.page_size
-        limit_s = min(max(tokens * self.token_s, _LEAST_S), _MOST_S)
+        limit_s = min(max(tokens * self.token_s, _LEAST_S), _MOST_S) if self.token_s else _MOST_S
         load.deadline_s = self._clock() + limit_s + _GRACE_S
         size = self.block_pages * pool.page_bytes
         compute_s = self.block_pages * pool.page_size * self.token_s or None
