@@ -316,7 +316,7 @@ class EngineCore:
         for load in self.tiers.poll(patience_s):
             for part in load.parts:
                 for strategy in self.strategies.values():
-                    strategy.restored(part.run)
+                    strategy.restored(part.run.tokens, part.run.namespace)
             self.scheduler.loaded(load)
 
     def _is_live(self, item: Work) -> bool:

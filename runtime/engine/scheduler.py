@@ -13,7 +13,6 @@ from runtime.kv.tiers.loads import Load
 from runtime.kv.tiers.tiers import Tiers
 from runtime.request import Request, Status, Work
 
-
 # How often a request waits for KV from a tier: what came may be evicted again before the request is admitted.
 _MOST_LOADS = 4
 

@@ -98,7 +98,7 @@ class Strategy(ABC):
         """The runs that a waiting request would read, where they exist. A tier may have what the tree lacks."""
         return []
 
-    def restored(self, run: Run) -> None:  # noqa: B027
+    def restored(self, tokens: array[int], namespace: Namespace) -> None:  # noqa: B027
         """Take note of a run of which all or some has come into the tree from a tier."""
 
     @abstractmethod

@@ -26,6 +26,7 @@ from server.http.sse import Events, EventStream, unless_gone
 from server.http.wire import (
     Body,
     CacheSalt,
+    CacheUse,
     Diffusion,
     IdPrompts,
     OneOrMany,
@@ -73,6 +74,7 @@ class GenerateRequest(Body):
     priority: Priority = 0
     cache_salt: CacheSalt | None = None
     cache_scope: CacheScope = "private"
+    cache: CacheUse = Field(default_factory=CacheUse)
     timeout_s: Timeout | None = None
     diffusion: Diffusion | None = None
 
@@ -116,6 +118,7 @@ def submissions_of(body: GenerateRequest, tenant: Tenant, context: Context) -> t
             priority=tenant.priority(body.priority),
             diffusion=body.diffusion,
             reuse=body.reuse,
+            store=body.cache.store,
         )
         for prompt, count, params, rid in zip(prompts, characters, sampling, rids, strict=True)
     ]

@@ -150,7 +150,7 @@ class Tiers:
         return load
 
     def _missing(self, run: Run) -> Part | None:
-        """The blocks behind what the tree has of a run; None if there are none, or it is known that no store has any."""
+        """The blocks behind what the tree has of a run; None: there are none, or no store has any, as is known."""
         if run.namespace.entry.startswith(_APPROXIMATE):
             return None
         tokens = run.tokens.tobytes()

@@ -93,11 +93,12 @@ class BiCache(Strategy):
         share = request.reuse
         if share.encoding is None or share.is_partial or request.canvas is None:
             return []
-        return [Run(request.tokens[: share.length], share.encoding, meta=ShallowMeta(share.length, self.table), whole=True)]
+        meta = ShallowMeta(share.length, self.table)
+        return [Run(request.tokens[: share.length], share.encoding, meta=meta, whole=True)]
 
-    def restored(self, run: Run) -> None:
-        if self.encodings.match(run.tokens.tobytes(), run.namespace):
-            self.encodings.add(run.tokens, run.namespace.without_entry, run.namespace)
+    def restored(self, tokens: array[int], namespace: Namespace) -> None:
+        if self.encodings.match(tokens.tobytes(), namespace):
+            self.encodings.add(tokens, namespace.without_entry, namespace)
 
     # -- which prefix ----------------------------------------------------------------------------------------
 

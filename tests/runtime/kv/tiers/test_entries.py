@@ -80,7 +80,9 @@ SETTING = {"gen_length": 16, "steps": 8, "block_length": 8, "prefix_tokens": 88,
 
 
 def open_denoiser(path, tmp_path, tier, **options):
-    driver = DenoiseDriver(make_denoiser(path, page_size=8, native_kernels=False, **options_of(tier, tmp_path), **options))
+    driver = DenoiseDriver(
+        make_denoiser(path, page_size=8, native_kernels=False, **options_of(tier, tmp_path), **options)
+    )
     always(driver.core)
     return driver
 
@@ -140,7 +142,7 @@ def test_entries_that_must_not_be_stored_outlive_nothing(tiny_dir, deep_dir, tmp
     driver.ask("whole", prompt)
     driver.run()
     driver.core.cache.allocator.release(driver.core.cache.tree.evict(5))
-    driver.ask("part", replace(prompt, tokens=prompt.tokens[:-1] + [5]), store=False)
+    driver.ask("part", replace(prompt, tokens=[*prompt.tokens[:-1], 5]), store=False)
     driver.run()
     driver.core.close()
     denoiser = open_denoiser(deep_dir, tmp_path, "host")
