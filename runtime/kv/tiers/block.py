@@ -94,9 +94,10 @@ class Cipher(Protocol):
 
     name_secret: bytes
 
-    def seal(self, tenant: str, data: bytes, bound: bytes) -> bytes: ...
+    def seal(self, tenant: str, data: bytes, bound: bytes) -> bytes:
+        """Nonce, encrypted data and tag, `SEAL_BYTES` longer; OSError without a key."""
 
-    def open(self, tenant: str, data: memoryview, bound: bytes) -> bytes | None:
+    def open(self, tenant: str, sealed: memoryview, bound: bytes) -> bytes | None:
         """The data, or None if they or the `bound` bytes were changed, or the tenant was erased."""
 
     def erase(self, tenant: str | None) -> int:
@@ -132,6 +133,9 @@ class Format:
 
         Args:
             sealed: False: not encrypted, for memory that ends with the process.
+
+        Raises:
+            OSError: if the cipher has no key for the tenant and can make none.
         """
         cipher = self.cipher if sealed else None
         tenant = _utf8(block.namespace.tenant)

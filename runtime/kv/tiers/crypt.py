@@ -51,21 +51,21 @@ class KeyFile:
         self._keys_of: tuple[int, ...] = ()
         try:
             salt = self._salt(_NAMES)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{option}: salts cannot be kept in {self._path}: {error}") from None
+        except OSError as error:
+            raise ModelError(f"{option}: salts cannot be kept beside it: {error}") from None
         # Processes with other salts cannot read these blocks. They have other names for theirs.
         self.name_secret = self._derive(_NAMES, salt)
 
     def seal(self, tenant: str, data: bytes, bound: bytes) -> bytes:
-        """Nonce, encrypted data and tag; OSError if a new tenant's salt cannot be written."""
+        """Nonce, encrypted data and tag; OSError if there is no salt and none can be written."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         key = self._key(tenant) or self._new_key(tenant)
         return nonce + key.encrypt(nonce, data, bound)
 
-    def open(self, tenant: str, data: memoryview, bound: bytes) -> bytes | None:
+    def open(self, tenant: str, sealed: memoryview, bound: bytes) -> bytes | None:
         try:
             key = self._key(tenant)
-            return key.decrypt(data[:_NONCE_BYTES], data[_NONCE_BYTES:], bound) if key else None
+            return key.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], bound) if key else None
         except (InvalidTag, OSError, ValueError):
             return None
 
@@ -86,7 +86,7 @@ class KeyFile:
             status = self._path.stat()
             state = (status.st_ino, status.st_mtime_ns, status.st_size)
             if state != self._keys_of:
-                salts = json.loads(self._path.read_bytes())
+                salts = self._read()
                 names = {name.removeprefix("tenant:"): salt for name, salt in salts.items() if name != _NAMES}
                 self._keys = {name: AESGCM(self._derive(f"tenant:{name}", salt)) for name, salt in names.items()}
                 self._keys_of = state
@@ -103,7 +103,7 @@ class KeyFile:
         lock = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            salts = json.loads(self._path.read_bytes()) if self._path.exists() else {}
+            salts = self._read() if self._path.exists() else {}
             before = dict(salts)
             result = change(salts)
             if salts != before:
@@ -111,6 +111,13 @@ class KeyFile:
             return result
         finally:
             os.close(lock)
+
+    def _read(self) -> dict[str, str]:
+        try:
+            salts = json.loads(self._path.read_bytes())
+            return {name: bytes.fromhex(salt).hex() for name, salt in salts.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise OSError(f"{self._path} is damaged: {error}") from None
 
     def _replace(self, data: bytes) -> None:
         new = self._path.with_name(self._path.name + ".new")

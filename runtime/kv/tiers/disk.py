@@ -59,10 +59,10 @@ class _Index:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
+            self._db.execute("COMMIT")
+        finally:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
 
     def _one(self, query: str, *values: object) -> object:
         row = self._db.execute(query, values).fetchone()

@@ -37,7 +37,8 @@ class BlockFiles:
         self._unfinished = directory / "unfinished"
         with suppress(OSError):  # one that cannot be written can still be read
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            directory.chmod(0o700)
+            if (mode := directory.stat().st_mode) & 0o077:
+                directory.chmod(mode & 0o700)
             self._unfinished.mkdir(mode=0o700, exist_ok=True)
         if not directory.is_dir():
             raise ModelError(f"{option}: {directory} is no directory, and none can be made there")

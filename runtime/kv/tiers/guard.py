@@ -163,7 +163,7 @@ class GuardedStore:
         try:
             self.store.close()
         except OSError as error:
-            self._warn(error)
+            self.fail(error)
 
     def _call(self, gate: _Gate, call: Callable[[], T], even_shut: bool = False) -> T | None:
         if not gate.is_open and not even_shut:
@@ -175,13 +175,14 @@ class GuardedStore:
                     self._settle()
                 result = call()
         except OSError as error:
-            self.count("failed")
-            self._warn(error)
+            self.fail(error)
             return None
         self._warned = self._warned and not self.is_open
         return result
 
-    def _warn(self, error: OSError) -> None:
+    def fail(self, error: OSError) -> None:
+        """Count a failure; the first one since the store last answered is logged."""
+        self.count("failed")
         if not self._warned:
             self._warned = True
-            logger.warning("KV tier %s fails, and is left alone for a while: %s", self.name, error)
+            logger.warning("KV tier %s fails, and is tried again later: %s", self.name, error)

@@ -60,10 +60,14 @@ class _Lane:
         """Run a task behind all that were accepted before."""
         return self._threads.submit(task)
 
-    def close(self, limit_s: float) -> None:
-        """Finish what is queued, as far as the time allows."""
-        wait([self.run(lambda: None)], limit_s)
+    def close(self, limit_s: float, last: Callable[[], None]) -> None:
+        """Finish what is queued, and then `last`, as far as the time allows."""
+        wait([self.run(last)], limit_s)
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def end(self) -> None:
+        """Take nothing more, and finish what is queued, whenever that is."""
+        self._threads.shutdown(wait=False)
 
 
 class _Tier(NamedTuple):
@@ -122,7 +126,7 @@ class TierWorker:
         left = self._tiers[name]
         self._tiers = {other: tier for other, tier in self._tiers.items() if other != name}
         closing = left.lane.run(left.store.close)
-        closing.add_done_callback(lambda _: left.lane.close(0))
+        left.lane.end()
         return closing
 
     def write(
@@ -159,8 +163,12 @@ class TierWorker:
     def _store(self, store: GuardedStore, block: Block, payload: Buffer, reason: str) -> None:
         if store.contains_many([block.key])[0]:
             store.touch([block.key])
-        else:
+            return
+        try:
             buffers = self.form.encode(block, payload, sealed=store.outlives)
+        except OSError as error:
+            store.fail(error)
+        else:
             store.put(block.key, buffers, block.namespace.tenant, reason)
 
     def load(
@@ -192,10 +200,14 @@ class TierWorker:
         return found if num_erasures == self._num_erasures else []
 
     def _worth(self, store: GuardedStore, blocks: list[Block], num_bytes: int, compute_s: float | None) -> list[Block]:
-        """The leading blocks that a store has, if it is quicker than computing them."""
+        """The leading blocks that a store has and the host's memory has not, if it is quicker than computing them."""
         if not blocks:
             return []
-        number = [*store.contains_many([block.key for block in blocks]), False].index(False)
+        keys = [block.key for block in blocks]
+        if store.outlives:
+            for host in (tier.store for tier in self._tiers.values() if not tier.store.outlives):
+                keys = keys[: [*host.contains_many(keys), True].index(True)]
+        number = [*store.contains_many(keys), False].index(False)
         latency_s, s_per_byte = store.rate.now()
         if compute_s is not None and number and latency_s + number * num_bytes * s_per_byte > number * compute_s:
             store.count("too_slow")
@@ -255,11 +267,10 @@ class TierWorker:
     def close(self, limit_s: float = 5.0) -> None:
         """Write what is queued, as far as the time allows, and close the stores."""
         until = self._clock() + limit_s
-        self._gatherer.close(limit_s)
+        self._gatherer.close(limit_s, lambda: None)
         self._loaders.shutdown(wait=False, cancel_futures=True)
         for store, lane in self._tiers.values():
-            lane.close(max(until - self._clock(), 0))
-            store.close()
+            lane.close(max(until - self._clock(), 0), store.close)
 
 
 def _stats(tier: _Tier) -> dict[str, Any]:
