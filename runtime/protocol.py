@@ -49,10 +49,35 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class FlushCache(msgspec.Struct, tag="flush"):
-    """Drop the unreferenced pages of the tree; `pins`: the pinned ones, too. Answered by `Reply`."""
+    """Drop the unreferenced pages of the tree. Answered by `Reply`.
+
+    `pins`: the pinned ones, too; `tiers`: all that lies in tiers, too.
+    """
 
     call: int
     pins: bool = False
+    tiers: bool = False
+
+
+class EraseTenant(msgspec.Struct, tag="erase"):
+    """Drop a tenant's pages that no live request uses, its pins, and all that it has in tiers. Answered by `Reply`."""
+
+    call: int
+    tenant: str
+
+
+class AttachTier(msgspec.Struct, tag="attach"):
+    """Add a tier; `options`: fields of `TierConfig`. Answered by `Reply`: `{"tiers": names}` or `{"failed": why}`."""
+
+    call: int
+    options: dict[str, Any]
+
+
+class DetachTier(msgspec.Struct, tag="detach"):
+    """Leave a tier, whose blocks stay where they are. Answered by `Reply`: `{"found": bool}`."""
+
+    call: int
+    name: str
 
 
 class GetState(msgspec.Struct, tag="state"):
@@ -161,7 +186,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 
 Call = (
     FlushCache | GetState | AddPin | RemovePin | GetPins | GetCached | GetTree | GetOutline | GetRequests | OnNode
-    | Pause | Ping
+    | Pause | Ping | EraseTenant | AttachTier | DetachTier
 )  # fmt: skip
 Inbound = AddRequest | Abort | Call | Shutdown
 

@@ -19,7 +19,7 @@ from runtime.engine.admin import Admin
 from runtime.engine.in_flight import InFlight
 from runtime.engine.pinning import Pinning
 from runtime.engine.scheduler import Scheduler
-from runtime.engine.tiering import open_tiers
+from runtime.engine.tiering import Tiering
 from runtime.errors import EngineDead, InvalidRequest, RametError
 from runtime.execution.device import choose_device, choose_overlap, is_lost, is_out_of_memory
 from runtime.execution.parallel.driver import open_executor
@@ -83,7 +83,8 @@ class EngineCore:
         self.config = config
         self.executor = open_executor(config, path)
         self.cache = PagedCache(self.executor.pool, config.cache, quotas)
-        self.tiers = open_tiers(config, self.cache, self.executor, path)
+        self.tiering = Tiering(self, path) if config.tiers.any and self.cache.enabled else None
+        self.tiers = None if self.tiering is None else self.tiering.tiers
         self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens, self.tiers)
         self.info = self._describe_model(path)
         self.counters = dict.fromkeys(_COUNTED, 0)
@@ -104,6 +105,8 @@ class EngineCore:
         self._serial = 0
         self._step_s = 0.0
         self._pinning = Pinning(self)
+        if self.tiering is not None:
+            self.tiering.recall()
 
     def _describe_model(self, path: Path) -> ModelInfo:
         executor, spec = self.executor, self.executor.spec
@@ -167,8 +170,8 @@ class EngineCore:
 
     def close(self) -> None:
         """End the processes and close the sockets that belong to this engine."""
-        if self.tiers is not None:
-            self.tiers.close()
+        if self.tiering is not None:
+            self.tiering.close()
         self.executor.close()
         if self.publisher is not None:
             self.publisher.close()
@@ -180,8 +183,8 @@ class EngineCore:
 
     @property
     def loading(self) -> bool:
-        """Whether KV is being loaded from a tier."""
-        return self.tiers is not None and bool(self.tiers.loads)
+        """Whether tiers are waited for."""
+        return self.tiering is not None and self.tiering.busy
 
     # -- messages --------------------------------------------------------------------------------------------
 
@@ -193,11 +196,15 @@ class EngineCore:
             return StepEvents(self.abort(message.rid))
         if isinstance(message, AddPin):
             return self._pinning.pin(message)
-        return None if isinstance(message, Shutdown) else self.admin.handle(message)
+        if isinstance(message, Shutdown):
+            return None
+        answer = self.admin.handle(message)
+        return answer if self.tiering is None else self.tiering.handle(message, answer)
 
     def take_replies(self) -> list[Reply]:
         """Answers to calls that took some steps, since the last call."""
-        return self._pinning.take_replies()
+        replies = [reply for reply in self._pinning.take_replies() if reply.call > 0]
+        return replies + ([] if self.tiering is None else self.tiering.take_replies())
 
     def add(self, message: AddRequest) -> StepEvents | None:
         """Accept a request; the front end has checked that it can be served and that its id is new."""
@@ -318,6 +325,8 @@ class EngineCore:
                 for strategy in self.strategies.values():
                     strategy.restored(part.run.tokens, part.run.namespace)
             self.scheduler.loaded(load)
+            if self.tiering is not None:
+                self.tiering.loaded(load)
 
     def _is_live(self, item: Work) -> bool:
         return self.requests.get(item.request.rid) is item.request

@@ -23,6 +23,7 @@ class PagedCache:
     pages, `commit` hands the full ones to the tree, eviction frees them.
 
     Attributes:
+        on_distrust: called with a node whose KV may be damaged, with all below it.
         held: paths that are locked, and pages, for KV that is being loaded.
     """
 
@@ -36,6 +37,7 @@ class PagedCache:
         """`quotas`: pages by tenant; other tenants have the configured quota."""
         self.pool = pool
         self.held: list[Segment] = []
+        self.on_distrust: Callable[[Node], None] | None = None
         self.page_size = pool.page_size
         self.enabled = config.prefix_cache
         self.allocator = PageAllocator(pool.num_pages)
@@ -120,6 +122,12 @@ class PagedCache:
         pages = self.tree.drop(node)
         self.allocator.release(pages)
         return len(pages)
+
+    def distrust(self, node: Node) -> None:
+        """Drop a node and its subtree, whose KV may be damaged, here and in tiers."""
+        if self.on_distrust is not None:
+            self.on_distrust(node)
+        self.drop(node)
 
     def allocate(
         self, count: int, behind: array[int], owner: Namespace, cached: int | None = None

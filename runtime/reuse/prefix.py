@@ -116,4 +116,4 @@ class PrefixStrategy(Strategy):
         tops = [top for segment in request.segments for top in list(path(segment.node))[-1:]]
         self.cache.release(request)
         for node in tops:
-            self.cache.drop(node)
+            self.cache.distrust(node)

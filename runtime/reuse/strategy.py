@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from radix import Namespace
+from radix.node import Meta
 from runtime.batch import causal_visible
 from runtime.kv.cache import PagedCache
 from runtime.request import Request, Segment, Work
@@ -100,6 +101,10 @@ class Strategy(ABC):
 
     def restored(self, tokens: array[int], namespace: Namespace) -> None:  # noqa: B027
         """Take note of a run of which all or some has come into the tree from a tier."""
+
+    def meta_of(self, namespace: Namespace, described: dict[str, Any]) -> Meta | None:
+        """The record of an entry of this strategy, from how it described itself; None if it is none."""
+        return None
 
     @abstractmethod
     def find(self, request: Request) -> Found:

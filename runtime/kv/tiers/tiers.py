@@ -70,6 +70,7 @@ class Tiers:
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="kv-fill")
         self._news = threading.Event()
         cache.tree.watch(self)
+        cache.on_distrust = self.forget
         pool.before_write = self._copies.settle
 
     # -- out -------------------------------------------------------------------------------------------------
@@ -115,6 +116,11 @@ class Tiers:
                 self._absent.pop(block.key, None)
                 if accepted and reason != "evicted":
                     _remember(self._written, block.key, None, _MOST_WRITTEN)
+
+    def _path_of(self, node: Node) -> tuple[bytes, Namespace, bool]:
+        """The tokens up to the end of a node, their namespace, and whether they are an entry."""
+        tokens = b"".join(above.key for above in reversed(list(path(node))))
+        return tokens, node.namespace, node.meta is not None
 
     def _blocks(self, tokens: bytes, namespace: Namespace, is_entry: bool) -> list[Block]:
         """The blocks of a run from its root on; of an entry with the last, shorter one."""
@@ -193,9 +199,10 @@ class Tiers:
         compute_s = self.block_pages * pool.page_size * self.token_s or None
         for part in load.parts:
             part.loading = self.worker.load(part.blocks, size, compute_s, limit_s)
-            part.loading.add_done_callback(self._tell)
+            part.loading.add_done_callback(self.tell)
 
-    def _tell(self, _: Future[Any]) -> None:
+    def tell(self, _: Future[Any]) -> None:
+        """Let `wait` return: a future is done."""
         self._news.set()
 
     def wait(self, seconds: float) -> None:
@@ -250,7 +257,7 @@ class Tiers:
                 jobs.append((part.fresh.pages[max(at, 0) : stop], loaded.payload, max(-at, 0)))
             at = stop
         part.filling = self._filler.submit(self._put, jobs)
-        part.filling.add_done_callback(self._tell)
+        part.filling.add_done_callback(self.tell)
 
     def _make_room(self, load: Load, part: Part) -> bool:
         """Lock what the tree has of a run, and take pages for what follows; False if there is nothing to be done."""
@@ -281,6 +288,15 @@ class Tiers:
         """Fill pages with payloads, without their first pages; on the filler's thread."""
         for pages, payload, skipped in jobs:
             self._pool.write_pages(pages, payload, skipped)
+
+    def forget(self, node: Node) -> None:
+        """Delete the blocks of a node's path and of all below it, as they may be damaged."""
+        self._written.clear()
+        below = [node]
+        for above in below:
+            below.extend(above.children.values())
+        paths = [self._path_of(leaf) for leaf in below if not leaf.children]
+        self.worker.delete(lambda: {block.key for one in paths for block in self._blocks(*one)})
 
     def _miss(self, key: BlockKey) -> None:
         _remember(self._absent, key, self._clock() + _ABSENT_S, _MOST_ABSENT)
@@ -318,6 +334,10 @@ class Tiers:
             pages = np.unique(np.concatenate([one.numpy() for one in slots]) // self._pool.page_size)
             self._copies.settle(pages.tolist())
 
+    def state(self) -> dict[str, Any]:
+        """Counters and gauges."""
+        return {**self.counters, "loaded_tokens_by_tier": dict(self.loaded_tokens), **self.worker.stats()}
+
     def close(self) -> None:
         """Write what is queued, as far as the time allows, and close the stores."""
         self._filler.shutdown()
@@ -325,8 +345,9 @@ class Tiers:
 
     # -- operators -------------------------------------------------------------------------------------------
 
-    def void(self, tenant: str | None = None) -> None:
-        """Let loads under way bring nothing of a tenant, or nothing at all."""
+    def erased(self, tenant: str | None) -> None:
+        """Let loads under way bring nothing of a tenant, or nothing at all (None); forget what was written."""
+        self._written.clear()
         for load in self.loads:
             load.is_void = load.is_void or any(tenant in (None, part.run.namespace.tenant) for part in load.parts)
 

@@ -100,6 +100,9 @@ class BiCache(Strategy):
         if self.encodings.match(tokens.tobytes(), namespace):
             self.encodings.add(tokens, namespace.without_entry, namespace)
 
+    def meta_of(self, namespace: Namespace, described: dict[str, Any]) -> ShallowMeta | None:
+        return ShallowMeta(described["encoded_tokens"], self.table) if namespace.entry.startswith("bicache:") else None
+
     # -- which prefix ----------------------------------------------------------------------------------------
 
     def find(self, request: Request) -> Found:
@@ -265,7 +268,7 @@ class BiCache(Strategy):
             return
         found = self.cache.tree.match(request.key(request.reuse.length), encoding)
         for top in list(path(found.node))[-1:]:
-            self.cache.drop(top)
+            self.cache.distrust(top)
         self.boundaries.discard(encoding)
 
     def flush(self) -> None:
