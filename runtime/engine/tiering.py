@@ -223,5 +223,6 @@ def _fingerprint(config: Config, executor: Executor, model: Path) -> Fingerprint
         f"{layers} {heads} {head_dim}",
         config.cache.page_size,
         repr(spec.rope),
+        shard=f"all of {executor.pool.ranks}",
         kind="causal" if spec.diffusion is None else "diffusion",
     )

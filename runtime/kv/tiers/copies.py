@@ -30,7 +30,8 @@ class Copies:
 
     A page may be freed, and given to others, before it is copied: whoever writes into pages settles them first, and
     then copies those himself that nobody has copied yet. So no step waits for more than the pages that it writes, and
-    a copy that waits takes no memory. On a GPU pages are copied at once, on the device and in the order of its stream.
+    a copy that waits takes no memory. Where a thread cannot do that, on a GPU or with several ranks, pages are copied at
+    once, on the device and in the order of its stream.
     """
 
     def __init__(self, pool: KVPool, worker: TierWorker):
@@ -38,7 +39,7 @@ class Copies:
         self._lock = Lock()
         self._waiting: set[BlockKey] = set()
         self._by_page: dict[int, list[Copy]] = {}
-        self._is_on_gpu = pool.k.device.type != "cpu"
+        self._at_once = pool.k.device.type != "cpu" or pool.ranks > 1
 
     def __bool__(self) -> bool:
         """Whether there are pages that have to be settled."""
@@ -51,7 +52,7 @@ class Copies:
             if block.key in self._waiting:
                 return True
             self._waiting.add(block.key)
-            if self._is_on_gpu:
+            if self._at_once:
                 copy.data = self._pool.read_pages(pages)
             else:
                 for page in pages:
