@@ -16,7 +16,13 @@ _SORT_FROM = 9
 
 
 class Meta(Protocol):
-    """A reuse strategy's record of a run's KV. The tree carries it, and shows it to operators."""
+    """A reuse strategy's record of a run's KV. The tree carries it, and shows it to operators.
+
+    `tokens`: of the whole entry to which the run belongs.
+    """
+
+    @property
+    def tokens(self) -> int: ...
 
     def describe(self) -> dict[str, Any]:
         """Plain values, as JSON has them."""

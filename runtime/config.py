@@ -94,6 +94,30 @@ class CacheConfig(Section):
     )
 
 
+class TierConfig(Section):
+    """Tiers: KV that outlives the pool."""
+
+    host_memory: float | None = Field(None, gt=0, description="GiB of memory for KV that the pool has no room for")
+    disk_cache: Path | None = Field(None, description="directory for KV that outlives the server")
+    disk_space: float = Field(10.0, gt=0, description="GiB that --disk-cache may take")
+    kv_store: str | None = Field(
+        None,
+        pattern=r"^(rediss?://|dir:).",
+        description="store of KV that replicas share: redis://HOST:PORT, rediss://... or dir:PATH",
+    )
+    kv_encryption_key_file: Path | None = Field(
+        None, description="file with a secret; KV on disks and in stores is encrypted with a key for each tenant"
+    )
+    prewarm: Path | None = Field(
+        None, description="JSONL of prompts (`text`, `input_ids` or `messages`) to compute or load at the start"
+    )
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a tier."""
+        return self.host_memory is not None or self.disk_cache is not None or self.kv_store is not None
+
+
 class SchedulerConfig(Section):
     """Scheduling and limits."""
 
@@ -239,6 +263,7 @@ class Config(Section):
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     cache: CacheConfig = Field(default_factory=CacheConfig)
+    tiers: TierConfig = Field(default_factory=TierConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     diffusion: DiffusionConfig = Field(default_factory=DiffusionConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)

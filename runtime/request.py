@@ -126,6 +126,8 @@ class Request:
         matched_tokens, rank: of a waiting request: cached tokens when it was last looked up, and its place.
         turn: serial of the last step in which this request took its turn, see `Strategy.takes_turns`.
         cached_tokens: prompt tokens found in the cache at the first admission; -1 before.
+        store: whether what it computes may outlive it.
+        loaded: tokens that were loaded for it before it was admitted, by tier; num_loads: how often it waited for some.
         row_layers: rows x layers computed so far.
         arrival_s, admitted_s, first_token_s: engine clock, seconds.
     """
@@ -157,6 +159,9 @@ class Request:
     rank: Any = None
     turn: int = 0
     cached_tokens: int = -1
+    store: bool = True
+    loaded: dict[str, int] = field(default_factory=dict)
+    num_loads: int = 0
     row_layers: int = 0
     arrival_s: float = 0.0
     admitted_s: float = 0.0
@@ -186,6 +191,15 @@ class Request:
     def num_output(self) -> int:
         """Tokens generated so far."""
         return len(self.sequence.tokens) - self.prompt_len
+
+    @property
+    def loaded_tokens(self) -> dict[str, int]:
+        """Those of `cached_tokens` that were loaded for this request, by tier."""
+        left, found = max(self.cached_tokens, 0), {}
+        for tier, tokens in self.loaded.items():
+            found[tier] = min(tokens, left)
+            left -= found[tier]
+        return {tier: tokens for tier, tokens in found.items() if tokens}
 
     @property
     def wants_tokens(self) -> bool:

@@ -14,8 +14,12 @@ from radix.stats import Histogram
 from runtime.engine.scheduler import Scheduler
 from runtime.errors import InvalidRequest
 from runtime.kv.cache import PagedCache
+from runtime.kv.tiers.tiers import Tiers
 from runtime.protocol import (
+    AttachTier,
     Call,
+    DetachTier,
+    EraseTenant,
     FlushCache,
     GetCached,
     GetOutline,
@@ -44,6 +48,7 @@ class _Core(Protocol):
     requests: dict[str, Request]
     counters: dict[str, int]
     paused: bool
+    tiers: Tiers | None
 
     def strategy_of(self, asked: dict[str, Any]) -> Strategy: ...
 
@@ -59,6 +64,11 @@ class Admin:
         self._core = core
         self._walk: _Walk | None = None
         self._answers: dict[type, Callable[[Any], dict[str, Any]]] = {
+            AttachTier: lambda _: {
+                "failed": "the server was started without tiers, and has no digest of its weights"
+            },
+            DetachTier: lambda _: {"found": False},
+            EraseTenant: lambda message: self.erase(message.tenant),
             FlushCache: lambda message: self.flush(message.pins),
             GetCached: self._cached,
             GetOutline: lambda message: self.outline(message.limit, message.preview_tokens, message.anew),
@@ -87,6 +97,17 @@ class Admin:
             "flushed_tokens": cache.flush() * cache.page_size,
             "live_tokens": cache.tree.num_pages * cache.page_size,
         }
+
+    def erase(self, tenant: str) -> dict[str, Any]:
+        """Drop a tenant's pins, and its pages that no live request uses. Tokens dropped."""
+        cache = self._core.cache
+        for strategy in self._core.strategies.values():
+            strategy.flush()
+        for pin in [pin for pin in cache.pins.pins.values() if pin.namespace.tenant == tenant]:
+            cache.pins.unpin(pin.id)
+        roots = [root for namespace, root in cache.tree.roots() if namespace.tenant == tenant]
+        pages = sum(cache.drop(node) for root in roots for node in list(root.children.values()))
+        return {"erased_tokens": pages * cache.page_size}
 
     def pins(self) -> dict[str, Any]:
         """All pins, and the tokens of their budget that they hold."""
@@ -205,6 +226,7 @@ class Admin:
             "pins_refused": cache.pins.num_refused,
             "pins_broken": cache.pins.num_broken,
             "tree_nodes": tree.num_nodes,
+            **({} if core.tiers is None else core.tiers.state()),
             "idle_before_evict_s": _plain(stats.idle_s),
             "lifetime_s": _plain(stats.lifetime_s),
             "reuse_gap_s": _plain(stats.reuse_gap_s),

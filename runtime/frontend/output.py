@@ -55,6 +55,7 @@ class Submission:
             `prefix_tokens`.
         num_characters: of a prompt that is still to be rendered, about.
         reuse: of a prompt's documents; None: the server's default.
+        store: whether the KV that it computes may outlive it.
     """
 
     prompt: Prompt | Callable[[], Prompt]
@@ -70,6 +71,7 @@ class Submission:
     shared_text: Callable[[], str | None] | None = None
     num_characters: int = 0
     reuse: ReuseParams | None = None
+    store: bool = True
 
     @property
     def expected_tokens(self) -> int:
@@ -98,6 +100,7 @@ class Output:
             `completion_tokens` are this one's. `new_token_ids`: the new ones.
         logprobs: for `new_token_ids`, if requested; `prompt_logprobs`: on the first Output, if requested.
         prompt_tokens, cached_tokens, completion_tokens: counts; cached tokens are prompt tokens read from the cache.
+        loaded_tokens: those of the cached ones that had to be loaded first, by tier.
         finish: set on the last Output of a completion only.
         queue_s, prefill_s, e2e_s: seconds waiting, from admission to the first token, and since submission.
         reuse: on the shared prefix of a diffusion model, on modules or documents: what was reused.
@@ -122,6 +125,7 @@ class Output:
     e2e_s: float
     reuse: dict[str, Any] | None = None
     canvas: list[int] | None = None
+    loaded_tokens: dict[str, int] = field(default_factory=dict)
 
 
 def join_logprobs(first: Logprobs, later: Logprobs) -> Logprobs:

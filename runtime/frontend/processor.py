@@ -41,6 +41,7 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] | None = None
     cached_tokens: int = 0
+    loaded_tokens: dict[str, int] = field(default_factory=dict)
     queue_s: float = 0.0
     prefill_s: float = 0.0
     reuse: dict[str, Any] | None = None
@@ -282,6 +283,7 @@ class Frontend:
                     priority=submission.priority,
                     diffusion=None if submission.diffusion is None else submission.diffusion.model_dump(),
                     reuse=None if placed is None else placed.reuse,
+                    store=submission.store,
                 )
             )
 
@@ -325,6 +327,7 @@ class Frontend:
         if event.prompt_logprobs is not None:
             choice.prompt_logprobs = (choice.prompt_logprobs or []) + event.prompt_logprobs
         choice.cached_tokens = event.cached_tokens or choice.cached_tokens
+        choice.loaded_tokens = event.loaded_tokens or choice.loaded_tokens
         if not event.tokens and event.finish is None and event.canvas is None:
             return
         if event.finish is not None and event.finish.type == "error":
@@ -364,6 +367,7 @@ class Frontend:
             prompt_logprobs=prompt_logprobs,
             prompt_tokens=choice.prompt_tokens,
             cached_tokens=choice.cached_tokens,
+            loaded_tokens=choice.loaded_tokens,
             completion_tokens=len(choice.tokens),
             finish=finish,
             queue_s=choice.queue_s,

@@ -86,6 +86,13 @@ SUCCESS = answers({"success": True})
 STOPPING = answers({"success": True}, 202)
 UNPINNED = answers({"unpinned": 1})
 EVICTED = answers({"evicted_tokens": 512})
+ERASED = answers({"erased_tokens": 4096, "erased_blocks": {"host": 85, "disk": 85}})
+_TIER = {
+    **{"bytes": 93716480, "blocks": 85, "capacity": 8589934592, "queued_bytes": 0, "open": True},
+    **{"latency_s": 0.0002, "bytes_per_s": 2.1e9, "counts": {"hits": 170, "misses": 3, "written": 85}},
+}
+TIERS = answers({"tiers": {"host": _TIER}, "loaded_tokens_by_tier": {"host": 4096}})
+ATTACHED = answers({"tiers": ["host", "disk"]})
 FLUSHED = answers({"success": True, "flushed_tokens": 4096, "live_tokens": 0})
 _STATE = {
     **{"requests": 10, "running": 0, "waiting": 0, "queried_tokens": 5120, "cached_tokens": 4096},

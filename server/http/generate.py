@@ -26,6 +26,7 @@ from server.http.sse import Events, EventStream, unless_gone
 from server.http.wire import (
     Body,
     CacheSalt,
+    CacheUse,
     Diffusion,
     IdPrompts,
     OneOrMany,
@@ -73,6 +74,7 @@ class GenerateRequest(Body):
     priority: Priority = 0
     cache_salt: CacheSalt | None = None
     cache_scope: CacheScope = "private"
+    cache: CacheUse = Field(default_factory=CacheUse)
     timeout_s: Timeout | None = None
     diffusion: Diffusion | None = None
 
@@ -116,6 +118,7 @@ def submissions_of(body: GenerateRequest, tenant: Tenant, context: Context) -> t
             priority=tenant.priority(body.priority),
             diffusion=body.diffusion,
             reuse=body.reuse,
+            store=body.cache.store,
         )
         for prompt, count, params, rid in zip(prompts, characters, sampling, rids, strict=True)
     ]
@@ -223,6 +226,7 @@ def _result(output: Output, text: str, token_ids: list[int], logprobs: _Logprobs
         "prompt_tokens": output.prompt_tokens,
         "completion_tokens": output.completion_tokens,
         "cached_tokens": output.cached_tokens,
+        **by_tier(output),
         "queue_time": output.queue_s,
         "prefill_time": output.prefill_s,
         "e2e_latency": output.e2e_s,
@@ -232,6 +236,14 @@ def _result(output: Output, text: str, token_ids: list[int], logprobs: _Logprobs
     elif output.reuse is not None and finish is not None:  # not in every event: it names all modules or documents
         meta["reuse"] = output.reuse
     return {"text": text, "output_ids": list(token_ids), "meta_info": meta | logprobs.fields()}
+
+
+def by_tier(output: Output) -> dict[str, Any]:
+    """The field `cached_tokens_by_tier`, where a tier below the pool had some of them."""
+    if not output.loaded_tokens:
+        return {}
+    in_pool = output.cached_tokens - sum(output.loaded_tokens.values())
+    return {"cached_tokens_by_tier": {"pool": in_pool, **output.loaded_tokens}}
 
 
 class _Logprobs:

@@ -151,6 +151,12 @@ LogitBias = Annotated[
 ]
 
 
+class CacheUse(Body):
+    """The use of the prefix cache by one request."""
+
+    store: bool = Field(True, description="false: nothing that the request computes outlives it, in any tier")
+
+
 class Sampling(Body, SamplingParams):
     """`SamplingParams` in a request."""
 

@@ -86,6 +86,7 @@ def submission_of(body: ChatRequest, tenant: Tenant, context: Context) -> Submis
         diffusion=body.diffusion,
         shared_text=partial(_system_text, body, context),
         reuse=body.reuse,
+        store=body.cache.store,
     )
 
 

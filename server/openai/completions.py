@@ -44,6 +44,7 @@ def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:
             prompt_logprobs_from=0 if body.echo and body.logprobs is not None else None,
             priority=tenant.priority(body.priority),
             diffusion=body.diffusion,
+            store=body.cache.store,
         )
         for prompt in prompts
     ]

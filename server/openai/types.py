@@ -16,6 +16,7 @@ from server.documents.wire import GivenDocument, GivenDocuments
 from server.http.wire import (
     Body,
     CacheSalt,
+    CacheUse,
     Diffusion,
     JsonObject,
     LogitBias,
@@ -76,6 +77,7 @@ class CommonRequest(Body):
     skip_special_tokens: bool = True
     priority: Priority = 0
     cache_salt: CacheSalt | None = None
+    cache: CacheUse = Field(default_factory=CacheUse)
     cache_scope: CacheScope = "private"
     timeout_s: Timeout | None = None
     diffusion: Diffusion | None = None
