@@ -11,7 +11,6 @@ own by one at most.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 @dataclass(frozen=True)
 class Step:
-    """A closed step: tokens [start, stop) of the output; its text is without the delimiter that ends it."""
+    """A closed step: tokens [start, stop) of the output, and their text."""
 
     start: int
     stop: int
@@ -57,13 +56,16 @@ class Rules:
 
 
 def steps(ids: Sequence[int], texts: Sequence[str]) -> list[Step]:
-    """The closed steps of an output whose tokens have these texts; a step ends with the token that ends a "\\n\\n"."""
-    whole, ends = "".join(texts), np.cumsum([len(text) for text in texts])
-    found, start, begin = [], 0, 0
-    for delimiter in re.finditer("\n\n", whole):
-        stop = int(np.searchsorted(ends, delimiter.end())) + 1
-        found.append(Step(start, stop, whole[begin : delimiter.start()], tuple(ids[start:stop])))
-        start, begin = stop, delimiter.end()
+    """The closed steps of an output whose tokens have these texts.
+
+    A step ends with the token that ends the first "\\n\\n" behind its first visible character.
+    """
+    found, start = [], 0
+    for stop in range(1, len(texts) + 1):
+        text = "".join(texts[start:stop])
+        if "\n\n" in text.lstrip():
+            found.append(Step(start, stop, text, tuple(ids[start:stop])))
+            start = stop
     return found
 
 
@@ -126,8 +128,9 @@ def pairs_of(mine: range, others: range) -> Iterator[tuple[int, int]]:
 
 
 def may_share(measured: Sequence[float], percentile: float, warm_up: int = 256) -> bool:
-    """Whether the last distance is within the percentile of all so far; those of the warm-up never are."""
-    return len(measured) > warm_up and measured[-1] <= np.percentile(measured, percentile)
+    """Whether the last distance is within the percentile of all so far; but for the percentile 100, after a warm-up."""
+    is_warm = len(measured) > warm_up and measured[-1] <= np.percentile(measured, percentile)
+    return bool(percentile == 100 or is_warm)
 
 
 # -- the model ---------------------------------------------------------------------------------------------------
