@@ -87,8 +87,8 @@ def _chain(rng: random.Random, length: int, formula: str) -> Chain:
         new = next(order, None)
         begin, one = ("Next I", new) if new else (rng.choice(_AGAIN), rng.choice(goods))
         said_now = said.format(**one) + f"{one['count'] * one['price']} dollars."
-        more = [f"{begin} work out what the {one['thing']} bring in. {said_now}", *islice(asides, 1)]
-        steps += more
+        more = [f"{begin} work out what the {one['thing']} bring in. {said_now}", " ".join(islice(asides, 2))]
+        steps += filter(None, more)
         tokens += sum(map(_about, more))
     asked = rng.choice(goods)
     return Chain(

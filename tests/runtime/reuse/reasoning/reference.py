@@ -5,7 +5,8 @@ are read in its place; here they are copied over it. Nothing is incremental, cac
 
 Where the paper is silent: S is the cosine times the ratio of lengths in characters; the threshold falls linearly with
 the mean of S over all earlier steps; a page is compared with those whose ordinal within the other step differs from its
-own by one at most.
+own by one at most. Two decisions are the engine's: of the steps that pass both filters four are compared, and steps are
+looked at whenever a page is full, with the consequences one token later.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Rules:
     tau_min: float = 0.6
     rotation: str = "stale"
     warm_up: int = 256
+    most: int = 4
 
 
 # -- section IV-A1: steps ----------------------------------------------------------------------------------------
@@ -84,11 +86,14 @@ def threshold(scores: Sequence[float], tau_max: float = 0.9, tau_min: float = 0.
 
 
 def alike(step: Step, earlier: Sequence[Step], rules: Rules, formal: Callable[[str, str], bool]) -> list[Step]:
-    """Earlier steps that pass both filters; `formal`: whether the syntax trees of two texts agree."""
+    """Earlier steps that pass both filters, the likest and of these the latest first.
+
+    `formal`: whether the syntax trees of two texts agree.
+    """
     scores = [score(step, one) for one in earlier]
     least = threshold(scores, rules.tau_max, rules.tau_min)
-    pairs = zip(earlier, scores, strict=True)
-    return [one for one, s in pairs if s > least and formal(step.text, one.text)]
+    places = [i for i, s in enumerate(scores) if s > least and formal(step.text, earlier[i].text)]
+    return [earlier[i] for i in sorted(places, key=lambda i: (scores[i], i), reverse=True)][: rules.most]
 
 
 # What the formal filter says: texts of two steps, and whether they may share.
@@ -127,10 +132,10 @@ def pairs_of(mine: range, others: range) -> Iterator[tuple[int, int]]:
                 yield page, others[other]
 
 
-def may_share(measured: Sequence[float], percentile: float, warm_up: int = 256) -> bool:
-    """Whether the last distance is within the percentile of all so far; but for the percentile 100, after a warm-up."""
-    is_warm = len(measured) > warm_up and measured[-1] <= np.percentile(measured, percentile)
-    return bool(percentile == 100 or is_warm)
+def may_share(distance: float, before: Sequence[float], percentile: float, warm_up: int = 256) -> bool:
+    """Whether a distance is within the percentile of all before it; but for the percentile 100, after a warm-up."""
+    is_warm = len(before) >= warm_up
+    return percentile == 100 or (is_warm and distance <= float(np.percentile(before, percentile)))
 
 
 # -- the model ---------------------------------------------------------------------------------------------------
@@ -207,7 +212,7 @@ class Reference:
         formal: Callable[[str, str], bool],
         measured: list[float],
     ) -> tuple[list[Shared], torch.Tensor]:
-        """Let a given output share pages by the paper's rules, each step's as soon as the step is computed.
+        """Let a given output share pages by the paper's rules.
 
         Args:
             texts: of the output's tokens.
@@ -218,43 +223,37 @@ class Reference:
             What was shared, and the logits as of `run`.
         """
         closed, found = steps(output, texts), []
-        ends = {len(prompt) + step.stop: number for number, step in enumerate(closed)}
+        looked, nearest = 0, []
 
         def between(rows: int, cache: DynamicCache) -> list[Shared]:
-            if rows not in ends:
-                return []
-            earlier, step = closed[: ends[rows]], closed[ends[rows]]
-            new = self.share(cache, rows, step, alike(step, earlier, rules, formal), len(prompt), rules, measured)
+            nonlocal looked, nearest
+            new = []
+            for distance, page, source in nearest:
+                if may_share(distance, measured, rules.percentile, rules.warm_up):
+                    new.append(Shared(rows, page, source))
+                measured.append(distance)
+            nearest = []
+            while rows % rules.page_size == 0 and looked < len(closed) and len(prompt) + closed[looked].stop <= rows:
+                others = alike(closed[looked], closed[:looked], rules, formal)
+                nearest += self.nearest(cache, closed[looked], others, len(prompt), rules)
+                looked += 1
             found.extend(new)
             return new
 
         logits = self.run(prompt, output, rules.page_size, rotation=rules.rotation, between=between)
         return found, logits
 
-    def share(
-        self,
-        cache: DynamicCache,
-        rows: int,
-        step: Step,
-        others: Sequence[Step],
-        prompt_len: int,
-        rules: Rules,
-        measured: list[float],
-    ) -> list[Shared]:
-        """For each page of a step the nearest page of similar steps, if it is near enough."""
-        found = []
-        for page in (mine := pages_of(step, prompt_len, rules.page_size)):
-            best: tuple[float, int] | None = None
-            for other in others:
-                for one, source in pairs_of(mine, pages_of(other, prompt_len, rules.page_size)):
-                    if one == page:
-                        far = self.distance(cache, page, source, rules.page_size, rules.rotation)
-                        best = min(best or (far, source), (far, source))
-            if best is not None:
-                measured.append(best[0])
-                if may_share(measured, rules.percentile, rules.warm_up):
-                    found.append(Shared(rows, page, best[1]))
-        return found
+    def nearest(
+        self, cache: DynamicCache, step: Step, others: Sequence[Step], prompt_len: int, rules: Rules
+    ) -> list[tuple[float, int, int]]:
+        """For each page of a step that has one like it in similar steps: the distance, the page, and that one."""
+        best: dict[int, tuple[float, int, int]] = {}
+        for other in others:
+            pages = (pages_of(one, prompt_len, rules.page_size) for one in (step, other))
+            for page, source in pairs_of(*pages):
+                distance = self.distance(cache, page, source, rules.page_size, rules.rotation)
+                best[page] = min(best.get(page, (distance, page, source)), (distance, page, source))
+        return [best[page] for page in sorted(best)]
 
 
 def rows_of(page: int, page_size: int) -> slice:

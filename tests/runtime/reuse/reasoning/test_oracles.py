@@ -50,13 +50,13 @@ def test_formal_language(a, b, expected):
 def test_percentiles(seed, percentile):
     draw, reservoir, measured = random.Random(seed), Reservoir(warm_up=10), []
     for _ in range(60):
-        measured.append(draw.expovariate(1))
-        reservoir.add(measured[-1])
-        if percentile == 100 or len(measured) > 10:
-            assert (measured[-1] <= reservoir.threshold(percentile)) == plain.may_share(measured, percentile, 10)
-            assert percentile == 100 or reservoir.threshold(percentile) == pytest.approx(
-                np.percentile(measured, percentile)
-            )
+        distance = draw.expovariate(1)
+        most = reservoir.threshold(percentile)
+        assert (distance <= most) == plain.may_share(distance, measured, percentile, 10)
+        if measured[10:] and percentile < 100:
+            assert most == pytest.approx(np.percentile(measured, percentile))
+        reservoir.add(distance)
+        measured.append(distance)
 
 
 @pytest.mark.parametrize("page_size", [4, 16])

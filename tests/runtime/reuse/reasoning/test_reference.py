@@ -60,8 +60,8 @@ def test_both_filters_and_the_mean_over_all_steps():
     one, other = step("abc"), step("abd", (1, 2, 4))  # S = 2/3
     assert alike(one, [other], Rules(4), lambda a, b: True) == []
     often = [step("abc")] * 9 + [other]
-    assert alike(one, often, Rules(4), lambda a, b: True) == often, "where steps repeat each other, tau is low"
-    assert alike(one, often, Rules(4), lambda a, b: a == b) == often[:9]
+    assert alike(one, often, Rules(4, most=10), lambda a, b: True) == often, "where steps repeat each other, tau is low"
+    assert alike(one, [*often, often[0]], Rules(4), lambda a, b: a == b) == often[:4]
     assert alike(one, often, Rules(4, tau_max=1, tau_min=1), lambda a, b: True) == []
 
 
@@ -71,14 +71,14 @@ def test_pages_and_neighbours():
     assert list(pairs_of(range(7, 10), range(2, 4))) == [(7, 2), (7, 3), (8, 2), (8, 3), (9, 3)]
 
 
-def test_the_percentile_of_all_so_far():
-    assert not may_share([1.0] * 256, 99)
-    assert may_share([1.0] * 257, 0)
+def test_the_percentile_of_what_came_before():
+    assert not may_share(0, [1.0] * 255, 99)
+    assert may_share(1, [1.0] * 256, 0)
     before = [float(i) for i in range(1, 257)]
-    assert may_share([*before, 204], 80)
-    assert not may_share([*before, 208], 80)
-    assert may_share([*before[:7], 1e9], 100), "all distances, however large or few"
-    assert may_share([3, 5, 7, 1], 0, warm_up=3)
+    assert may_share(204, before, 80)
+    assert not may_share(206, before, 80)
+    assert may_share(1e9, before[:7], 100), "all distances, however large or few"
+    assert may_share(1, [3, 5, 7], 0, warm_up=3)
 
 
 @pytest.fixture(scope="module")
@@ -135,18 +135,20 @@ def test_repeated_steps_share_and_no_others(model):
     prompt, one = draw_tokens(random.Random(5), 7), draw_tokens(random.Random(6), 15)
     other = draw_tokens(random.Random(7), 15)
     output, texts = [*one, 9, *one, 9, *other, 9, *one, 9, *other], ([*["abc "] * 15, "\n\n"]) * 5
-    rules, measured = Rules(4, 99.9, warm_up=3), []
-    found, logits = model.serve(prompt, output, texts, rules, lambda a, b: True, measured)
-    last = pages_of(Step(48, 64, "", ()), 7, 4)
-    assert {one.page for one in found} <= set(last), "the first repetition was the warm-up"
-    assert all(one.source < last.start for one in found)
+    measured = []
+    found, logits = model.serve(prompt, output, texts, Rules(4, 100), lambda a, b: True, measured)
+    second, last = (pages_of(Step(start, start + 16, "", ()), 7, 4) for start in (16, 48))
+    assert [one.page for one in found] == [*second, *last]
+    assert [one.at for one in found] == [41, 41, 41, 73, 73, 73], "a page is full at 40, and at 72"
+    assert all(one.source < second.start for one in found[:3])
     assert torch.equal(logits, model.run(prompt, output, 4, found))
-    assert len(measured) == 3 + 3, "pages of the steps that repeat the first one"
-    assert len(found) == 3
-    assert distinct_share(86, 4, found) == pytest.approx(3 / 22)
-    for nothing in (Rules(4, 99.9), Rules(4, 100, 1, 1)):
+    assert len(measured) == 6
+    assert distinct_share(86, 4, found) == pytest.approx(6 / 22)
+    late, _ = model.serve(prompt, output, texts, Rules(4, 99, warm_up=3), lambda a, b: True, [])
+    assert {one.page for one in late} <= set(last), "the first repetition was the warm-up"
+    for nothing in (Rules(4, 99), Rules(4, 100, 1, 1)):
         assert model.serve(prompt, output, texts, nothing, lambda a, b: True, [])[0] == []
-    assert model.serve(prompt, output, texts, rules, lambda a, b: False, [])[0] == []
+    assert model.serve(prompt, output, texts, Rules(4, 100), lambda a, b: False, [])[0] == []
 
 
 def test_pages_that_share_with_one_another_count_once():
