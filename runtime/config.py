@@ -71,6 +71,9 @@ class CacheConfig(Section):
     document_reuse: DocumentMethod = Field(
         "none", description="method for documents of requests without `reuse`; all but none are approximate"
     )
+    reasoning_cache: bool = Field(
+        False, description="requests without `reuse` share the pages of reasoning steps that repeat; approximate"
+    )
     eviction_policy: PolicyName = Field("lru", description="which unreferenced pages go first when room is needed")
     tenant_quota: int | None = Field(
         None,

@@ -205,6 +205,7 @@ class Admin:
             "idle_before_evict_s": _plain(stats.idle_s),
             "lifetime_s": _plain(stats.lifetime_s),
             "reuse_gap_s": _plain(stats.reuse_gap_s),
+            **{name: value for strategy in core.strategies.values() for name, value in strategy.figures().items()},
         }
 
 

@@ -19,7 +19,7 @@ from runtime.engine.admin import Admin
 from runtime.engine.in_flight import InFlight
 from runtime.engine.pinning import Pinning
 from runtime.engine.scheduler import Scheduler
-from runtime.errors import EngineDead, InvalidRequest, RametError
+from runtime.errors import EngineDead, InvalidRequest, ModelError, RametError
 from runtime.execution.device import choose_device, choose_overlap, is_lost, is_out_of_memory
 from runtime.execution.parallel.driver import open_executor
 from runtime.kv.cache import PagedCache
@@ -46,6 +46,7 @@ from runtime.reuse.build import build
 from runtime.reuse.fusion.strategy import Fusion
 from runtime.reuse.modules.strategy import Modules
 from runtime.reuse.prefix import PrefixStrategy
+from runtime.reuse.reasoning.strategy import ReasonCache
 from runtime.reuse.strategy import Strategy
 from runtime.sampling.batched import make_sampler
 from runtime.sampling.decoding import Decoding, NextToken
@@ -122,8 +123,11 @@ class EngineCore:
             self.add_strategy(PrefixStrategy(self.cache, spec.num_layers))
             self.add_strategy(Modules(self.cache, spec.num_layers, self.info))
             self.add_strategy(Fusion(self.cache, executor, self.info))
+            self.add_strategy(ReasonCache(self.cache, executor, lambda: Tokenizer.load(path)))
             sampler = make_sampler(executor.backend_name, spec.vocab_size, executor.device, executor.argmax)
             return NextToken(sampler)
+        if self.config.cache.reasoning_cache:
+            raise ModelError("--reasoning-cache is for causal models, and this is a diffusion model")
         bicache = BiCache.load(self.config.diffusion, path, spec, self.cache)
         self.add_strategy(bicache)
         self.info.diffusion = bicache.info

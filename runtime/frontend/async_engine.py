@@ -120,8 +120,11 @@ class AsyncEngine:
                 await self._start_process(path, directory)
         except (OSError, zmq.ZMQError) as error:
             raise ModelError(f"the engine process cannot be started: {error}") from None
-        planner = Planner.load(self.config.cache.document_reuse, path)
-        self._frontend = Frontend(self.info, self.tokenizer, self._send, self.config.scheduler, planner=planner)
+        cache, limits = self.config.cache, self.config.scheduler
+        planner = Planner.load(cache.document_reuse, path)
+        self._frontend = Frontend(
+            self.info, self.tokenizer, self._send, limits, planner=planner, reasoning=cache.reasoning_cache
+        )
         self._reader = asyncio.create_task(self._read())
         self._watch = asyncio.create_task(self._watchdog.watch(lambda: self._call(Ping), self._kill))
 

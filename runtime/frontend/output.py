@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from radix import Namespace
-from runtime.params import DiffusionParams, ReuseParams, SamplingParams
+from runtime.params import AnyReuse, DiffusionParams, SamplingParams
 from runtime.protocol import Finish, TokenLogprob
 from runtime.reuse.fusion.plan import DocumentPrompt
 from runtime.reuse.fusion.prompt import Segments
@@ -54,7 +54,7 @@ class Submission:
         shared_text: renders the prompt's beginning that other requests share, if it has one, for `diffusion` without
             `prefix_tokens`.
         num_characters: of a prompt that is still to be rendered, about.
-        reuse: of a prompt's documents; None: the server's default.
+        reuse: of a prompt's documents, or of reasoning steps; None: the server's default.
     """
 
     prompt: Prompt | Callable[[], Prompt]
@@ -69,7 +69,7 @@ class Submission:
     diffusion: DiffusionParams | None = None
     shared_text: Callable[[], str | None] | None = None
     num_characters: int = 0
-    reuse: ReuseParams | None = None
+    reuse: AnyReuse | None = None
 
     @property
     def expected_tokens(self) -> int:
@@ -100,7 +100,7 @@ class Output:
         prompt_tokens, cached_tokens, completion_tokens: counts; cached tokens are prompt tokens read from the cache.
         finish: set on the last Output of a completion only.
         queue_s, prefill_s, e2e_s: seconds waiting, from admission to the first token, and since submission.
-        reuse: on the shared prefix of a diffusion model, on modules or documents: what was reused.
+        reuse: on the shared prefix of a diffusion model, on modules, documents or reasoning steps: what was reused.
         canvas: all output positions of a diffusion model, decided or masked, if requested.
     """
 

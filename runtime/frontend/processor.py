@@ -15,7 +15,7 @@ from runtime.frontend.detokenizer import TextStream
 from runtime.frontend.limits import RequestLimits
 from runtime.frontend.output import Output, PlacedPrompt, Submission
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import DiffusionParams, ReuseParams
+from runtime.params import DiffusionParams, ReasoningParams, ReuseParams
 from runtime.protocol import Abort, AddRequest, Finish, Inbound, ModelInfo, TokenEvent, TokenLogprob
 from runtime.reuse.fusion.plan import DocumentPrompt, Planner, refuse_reuse
 from runtime.reuse.fusion.prompt import Segments
@@ -56,6 +56,7 @@ class Frontend:
         config: limits on lengths and on open requests.
         bounded: whether requests over the limit on open ones are refused.
         planner: chooses how documents are reused.
+        reasoning: whether requests that ask for no reuse share reasoning steps, where that can be.
     """
 
     def __init__(
@@ -66,11 +67,13 @@ class Frontend:
         config: SchedulerConfig,
         bounded: bool = True,
         planner: Planner = _NO_REUSE,
+        reasoning: bool = False,
     ):
         self._config = config
         self._admission = RequestLimits(config)
         self._bounded = bounded
         self._planner = planner
+        self._reasoning = reasoning
         self.info = info
         self.tokenizer = tokenizer
         self._send = send
@@ -105,8 +108,10 @@ class Frontend:
             submission.reuse.check()
         if isinstance(prompt, Segments):
             prompt = submission.prompt = self._place_documents(submission, prompt)
-        elif not isinstance(prompt, DocumentPrompt):
+        elif not isinstance(prompt, DocumentPrompt) and isinstance(submission.reuse, ReuseParams):
             refuse_reuse(submission.reuse)
+        if isinstance(submission.reuse, ReasoningParams) and (reason := self._no_reasoning(submission)):
+            raise InvalidRequest(f"reasoning steps are not shared {reason}", param="reuse")
         if isinstance(prompt, ModulePrompt):
             return self._check_modules(submission, prompt)
         if isinstance(prompt, DocumentPrompt):
@@ -152,10 +157,30 @@ class Frontend:
     def _place_documents(self, submission: Submission, prompt: Segments) -> DocumentPrompt:
         """The tokens of a prompt with documents, and how these are reused. Raises InvalidRequest."""
         self.check_text(prompt.num_characters, "prompt")
-        asked = submission.reuse
+        asked = None if isinstance(submission.reuse, ReasoningParams) else submission.reuse
         if asked is None and (self.info.diffusion is not None or submission.prompt_logprobs_from is not None):
             asked = _NONE  # the default is for those that it can serve
         return self._planner.plan(prompt.tokenize(self.tokenizer, submission.add_special_tokens), asked)
+
+    def _no_reasoning(self, submission: Submission) -> str | None:
+        """The reason for which a submission's reasoning steps cannot be shared; None: they can."""
+        prompt = submission.prompt
+        if self.info.diffusion is not None:
+            return "by a diffusion model"
+        if submission.prompt_logprobs_from is not None:
+            return "where log-probabilities of the prompt are wanted"
+        if isinstance(prompt, ModulePrompt) or (isinstance(prompt, DocumentPrompt) and prompt.names):
+            return "behind modules or documents"
+        return None
+
+    def _reuse_of(self, submission: Submission) -> dict[str, Any] | None:
+        """The field `reuse` of an encoded submission's messages."""
+        asked = submission.reuse
+        if asked is None and self._reasoning and self._no_reasoning(submission) is None:
+            asked = ReasoningParams()
+        if isinstance(asked, ReasoningParams):
+            return asked.model_dump()
+        return submission.prompt.reuse if isinstance(submission.prompt, PlacedPrompt) else None
 
     def _check_documents(self, submission: Submission, prompt: DocumentPrompt) -> None:
         """Raise InvalidRequest if the documents' reuse can never be served."""
@@ -259,6 +284,7 @@ class Frontend:
         fields = sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
         if sampling.max_new_tokens is None:
             fields["max_new_tokens"] = self._most_output(length, length if placed is None else placed.stop)
+        reuse = self._reuse_of(submission)
         self._by_submission[submission.key] = rids = set()
         self._serial += 1
         for choice in range(sampling.n):
@@ -281,7 +307,7 @@ class Frontend:
                     prompt_logprobs_from=submission.prompt_logprobs_from if choice == 0 else None,
                     priority=submission.priority,
                     diffusion=None if submission.diffusion is None else submission.diffusion.model_dump(),
-                    reuse=None if placed is None else placed.reuse,
+                    reuse=reuse,
                 )
             )
 

@@ -201,6 +201,10 @@ class Strategy(ABC):
     def flush(self) -> None:  # noqa: B027
         """Drop what the strategy keeps beside the tree, as the cache is flushed."""
 
+    def figures(self) -> dict[str, float]:
+        """Figures of its own besides counters, for operators."""
+        return {}
+
     def phase(self, request: Request) -> str:
         """The phase of a running request, for people."""
         return "decode" if request.num_output else "prefill"

@@ -14,7 +14,7 @@ from runtime.errors import InvalidRequest
 from runtime.frontend.output import Output, Prompt, Submission, new_rid, prompts_of
 from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import SamplingParams
+from runtime.params import ReuseParams, SamplingParams
 from runtime.protocol import TokenLogprob
 from server.auth.keys import Asker, CacheScope, Tenant
 from server.context import Context, Ctx
@@ -62,7 +62,9 @@ class GenerateRequest(Body):
         None, description="prompts that import modules of a schema: <prompt schema=...>"
     )
     segments: SegmentPrompts | None = Field(None, description="prompts of texts and documents, in order")
-    reuse: Reuse | None = Field(None, description="of documents; default: --document-reuse")
+    reuse: Reuse | None = Field(
+        None, description="of documents, or of reasoning steps; default: --document-reuse or --reasoning-cache"
+    )
     sampling_params: OneOrMany[Sampling] = Field(default_factory=Sampling)
     stream: bool = False
     return_logprob: bool = False
@@ -126,7 +128,7 @@ def _prompts(
     body: GenerateRequest, account: str, context: Context
 ) -> tuple[Sequence[Prompt | Callable[[], Prompt]], list[int], bool]:
     """The prompts, the characters of each (0: they are known), and whether it was a list. Raises InvalidRequest."""
-    if body.pml is not None and body.reuse is not None:
+    if body.pml is not None and isinstance(body.reuse, ReuseParams):
         raise InvalidRequest("reuse is for prompts with documents, and pml has none", param="reuse")
     if body.segments is not None:
         is_list = isinstance(body.segments[0], list) if body.segments else True

@@ -22,7 +22,7 @@ from server.http import examples
 from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone, while_there
-from server.openai.common import check_model, envelope, finish_reason, module_reuse, usage
+from server.openai.common import check_model, envelope, finish_reason, reuse_of, usage
 from server.openai.tools import CallReader, render_chat, with_tools, writes_tags
 from server.openai.types import ChatRequest
 
@@ -135,12 +135,13 @@ async def _answer(body: ChatRequest, rid: str, outputs: OutputStream, context: C
                 "message": message,
                 "logprobs": logprobs[output.choice].fields() if body.logprobs else None,
                 "finish_reason": _finish_reason(output, bool(calls)),
+                **(reuse_of(output) if len(done) > 1 else {}),
             }
         )
     return {
         **envelope("chat.completion", rid, context),
         **{"choices": choices, "usage": usage(done)},
-        **module_reuse(done[0]),
+        **reuse_of(done[0]),
     }
 
 
@@ -163,7 +164,7 @@ async def _events(body: ChatRequest, rid: str, outputs: OutputStream, context: C
         finish = _finish_reason(output, bool(reader.num_calls))
         logprobs = _Logprobs(context.engine.tokenizer)
         await write_logprobs(outputs, logprobs.add, output)
-        reuse = module_reuse(output) if finish else {}
+        reuse = reuse_of(output) if finish else {}
         yield chunk(output.choice, delta, logprobs.fields() if body.logprobs else None, finish) | reuse
     if body.with_usage:
         yield {**envelope("chat.completion.chunk", rid, context), "choices": [], "usage": usage(last.values())}

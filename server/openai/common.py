@@ -46,8 +46,8 @@ def usage(outputs: Iterable[Output]) -> dict[str, Any]:
     }
 
 
-def module_reuse(output: Output) -> dict[str, Any]:
-    """The field `reuse` of answers to prompts that import modules."""
+def reuse_of(output: Output) -> dict[str, Any]:
+    """The field `reuse` of an answer, or of one of several choices, of which each may reuse something else."""
     return {"reuse": output.reuse} if output.reuse and "strategy" in output.reuse else {}
 
 

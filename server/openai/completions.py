@@ -16,7 +16,7 @@ from server.http import examples
 from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone
-from server.openai.common import check_model, envelope, finish_reason, usage
+from server.openai.common import check_model, envelope, finish_reason, reuse_of, usage
 from server.openai.types import CompletionRequest
 
 router = APIRouter(prefix="/v1", tags=["openai"])
@@ -44,6 +44,7 @@ def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:
             prompt_logprobs_from=0 if body.echo and body.logprobs is not None else None,
             priority=tenant.priority(body.priority),
             diffusion=body.diffusion,
+            reuse=body.reuse,
         )
         for prompt in prompts
     ]
@@ -70,8 +71,12 @@ async def _answer(
         for choice in range(body.n)
     }
     done = await collect(outputs, context.metrics, lambda output: writers[output.index, output.choice].add(output))
-    choices = [writers[output.index, output.choice].write(output, output.text) for output in done]
-    return {**envelope("text_completion", rid, context), "choices": choices, "usage": usage(done)}
+    choices = [
+        writers[output.index, output.choice].write(output, output.text) | (reuse_of(output) if len(done) > 1 else {})
+        for output in done
+    ]
+    answer = {**envelope("text_completion", rid, context), "choices": choices, "usage": usage(done)}
+    return answer | reuse_of(done[0])
 
 
 async def _events(
@@ -86,7 +91,8 @@ async def _events(
             writers[key] = _Choice(body, submissions[output.index], context.engine.tokenizer)
         await write_logprobs(outputs, writers[key].add, output)
         event = {**envelope("text_completion", rid, context), "choices": [writers[key].write(output, output.delta)]}
-        yield event | ({"usage": None} if body.with_usage else {})
+        reuse = reuse_of(output) if output.finish is not None else {}
+        yield event | reuse | ({"usage": None} if body.with_usage else {})
     if body.with_usage:
         yield {**envelope("text_completion", rid, context), "choices": [], "usage": usage(last.values())}
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from runtime.errors import InvalidRequest
-from runtime.params import SamplingParams
+from runtime.params import ReuseParams, SamplingParams
 from runtime.reuse.modules.pml import Import
 from runtime.sampling.json_text import check_texts
 from server.auth.keys import CacheScope
@@ -79,6 +79,9 @@ class CommonRequest(Body):
     cache_scope: CacheScope = "private"
     timeout_s: Timeout | None = None
     diffusion: Diffusion | None = None
+    reuse: Reuse | None = Field(
+        None, description="of documents, or of reasoning steps; default: --document-reuse or --reasoning-cache"
+    )
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> CommonRequest:
@@ -281,7 +284,6 @@ class ChatRequest(CommonRequest):
         None, alias="schema", description="a schema that the messages follow; their parts may import its modules"
     )
     documents: GivenDocuments | None = Field(None, description="the last user message begins with these documents")
-    reuse: Reuse | None = Field(None, description="of documents; default: --document-reuse")
     max_tokens: NewTokens | None = None
     max_completion_tokens: NewTokens | None = None
     logprobs: bool = False
@@ -341,7 +343,7 @@ class ChatRequest(CommonRequest):
         """Raise InvalidRequest for unsupported fields, which are never ignored silently."""
         if self.schema_name is None and any(message.imports for message in self.messages):
             raise InvalidRequest("parts of type module need a schema", param="schema")
-        if self.schema_name is not None and (self.reuse or self.has_documents):
+        if self.schema_name is not None and (isinstance(self.reuse, ReuseParams) or self.has_documents):
             raise InvalidRequest("a schema and documents exclude each other", param="schema")
         if self.functions or self.function_call not in (None, "none", "auto"):
             raise InvalidRequest("functions are not supported; use tools", param="functions")
