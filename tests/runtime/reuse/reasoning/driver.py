@@ -46,12 +46,14 @@ class ReasonDriver(Driver):
             self.strategy.background._credit = 1e9
         self.strategy.reservoirs = {name: Reservoir(warm_up) for name in self.strategy.reservoirs}
         self.requests: dict[str, Request] = {}
-        self.bias = {token: 100.0 for token in words(Tokenizer.load(path))}
+        tokenizer = Tokenizer.load(path)
+        self.strategy._evaluation._load_tokenizer = lambda: tokenizer
+        self.bias = dict.fromkeys(words(tokenizer), 100.0)
 
     def think(self, rid: str, prompt: Sequence[int], count: int, reuse: dict[str, Any], **options: Any) -> None:
         """An output of `count` tokens: few words in random order, in steps of some ten tokens."""
         fields = {name: options.pop(name) for name in {"namespace", "prompt_logprobs_from"} & options.keys()}
-        sampling = {"temperature": 30.0, "logit_bias": self.bias, "ignore_eos": True, "seed": 1} | options
+        sampling = {"temperature": 8.0, "logit_bias": self.bias, "ignore_eos": True, "seed": 1} | options
         params = SamplingParams(**sampling, max_new_tokens=count)
         self.tokens[rid], self.events[rid] = [], []
         message = AddRequest(
@@ -63,6 +65,11 @@ class ReasonDriver(Driver):
         else:
             self.requests[rid] = self.core.requests[rid]
 
+    def plain(self, rid: str, prompt: Sequence[int], count: int, **options: Any) -> None:
+        """The same without any sharing."""
+        sampling = {"temperature": 8.0, "logit_bias": self.bias, "seed": 1} | options
+        self.add(rid, prompt, max_new_tokens=count, **sampling)
+
     def report(self, rid: str) -> dict[str, Any]:
         """The last report, as an answer has it."""
         return [event.reuse for event in self.events[rid] if event.reuse][-1]
@@ -71,6 +78,6 @@ class ReasonDriver(Driver):
 def words(tokenizer: Tokenizer) -> list[int]:
     """Tokens of an output: the delimiter, and ten words."""
     found = tokenizer.encode("\n\n", add_special_tokens=False)
-    for word in " so we see that it is not the first one".split():
+    for word in ("so", "we", "see", "that", "it", "is", "not", "the", "first", "one"):
         found += tokenizer.encode(f" {word}", add_special_tokens=False)
     return list(dict.fromkeys(found))
