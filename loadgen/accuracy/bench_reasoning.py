@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,10 +27,11 @@ from runtime.reuse.reasoning.reservoir import WARM_UP
 
 # Batches in which the reservoirs should be filled; texts without similar steps never fill them.
 _MOST_WARM_UP = 40
+_ROTATIONS = ("stale", "moved")
 _GENERATED = "generated"
 _TEMPERATURE = 0.8
-# Of the pages, to learn how many pages a share of random ones saves.
-_RANDOM = 0.3
+# Random sharing, to begin with: until it is known how many pages it saves.
+_DRAWN = {"method": "reasoncache", "random_share": 0.3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +94,7 @@ class Bench:
         given = {} if self.a.model is None else {"model": self.a.model}
         self.path = resolve_model(make_config(**given).model)
         self.tokenizer = Tokenizer.load(self.path)
+        self._stocks: dict[str, Iterator[Chain]] = {}
 
     def settings(self) -> dict[str, Any]:
         """What the tables say of a run's options."""
@@ -104,28 +108,28 @@ class Bench:
         options = {"dtype": a.dtype, "page_size": a.page_size, "max_running": running, **threads}
         return Thinker(self.path, at_once, pool_tokens=pool_tokens, **options)
 
-    def tasks(self, text: str, count: int, *key: object) -> list[Task]:
-        """Chains of a text; the same key gives the same ones."""
-        rng = random.Random(f"{self.a.seed} {text} {key}")
+    def tasks(self, text: str, count: int) -> list[Task]:
+        """The next chains of a text; fewer where a file has fewer in all."""
+        if text not in self._stocks:
+            self._stocks[text] = self._chains(text, random.Random(f"{self.a.seed} {text}"))
+        # Written chains end a little behind the wanted length, and are asked for an answer then.
+        most = self.a.length * (2 if text in WRITTEN else 1)
+        chains = list(dict.fromkeys(islice(self._stocks[text], count)))
+        return [Task.of(chain, self.tokenizer, most) for chain in chains]
+
+    def _chains(self, text: str, rng: random.Random) -> Iterator[Chain]:
         if text in WRITTEN:
-            chains = [WRITTEN[text](rng, self.a.length) for _ in range(count)]
-        elif text == _GENERATED:
-            chains = self._generate(count, rng)
-        else:
-            every = read_chains(Path(text))
-            chains = rng.sample(every, min(count, len(every)))
-        return [Task.of(chain, self.tokenizer, self._most(text)) for chain in chains]
-
-    def _most(self, text: str) -> int:
-        """Forced tokens: written chains end a little behind the wanted length, and are asked for an answer then."""
-        return 2 * self.a.length if text in WRITTEN else self.a.length
-
-    def _generate(self, count: int, rng: random.Random) -> list[Chain]:
-        thinker = self.thinker(False, self.a.requests * (self.a.length + 256))
+            while True:
+                yield WRITTEN[text](rng, self.a.length)
+        if text != _GENERATED:
+            recorded = read_chains(Path(text))
+            yield from cycle(rng.sample(recorded, len(recorded)))
         asked = problems(rng)
-        chains = thinker.think([next(asked) for _ in range(count)], self.a.length, _TEMPERATURE, rng.randrange(1 << 31))
-        thinker.close()
-        return chains
+        while True:
+            questions = list(islice(asked, self.a.requests))
+            thinker = self.thinker(False, self.a.requests * (self.a.length + 256))
+            yield from thinker.think(questions, self.a.length, _TEMPERATURE, rng.randrange(1 << 31))
+            thinker.close()
 
     def _fields(self, rotation: str, percentile: float) -> dict[str, Any]:
         return {"method": "reasoncache", "rotation": rotation, "percentile": percentile}
@@ -133,29 +137,26 @@ class Bench:
     # -- throughput ----------------------------------------------------------------------------------------------
 
     def speed(self) -> dict[str, Any]:
-        """By pool and way, what each round gave; the ways take turns in being the first."""
+        """By pool and way, what each round gave, behind a warm-up; the ways take turns in being the first."""
         a, found = self.a, {}
         text = a.texts[0]
-        batches = [self.tasks(text, a.requests, "speed", number) for number in range(a.rounds + 1)]
+        batches = [self.tasks(text, a.requests) for _ in range(a.rounds)]
         most = max(len(task.prompt) + len(task.forced) for batch in batches for task in batch)
         pages = -(-most // a.page_size) + 1
         with Progress(console=Console(stderr=True)) as progress:
             for pool, held in {"small": a.room, "large": a.requests}.items():
                 thinker = self.thinker(False, held * pages * a.page_size)
-                bar = progress.add_task(f"{pool} pool", total=len(batches) * 4)
-                ways: dict[str, dict[str, Any] | None] = {
-                    "exact": None,
-                    **{rotation: self._fields(rotation, a.percentile) for rotation in ("stale", "moved")},
-                    "random": {"method": "reasoncache", "random_share": _RANDOM},
-                }
+                drawn = self._warm_up(thinker, text, progress)
+                ways: dict[str, dict[str, Any] | None] = {"exact": None}
+                ways |= {rotation: self._fields(rotation, a.percentile) for rotation in _ROTATIONS}
+                ways["random"] = drawn
                 rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
-                for number, batch in enumerate(batches):
+                for number, batch in enumerate(progress.track(batches, description=f"{pool} pool")):
                     for name in _turned(list(ways), number):
-                        served = asdict(thinker.serve(batch, ways[name]))
-                        progress.advance(bar)
-                        rounds[name].append(served)
-                    ways["random"] = _equal(ways["random"], *(rounds[name][-1]["ended"] for name in ("random", "stale")))
-                found[pool] = {name: mine[1:] for name, mine in rounds.items()}
+                        rounds[name].append(asdict(thinker.serve(batch, ways[name])))
+                    last = [rounds[name][-1]["ended"] for name in ("random", "stale")]
+                    ways["random"] = drawn = _equal(drawn, *last)
+                found[pool] = rounds
                 thinker.close()
         return found
 
@@ -165,7 +166,7 @@ class Bench:
         """By text and way, what each chain gave; and what the texts are like."""
         quality, kinds = {}, {}
         for text in self.a.texts:
-            tasks = self.tasks(text, self.a.chains, "quality")
+            tasks = self.tasks(text, self.a.chains)
             kinds[_name(text)] = asdict(Kind.of(tasks, self.tokenizer))
             quality[_name(text)] = self._compare(text, tasks)
         return {"quality": quality, "texts": kinds}
@@ -173,7 +174,7 @@ class Bench:
     def _compare(self, text: str, tasks: list[Task]) -> dict[str, list[dict[str, Any]]]:
         a = self.a
         ways: dict[str, dict[str, Any] | None] = {"exact": None}
-        for rotation in ("stale", "moved"):
+        for rotation in _ROTATIONS:
             ways |= {f"{rotation} {p:g}": self._fields(rotation, p) for p in a.percentiles}
         thinker = self.thinker(True, a.batch * (2 * a.length + 512))
         found: dict[str, list[dict[str, Any]]] = {}
@@ -190,19 +191,19 @@ class Bench:
         """Fill the reservoirs of distances; the options of as much random sharing as the paper's percentile gives."""
         a = self.a
         stale, random_pages = [], []
-        drawn = {"method": "reasoncache", "random_share": _RANDOM}
         bar = progress.add_task(f"{_name(text)}, warm-up", total=WARM_UP)
-        for number in range(_MOST_WARM_UP):
-            batch = self.tasks(text, a.batch, "warm-up", number)
+        for _ in range(_MOST_WARM_UP):
+            batch = self.tasks(text, a.batch)
             before = thinker.measured("stale")
-            found = {rotation: thinker.predict(batch, self._fields(rotation, a.percentile)) for rotation in ("stale", "moved")}
+            rotations = {name: self._fields(name, a.percentile) for name in _ROTATIONS}
+            found = {name: thinker.predict(batch, fields) for name, fields in rotations.items()}
             progress.update(bar, completed=thinker.measured("stale"))
             if before >= WARM_UP:
                 stale += [one.amsr for one in found["stale"]]
-                random_pages += [one.amsr for one in thinker.predict(batch, drawn)]
+                random_pages += [one.amsr for one in thinker.predict(batch, _DRAWN)]
             if len(stale) >= a.batch:
                 break
-        return _equal(drawn, random_pages, stale)
+        return _equal(_DRAWN, random_pages, stale)
 
 
 def _equal(drawn: dict[str, Any], found: list[float], wanted: list[float]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,17 @@ class Chain:
 
 
 _THINGS = ("lamps", "chairs", "carpets", "mirrors", "clocks", "shelves", "tables", "curtains", "pillows", "vases")
-_AGAIN = ("Wait, let me", "Hmm, I should", "To be sure, I", "Let me go back and", "Before I go on, I", "Actually, I will")
+_AGAIN = (
+    "Wait, let me",
+    "Hmm, I should",
+    "To be sure, I",
+    "Let me go back and",
+    "Before I go on, I",
+    "Actually, I will",
+)
 
 _SAYS = (
-    "The shop sells {count} {thing} on this day, and each of them costs {price} dollars, "
+    "The shop sells {pieces} {thing} on this day, and each of them costs {price} dollars, "
     "so that together the {thing} bring in"
 )
 # Each is said once in a chain.
@@ -64,38 +72,48 @@ _ASIDES = (
 
 
 def worked(rng: random.Random, length: int) -> Chain:
-    """The day's takings of a shop, with a formula in each step; later steps check earlier ones in nearly their words."""
-    return _chain(rng, length, "{count} * {price} = ")
+    """A shop's takings, with a formula in each step; later steps check earlier ones in nearly their words."""
+    return _chain(rng, length, "{pieces} * {price} = ")
 
 
 def alike(rng: random.Random, length: int) -> Chain:
-    """The same in words alone: steps about different goods differ in their names and numbers, and no formula says so."""
+    """The same in words alone: steps about different goods differ in names and numbers, and no formula says so."""
     return _chain(rng, length, "")
+
+
+class _Goods(NamedTuple):
+    thing: str
+    pieces: int
+    price: int
+
+    def fill(self, text: str) -> str:
+        return text.format(**self._asdict())
+
+    @property
+    def taken(self) -> int:
+        return self.pieces * self.price
 
 
 def _chain(rng: random.Random, length: int, formula: str) -> Chain:
     """Steps of about `length` tokens: one for each kind of goods, then checks of them, with asides between."""
-    goods = [
-        {"thing": thing, "count": rng.randint(11, 49), "price": rng.randint(11, 89)}
-        for thing in rng.sample(_THINGS, 5)
-    ]
-    listed = ", ".join("{count} {thing} for {price} dollars each".format(**one) for one in goods)
-    said = _SAYS + " " + formula
+    goods = [_Goods(thing, rng.randint(11, 49), rng.randint(11, 89)) for thing in rng.sample(_THINGS, 5)]
+    listed = ", ".join(one.fill("{pieces} {thing} for {price} dollars each") for one in goods)
     asides, order = iter(rng.sample(_ASIDES, len(_ASIDES))), iter(goods)
-    steps, tokens = [], 0
+    steps: list[str] = []
+    tokens = 0
     while tokens < length:
         new = next(order, None)
         begin, one = ("Next I", new) if new else (rng.choice(_AGAIN), rng.choice(goods))
-        said_now = said.format(**one) + f"{one['count'] * one['price']} dollars."
-        more = [f"{begin} work out what the {one['thing']} bring in. {said_now}", " ".join(islice(asides, 2))]
-        steps += filter(None, more)
+        said = one.fill(f"{begin} work out what the {{thing}} bring in. {_SAYS} {formula}") + f"{one.taken} dollars."
+        more = [text for text in (said, " ".join(islice(asides, 2))) if text]
+        steps += more
         tokens += sum(map(_about, more))
     asked = rng.choice(goods)
     return Chain(
         f"On one day a shop sells {listed}. How much does it take in? Think step by step, and check every step.",
         "".join(f"{step}\n\n" for step in steps),
-        "As I found above, the" + said.format(**asked).removeprefix("The").rstrip(),
-        f"{asked['count'] * asked['price']}",
+        "As I found above, the" + asked.fill(f"{_SAYS} {formula}").removeprefix("The").rstrip(),
+        f"{asked.taken}",
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -159,7 +160,9 @@ class Thinker(Drive):
         self._forcing.answers.clear()
         self._forcing.watch = _ignore
 
-    def predict(self, tasks: Sequence[Task], reuse: dict[str, Any] | None, watch: Watch | None = None) -> list[Compared]:
+    def predict(
+        self, tasks: Sequence[Task], reuse: dict[str, Any] | None, watch: Watch | None = None
+    ) -> list[Compared]:
         """Force all, then let them answer; `watch`: called with the task's and the token's number, and the logits."""
         self._clear()
         places = {self._ask(task, reuse, _SAID if task.answer else 0): place for place, task in enumerate(tasks)}
@@ -174,7 +177,8 @@ class Thinker(Drive):
                     found[places[event.rid]].amsr = event.reuse["amsr"]
         for mine, task, tokens in zip(found, tasks, said, strict=True):
             if task.answer:
-                mine.right = task.answer in self.tokenizer.decode(tokens[len(task.forced) :].tolist())
+                text = self.tokenizer.decode(tokens[len(task.forced) :].tolist())
+                mine.right = re.search(rf"\b{re.escape(task.answer)}\b", text) is not None
         return found
 
     def think(self, questions: Sequence[str], length: int, temperature: float, seed: int) -> list[Chain]:
@@ -208,7 +212,9 @@ class _AtOnce(Executor):
         return ended
 
 
-def compare(thinker: Thinker, ways: dict[str, dict[str, Any] | None], tasks: Sequence[Task]) -> dict[str, list[Compared]]:
+def compare(
+    thinker: Thinker, ways: dict[str, dict[str, Any] | None], tasks: Sequence[Task]
+) -> dict[str, list[Compared]]:
     """The same chains in all ways, by way; exact decoding is the first, and the others are compared with it."""
     full: dict[tuple[int, int], torch.Tensor] = {}
     found: dict[str, list[Compared]] = {}
