@@ -33,7 +33,8 @@ _MOST_VIEWERS = 32
 _REST = 10
 _COUNTED = ("running", "waiting", "pages_total", "pages_free", "pages_tree", "pages_private", "pages_locked",
             "pages_pinned", "pins", "tree_nodes", "queried_tokens", "cached_tokens", "prompt_tokens",
-            "generation_tokens", "requests", "evicted_tokens", "retracted_requests")  # fmt: skip
+            "generation_tokens", "requests", "evicted_tokens", "retracted_requests",
+            "substituted_pages", "saved_pages")  # fmt: skip
 
 
 @router.get("/")
@@ -126,7 +127,7 @@ class Feed:
                 for request in requests:
                     request["rid"] = request["rid"].rpartition("/")[0]  # drop the engine's choice and serial number
                     request["tenant"] = self._context.tenant_name(request["tenant"])
-                counted = {name: state[name] for name in _COUNTED}
+                counted = {name: state.get(name, 0) for name in _COUNTED}
                 self._figures = {"at_s": time.time(), **counted, **self._context.metrics.now(), "requests": requests}
                 self._figures_s = time.monotonic()
             return self._figures

@@ -41,13 +41,16 @@ class Distances:
         most = _MOST_ON_CPU if pool.k.device.type == "cpu" else _MOST
         per_layer = pool.page_size * self._num_heads * pool.k.shape[3]
         self._layers = max(most // per_layer, 1)
+        # Beside the steps, not between their kernels. Sealed rows were written by steps that have been read.
+        self._stream = torch.cuda.Stream(pool.k.device) if pool.k.is_cuda else None
 
     @torch.inference_mode()
     def between(self, a: Page, b: Page, moved: bool = False) -> float:
         """The distance of two pages; `moved`: of their keys without their rotations."""
-        dots = self._dots(a, b, a.position - b.position if moved else 0)
-        squares = self._squares(a) + self._squares(b) - 2 * dots
-        total = squares.clamp_min(0).sqrt().sum().item()
+        with torch.cuda.stream(self._stream):
+            dots = self._dots(a, b, a.position - b.position if moved else 0)
+            squares = self._squares(a) + self._squares(b) - 2 * dots
+            total = squares.clamp_min(0).sqrt().sum().item()
         return total / (self._num_layers * self._pool.page_size * self._num_heads)
 
     def _squares(self, page: Page) -> torch.Tensor:

@@ -54,7 +54,7 @@ class Table:
 
 @dataclass(slots=True, eq=False)
 class Thoughts:
-    """What the evaluation knows of a request. Its thread alone uses `splitter`, `text` and `steps`.
+    """A request to the evaluation, whose thread alone uses `splitter`, `text` and `steps`.
 
     Attributes:
         prompt_len: tokens before the output.

@@ -140,7 +140,7 @@ class _Parser:
         return token is None or token in _CLOSING or [token] == self._closers[-1:]
 
     def expression(self, least: int = _SEPARATOR) -> Tree:
-        """What binds at least so much."""
+        """Operands and operators that bind at least so much."""
         self._depth += 1
         if self._depth > _MOST_DEEP:
             raise Unparsable("too deep")

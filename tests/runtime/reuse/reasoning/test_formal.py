@@ -1,4 +1,4 @@
-"""Which steps say the same in code and math."""
+"""Steps that say the same in code and math, and steps that do not."""
 
 from __future__ import annotations
 

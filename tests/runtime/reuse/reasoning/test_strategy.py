@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from radix import Namespace
+from runtime.errors import ModelError
 from runtime.models.rope import rotate
+from tests.runtime.engine.driver import make_core
+from tests.runtime.reuse.bicache.models import save_tiny
 from tests.runtime.reuse.reasoning.driver import ANY, PAGE, ReasonDriver
 
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -311,6 +314,12 @@ def test_prompt_logprobs_are_refused(tiny_dir):
     assert driver.finish["r"].type == "error"
     assert driver.finish["r"].refused
     driver.check_idle()
+
+
+def test_an_engine_of_a_diffusion_model_has_none(tmp_path, default_model_dir):
+    path = save_tiny("llada", tmp_path / "llada", layers=1)
+    with pytest.raises(ModelError, match="--reasoning-cache is for causal models"):
+        make_core(path, reasoning_cache=True)
 
 
 def test_several_ranks_are_refused(tiny_dir):
