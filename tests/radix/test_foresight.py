@@ -337,8 +337,13 @@ def test_places_are_given_to_the_last_leaf():
     assert [node.record.place for node in nodes] == list(range(200))
     tree.drop(nodes[3])
     assert (nodes[199].record.place, nodes[3].record.place, len(policy._leaves._nodes)) == (3, -1, 199)
-    tree.drop(nodes[198])
-    assert [node.record.place for node in (*nodes[:3], nodes[199], *nodes[4:198])] == list(range(198))
+    tree.add(5, 1)
+    assert (nodes[5].record.place, nodes[198].record.place) == (-1, 5), "it has a child, and may not go"
+    tree.drop(nodes[5])
+    assert nodes[5].record.place == -1
+    live = list(tree.nodes())
+    assert sorted(node.record.place for node in live) == list(range(len(live)))
+    assert all(policy._leaves._nodes[node.record.place] is node for node in live)
     assert policy._leaves._ticks[3] == nodes[199].last_use
 
 
