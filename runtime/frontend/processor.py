@@ -13,10 +13,10 @@ from runtime.config import SchedulerConfig
 from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.detokenizer import TextStream
 from runtime.frontend.limits import RequestLimits
-from runtime.frontend.output import Output, PlacedPrompt, Submission
+from runtime.frontend.output import MAX_PLACES, KeptText, Output, PlacedPrompt, Submission
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import DiffusionParams, ReuseParams
-from runtime.protocol import Abort, AddRequest, Finish, Inbound, ModelInfo, TokenEvent, TokenLogprob
+from runtime.protocol import Abort, AddRequest, CacheBooks, Finish, Inbound, ModelInfo, TokenEvent, TokenLogprob
 from runtime.reuse.fusion.plan import DocumentPrompt, Planner, refuse_reuse
 from runtime.reuse.fusion.prompt import Segments
 from runtime.reuse.modules.compile import ModulePrompt
@@ -44,6 +44,7 @@ class Choice:
     queue_s: float = 0.0
     prefill_s: float = 0.0
     reuse: dict[str, Any] | None = None
+    cache: CacheBooks | None = None
 
 
 class Frontend:
@@ -112,16 +113,11 @@ class Frontend:
         if isinstance(prompt, DocumentPrompt):
             self._check_documents(submission, prompt)
             prompt = prompt.tokens
-        if isinstance(prompt, str):
-            self.check_text(len(prompt), "prompt")
-        tokens = (
-            self.tokenizer.encode(prompt, add_special_tokens=submission.add_special_tokens)
-            if isinstance(prompt, str)
-            else prompt
-        )
+        tokens = self._tokenize(submission, prompt) if isinstance(prompt, str | KeptText) else prompt
         if not tokens:
             raise InvalidRequest("the prompt is empty", param="prompt")
         self.check_ids(tokens, "prompt")
+        self._check_places(submission, len(tokens))
         sampling.check(self.info.vocab_size)
         start = submission.prompt_logprobs_from
         if start is not None and not 0 <= start < len(tokens):
@@ -138,6 +134,27 @@ class Frontend:
             raise InvalidRequest("this model is no diffusion model", param="diffusion")
         self._check_length(len(tokens), sampling.max_new_tokens)
         return tokens
+
+    def _tokenize(self, submission: Submission, prompt: str | KeptText) -> list[int]:
+        """The tokens of a text; the submission learns which of them are to be kept."""
+        text, keep = (prompt, []) if isinstance(prompt, str) else (prompt.text, prompt.keep)
+        self.check_text(len(text), "prompt")
+        if not keep:
+            return self.tokenizer.encode(text, submission.add_special_tokens)
+        tokens, places = self.tokenizer.encode_with_places(
+            text, [end for end, _ in keep], submission.add_special_tokens
+        )
+        submission.keep = [(place, ttl_s) for place, (_, ttl_s) in zip(places, keep, strict=True)]
+        return tokens
+
+    def _check_places(self, submission: Submission, length: int) -> None:
+        """Raise InvalidRequest for places to keep that a prompt of `length` tokens does not have."""
+        if len(submission.keep) > MAX_PLACES:
+            message = f"a prompt is kept up to {MAX_PLACES} places, not {len(submission.keep)}"
+            raise InvalidRequest(message, param="keep")
+        if not all(0 <= place <= length and ttl_s > 0 for place, ttl_s in submission.keep):
+            message = "a place to keep lies within the prompt, and its time is longer than none"
+            raise InvalidRequest(message, param="keep")
 
     def _check_modules(self, submission: Submission, prompt: ModulePrompt) -> list[int]:
         """The own tokens of a prompt that imports modules. Raises InvalidRequest if it can never be served."""
@@ -282,6 +299,7 @@ class Frontend:
                     priority=submission.priority,
                     diffusion=None if submission.diffusion is None else submission.diffusion.model_dump(),
                     reuse=None if placed is None else placed.reuse,
+                    keep=[] if choice else submission.keep,
                 )
             )
 
@@ -325,6 +343,7 @@ class Frontend:
         if event.prompt_logprobs is not None:
             choice.prompt_logprobs = (choice.prompt_logprobs or []) + event.prompt_logprobs
         choice.cached_tokens = event.cached_tokens or choice.cached_tokens
+        choice.cache = event.cache or choice.cache
         if not event.tokens and event.finish is None and event.canvas is None:
             return
         if event.finish is not None and event.finish.type == "error":
@@ -371,6 +390,7 @@ class Frontend:
             e2e_s=time.monotonic() - choice.started_s,
             reuse=choice.reuse,
             canvas=event.canvas,
+            cache=choice.cache,
         )
 
     def _begin(self, choice: Choice) -> None:
