@@ -55,6 +55,8 @@ class Submission:
             `prefix_tokens`.
         num_characters: of a prompt that is still to be rendered, about.
         reuse: of a prompt's documents; None: the server's default.
+        last_tokens: only so many last tokens of a text or of ids are the prompt; -1: as many as fit; None: all.
+        show_tokens: whether the stream of Outputs holds the prompt's tokens.
     """
 
     prompt: Prompt | Callable[[], Prompt]
@@ -70,6 +72,8 @@ class Submission:
     shared_text: Callable[[], str | None] | None = None
     num_characters: int = 0
     reuse: ReuseParams | None = None
+    last_tokens: int | None = None
+    show_tokens: bool = False
 
     @property
     def expected_tokens(self) -> int:

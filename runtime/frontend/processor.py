@@ -119,6 +119,8 @@ class Frontend:
             if isinstance(prompt, str)
             else prompt
         )
+        if submission.last_tokens is not None:
+            tokens = self._truncated(tokens, submission)
         if not tokens:
             raise InvalidRequest("the prompt is empty", param="prompt")
         self.check_ids(tokens, "prompt")
@@ -138,6 +140,18 @@ class Frontend:
             raise InvalidRequest("this model is no diffusion model", param="diffusion")
         self._check_length(len(tokens), sampling.max_new_tokens)
         return tokens
+
+    def _truncated(self, tokens: list[int], submission: Submission) -> list[int]:
+        """The last tokens of a prompt. Raises InvalidRequest for one with documents."""
+        last = submission.last_tokens
+        assert last is not None
+        if isinstance(submission.prompt, DocumentPrompt):
+            raise InvalidRequest("a prompt with documents is not truncated", param="last_tokens")
+        if last == -1:
+            new = submission.sampling.max_new_tokens
+            room = min(self.info.context_length, self.info.pool_tokens) - (1 if new is None else new)
+            last = max(min(room, self._config.max_prompt_tokens or room), 1)
+        return tokens[max(len(tokens) - last, 0) :]
 
     def _check_modules(self, submission: Submission, prompt: ModulePrompt) -> list[int]:
         """The own tokens of a prompt that imports modules. Raises InvalidRequest if it can never be served."""
