@@ -43,6 +43,7 @@ class _Core(Protocol):
     strategies: dict[str, Strategy]
     requests: dict[str, Request]
     counters: dict[str, int]
+    step_rows: Histogram
     paused: bool
 
     def strategy_of(self, asked: dict[str, Any]) -> Strategy: ...
@@ -188,6 +189,7 @@ class Admin:
             "retracted_requests": core.scheduler.num_retracted,
             "running": len(core.scheduler.running),
             "waiting": len(core.scheduler.waiting) + len(core.scheduler.blocked),
+            "blocked": len(core.scheduler.blocked),
             "paused": int(core.paused),
             "pages_total": cache.pool.num_pages,
             "pages_free": cache.allocator.num_free,
@@ -205,6 +207,7 @@ class Admin:
             "idle_before_evict_s": _plain(stats.idle_s),
             "lifetime_s": _plain(stats.lifetime_s),
             "reuse_gap_s": _plain(stats.reuse_gap_s),
+            "step_rows": _plain(core.step_rows),
         }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from radix import Namespace
+from radix.stats import Histogram
 from runtime.batch import ForwardBatch
 from runtime.config import Config
 from runtime.diffusion.decoding import CanvasDecoding
@@ -62,6 +63,9 @@ _COUNTED = (
     "row_layers",
 )
 
+# Bounds of the histogram of a step's token rows.
+_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
 
 class EngineCore:
     """The engine without its surroundings.
@@ -87,6 +91,7 @@ class EngineCore:
         self.strategies: dict[str, Strategy] = {}
         self.decoding = self._open_model(path)
         self.counters |= self.decoding.counters
+        self.step_rows = Histogram(_ROWS)
         self.decoding.counters = self.counters
         self.overlap = self.info.diffusion is None and choose_overlap(config, choose_device(config.model))
         eos = self.info.eos_token_ids
@@ -306,6 +311,7 @@ class EngineCore:
             self._in_flight = None
             return self._compute_less([item for item in work if self._is_live(item)], error)
         self.counters["steps"] += 1
+        self.step_rows.add(flight.num_rows)
         return self._book(flight, tokens)
 
     def _launch(self, work: list[Work], before: InFlight | None = None) -> InFlight:

@@ -70,6 +70,8 @@ class Submission:
         reuse: of a prompt's documents; None: the server's default.
         keep: (tokens, seconds), MAX_PLACES at most: the prompt's first tokens are kept for that time from their last
             use on. Those of a `KeptText` are known once it is tokenized.
+        last_tokens: only so many last tokens of a text or of ids are the prompt; -1: as many as fit; None: all.
+        show_tokens: whether the stream of Outputs holds the prompt's tokens.
     """
 
     prompt: Prompt | Callable[[], Prompt]
@@ -86,6 +88,8 @@ class Submission:
     num_characters: int = 0
     reuse: ReuseParams | None = None
     keep: list[tuple[int, float]] = field(default_factory=list)
+    last_tokens: int | None = None
+    show_tokens: bool = False
 
     @property
     def expected_tokens(self) -> int:

@@ -114,6 +114,8 @@ class Frontend:
             self._check_documents(submission, prompt)
             prompt = prompt.tokens
         tokens = self._tokenize(submission, prompt) if isinstance(prompt, str | KeptText) else prompt
+        if submission.last_tokens is not None:
+            tokens = self._truncated(tokens, submission)
         if not tokens:
             raise InvalidRequest("the prompt is empty", param="prompt")
         self.check_ids(tokens, "prompt")
@@ -139,11 +141,10 @@ class Frontend:
         """The tokens of a text; the submission learns which of them are to be kept."""
         text, keep = (prompt, []) if isinstance(prompt, str) else (prompt.text, prompt.keep)
         self.check_text(len(text), "prompt")
+        special = submission.add_special_tokens
         if not keep:
-            return self.tokenizer.encode(text, submission.add_special_tokens)
-        tokens, places = self.tokenizer.encode_with_places(
-            text, [end for end, _ in keep], submission.add_special_tokens
-        )
+            return self.tokenizer.encode(text, add_special_tokens=special)
+        tokens, places = self.tokenizer.encode_with_places(text, [end for end, _ in keep], special)
         submission.keep = [(place, ttl_s) for place, (_, ttl_s) in zip(places, keep, strict=True)]
         return tokens
 
@@ -155,6 +156,20 @@ class Frontend:
         if not all(0 <= place <= length and ttl_s > 0 for place, ttl_s in submission.keep):
             message = "a place to keep lies within the prompt, and its time is longer than none"
             raise InvalidRequest(message, param="keep")
+
+    def _truncated(self, tokens: list[int], submission: Submission) -> list[int]:
+        """The last tokens of a prompt. Raises InvalidRequest for one with documents."""
+        last = submission.last_tokens
+        assert last is not None
+        if isinstance(submission.prompt, DocumentPrompt):
+            raise InvalidRequest("a prompt with documents is not truncated", param="last_tokens")
+        if last == -1:
+            new = submission.sampling.max_new_tokens
+            room = min(self.info.context_length, self.info.pool_tokens) - (1 if new is None else new)
+            last = max(min(room, self._config.max_prompt_tokens or room), 1)
+        left_out = max(len(tokens) - last, 0)
+        submission.keep = [(max(place - left_out, 0), ttl_s) for place, ttl_s in submission.keep]
+        return tokens[left_out:]
 
     def _check_modules(self, submission: Submission, prompt: ModulePrompt) -> list[int]:
         """The own tokens of a prompt that imports modules. Raises InvalidRequest if it can never be served."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pkgutil
+from copy import copy
 from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType
 
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.routing import APIRoute
 
 from runtime.config import Config
 from runtime.frontend.async_engine import AsyncEngine
@@ -52,6 +54,7 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate:
     operators = find_routers(admin)
     for router in [router for room in (http, openai, schemas, documents) for router in find_routers(room)] + operators:
         app.include_router(router)
+    _add_heads(app)
     errors.install(app)
     if tenants:
         describe_keys(app)
@@ -65,8 +68,17 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     if options.otlp_endpoint:
         add_traces(app, options.otlp_endpoint)
-    app.add_middleware(AccessLog)
+    app.add_middleware(AccessLog, count=metrics.count_request)
     return app
+
+
+def _add_heads(app: FastAPI) -> None:
+    """Answer HEAD where GET is answered, but for the endless stream of events."""
+    for route in list(app.router.routes):
+        if isinstance(route, APIRoute) and route.methods == {"GET"} and route.path != "/dashboard/events":
+            head = copy(route)
+            head.methods, head.include_in_schema = {"HEAD"}, False
+            app.router.routes.append(head)
 
 
 def _split(names: str | None) -> list[str]:

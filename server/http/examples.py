@@ -57,7 +57,8 @@ CHAT = _responses(
 
 _MODEL: dict[str, Any] = {
     "id": "smollm2-135m-instruct",
-    **{"object": "model", "created": 1767225600, "owned_by": "ramet", "max_model_len": 8192},
+    **{"object": "model", "created": 1767225600, "owned_by": "ramet", "root": "smollm2-135m-instruct"},
+    **{"parent": None, "max_model_len": 8192},
 }
 MODEL = answers(_MODEL)
 MODELS = answers({"object": "list", "data": [_MODEL]})
@@ -111,13 +112,17 @@ MODEL_INFO = answers(
 )
 SERVER_INFO = answers(
     {
-        "version": "0.1.0",
+        **{"model_path": "smollm2-135m-instruct", "served_model_name": "smollm2-135m-instruct", "version": "0.1.0"},
         "model": {"name": "smollm2-135m-instruct", "dtype": "bfloat16", "pool_tokens": 46592, "page_size": 16},
         "config": {"scheduler": {"max_running": 64}, "server": {"port": 30000}},
         "state": _STATE,
     }
 )
 TOKENS = answers({"tokens": [504, 3575, 282, 4649, 314], "count": 5, "max_model_len": 8192})
-TEXT = answers({"text": "The capital of France is"})
+TEXT = answers({"text": "The capital of France is", "prompt": "The capital of France is"})
+TOKENIZER = answers({"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|im_end|>", "chat_template": "{% for ... %}"})
+VERSION = answers({"version": "0.1.0"})
+_LOAD = {"dp_rank": 0, "num_running_reqs": 3, "num_waiting_reqs": 0, "token_usage": 0.1}
+LOADS = answers({"version": "0.1.0", "dp_rank_count": 1, "loads": [_LOAD], "aggregate": {"total_reqs": 3}})
 _RUNNING = "sglang:num_running_reqs"
 METRICS = says(f'# TYPE {_RUNNING} gauge\n{_RUNNING}{{model_name="smollm2-135m-instruct"}} 0.0\n')
