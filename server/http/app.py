@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 
 from runtime.config import Config
 from runtime.frontend.async_engine import AsyncEngine
-from server import admin, documents, http, openai, schemas
+from server import admin, anthropic, documents, http, openai, schemas
 from server.admin import dashboard
 from server.admin.metrics import Metrics
 from server.auth.keys import Guard, Tenant, admin_paths
@@ -52,7 +52,9 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate:
     app.state.context = Context(engine, config, metrics, tenants, gate or Gate(), *stores)
     app.state.feed = dashboard.Feed(app.state.context)
     operators = find_routers(admin)
-    for router in [router for room in (http, openai, schemas, documents) for router in find_routers(room)] + operators:
+    for router in [
+        router for room in (http, openai, anthropic, schemas, documents) for router in find_routers(room)
+    ] + operators:
         app.include_router(router)
     _add_heads(app)
     errors.install(app)
