@@ -12,11 +12,13 @@ from typing import Any
 import torch
 
 from radix import Namespace
+from radix.stats import Histogram
 from runtime.batch import ForwardBatch
 from runtime.config import Config
 from runtime.diffusion.decoding import CanvasDecoding
 from runtime.engine.admin import Admin
 from runtime.engine.in_flight import InFlight
+from runtime.engine.keeping import keep_prompt
 from runtime.engine.pinning import Pinning
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.tiering import Tiering
@@ -36,6 +38,7 @@ from runtime.protocol import (
     Inbound,
     ModelInfo,
     Outbound,
+    Place,
     Reply,
     Shutdown,
     StepEvents,
@@ -65,6 +68,9 @@ _COUNTED = (
 # its last step.
 _LOAD_WAIT_S, _LOAD_SHARE = 0.002, 0.02
 
+# Bounds of the histogram of a step's token rows.
+_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
 
 class EngineCore:
     """The engine without its surroundings.
@@ -92,6 +98,7 @@ class EngineCore:
         self.strategies: dict[str, Strategy] = {}
         self.decoding = self._open_model(path)
         self.counters |= self.decoding.counters
+        self.step_rows = Histogram(_ROWS)
         self.decoding.counters = self.counters
         self.overlap = self.info.diffusion is None and choose_overlap(config, choose_device(config.model))
         eos = self.info.eos_token_ids
@@ -252,6 +259,7 @@ class EngineCore:
             prompt_logprobs_from=message.prompt_logprobs_from,
             priority=message.priority,
             store=message.store,
+            keep=[Place(end, ttl_s) for end, ttl_s in sorted(message.keep)],
             serial=self._serial,
             arrival_s=time.monotonic(),
         )
@@ -284,8 +292,7 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """Run one step, or read the one that was launched before; returns its events."""
-        if self.cache.pins.pins:
-            self.cache.pins.expire()
+        self.cache.pins.expire()
         events = self._take_grammars() if self.grammars.open else []
         if self.loading:
             self._take_loads()
@@ -348,6 +355,7 @@ class EngineCore:
             self._in_flight = None
             return self._compute_less([item for item in work if self._is_live(item)], error)
         self.counters["steps"] += 1
+        self.step_rows.add(flight.num_rows)
         return self._book(flight, tokens)
 
     def _launch(self, work: list[Work], before: InFlight | None = None) -> InFlight:
@@ -421,6 +429,8 @@ class EngineCore:
             if not request.strategy.book(item, saved, row_s * item.num_rows):
                 self.scheduler.computed(request)
                 continue
+            if request.keep:
+                keep_prompt(request, self.cache)
             if prefills:
                 self.scheduler.computed(request)
             elif self.scheduler.blocked:
@@ -431,6 +441,7 @@ class EngineCore:
                 events += self._fail(request, error)
                 continue
             if event is not None:
+                event.cache, request.books = request.books, None
                 self.counters["generation_tokens"] += len(event.tokens)
                 events += [event] if event.finish is None else self._end(request, event.finish, event)
         return events
