@@ -55,6 +55,16 @@ CHAT = _responses(
     {**_CHAT, "object": "chat.completion.chunk", "choices": [{**_END, "delta": {"content": "Hello!"}}]},
 )
 
+_MESSAGE = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello!"}]}
+_RESPONSE: dict[str, Any] = {
+    **{"id": "resp_98eecf86d5da", "object": "response", "created_at": 1767225600, "status": "completed"},
+    **{"model": "smollm2-135m-instruct", "output": [_MESSAGE]},
+}
+RESPONSES = _responses(_RESPONSE, {"type": "response.output_text.delta", "sequence_number": 4, "delta": "Hello!"})
+RESPONSE = answers(_RESPONSE)
+DELETED = answers({"id": "resp_98eecf86d5da", "object": "response", "deleted": True})
+INPUT_TOKENS = answers({"object": "response.input_tokens", "input_tokens": 12})
+
 _MODEL: dict[str, Any] = {
     "id": "smollm2-135m-instruct",
     **{"object": "model", "created": 1767225600, "owned_by": "ramet", "root": "smollm2-135m-instruct"},

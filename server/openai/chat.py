@@ -108,12 +108,12 @@ def _system_text(body: ChatRequest, context: Context) -> str | None:
 
 
 async def _answer(body: ChatRequest, rid: str, outputs: OutputStream, context: Context) -> dict[str, Any]:
-    logprobs: dict[int, _Logprobs] = defaultdict(lambda: _Logprobs(body, context.engine.tokenizer))
+    logprobs: dict[int, Logprobs] = defaultdict(lambda: Logprobs(body, context.engine.tokenizer))
     done = await collect(outputs, context.metrics, lambda output: logprobs[output.choice].add(output))
     choices = []
     for output in done:
         written = logprobs[output.choice]
-        text, calls = _reader(body, context).push(output.text, last=True)
+        text, calls = reader_of(body, context).push(output.text, last=True)
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         if calls:
             message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
@@ -151,12 +151,12 @@ async def _events(body: ChatRequest, rid: str, outputs: OutputStream, context: C
         if output.choice not in last:
             shown = {"prompt_token_ids": outputs.prompts[0]} if body.return_token_ids else {}
             yield chunk(output.choice, {"role": "assistant", "content": ""}) | shown
-            readers[output.choice] = _reader(body, context)
+            readers[output.choice] = reader_of(body, context)
         last[output.choice], reader = output, readers[output.choice]
         text, calls = reader.push(output.delta, last=output.finish is not None)
         delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
         finish = _finish_reason(output, bool(reader.num_calls))
-        logprobs = _Logprobs(body, context.engine.tokenizer)
+        logprobs = Logprobs(body, context.engine.tokenizer)
         await write_logprobs(outputs, logprobs.add, output)
         reuse = module_reuse(output) if finish else {}
         ids = {"token_ids": output.new_token_ids} if body.return_token_ids else {}
@@ -165,7 +165,7 @@ async def _events(body: ChatRequest, rid: str, outputs: OutputStream, context: C
         yield {**envelope("chat.completion.chunk", rid, context), "choices": [], "usage": usage(last.values())}
 
 
-def _reader(body: ChatRequest, context: Context) -> CallReader:
+def reader_of(body: ChatRequest, context: Context) -> CallReader:
     return CallReader(
         frozenset(tool.function.name for tool in body.callable_tools()),
         forced=body.must_call,
@@ -179,23 +179,23 @@ def _finish_reason(output: Output, called: bool) -> str | None:
     return "tool_calls" if called and reason == "stop" else reason
 
 
-class _Logprobs:
+class Logprobs:
     """OpenAI's log-probabilities of a message, and vLLM's of its prompt."""
 
     def __init__(self, body: ChatRequest, tokenizer: Tokenizer):
         self._body = body
         self._text_of = tokenizer.token_text
-        self._content = JsonList()
+        self.content = JsonList()
         self.prompt = JsonList()
 
     def add(self, output: Output) -> None:
         add_prompt_logprobs(self.prompt, output, self._body.prompt_logprobs, self._text_of)
         for item in output.logprobs or ():
             top = [self._token(token, value) for token, value in item.top[: self._body.top_logprobs or 0]]
-            self._content.append({**self._token(item.token, item.logprob), "top_logprobs": top})
+            self.content.append({**self._token(item.token, item.logprob), "top_logprobs": top})
 
     def fields(self) -> dict[str, Any]:
-        return {"content": self._content, "refusal": None}
+        return {"content": self.content, "refusal": None}
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._text_of(token)

@@ -57,22 +57,14 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class CommonRequest(Constrained):
-    """Fields of completions and chat completions: OpenAI's, and extensions of vLLM and SGLang."""
+class SampledRequest(Body):
+    """Fields of OpenAI's three routes: sampling, and whose and how urgent the request is."""
 
     IGNORED = fields.OPERATION | fields.OPENAI
-    ALIASES: ClassVar[Mapping[str, str]] = {
-        **fields.SAMPLING_ALIASES,
-        **fields.FORMAT_ALIASES,
-        **fields.REQUEST_ALIASES,
-    }
-    # The request's fields by the engine's parameters, where their names differ.
-    NAMES: ClassVar[dict[str, str]] = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
+    ALIASES: ClassVar[Mapping[str, str]] = fields.SAMPLING_ALIASES | fields.REQUEST_ALIASES
 
     model: Text | None = Field(None, description="default: the one that is served")
-    n: int = Field(1, ge=1, le=64)
     stream: bool = False
-    stream_options: StreamOptions | None = None
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
     stop: Annotated[OneOrMany[str] | None, AfterValidator(lambda stop: stop or None)] = None
@@ -89,6 +81,26 @@ class CommonRequest(Constrained):
     stop_token_ids: TokenIds = Field(default_factory=list)
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
+    request_id: Rid | None = None
+    priority: Priority = 0
+    cache_salt: CacheSalt | None = None
+    cache_scope: CacheScope = "private"
+    timeout_s: Timeout | None = None
+    diffusion: Diffusion | None = None
+
+
+class CommonRequest(SampledRequest, Constrained):
+    """Fields of completions and chat completions: OpenAI's, and extensions of vLLM and SGLang."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {**SampledRequest.ALIASES, **fields.FORMAT_ALIASES}
+    # The request's fields by the engine's parameters, where their names differ.
+    NAMES: ClassVar[dict[str, str]] = {
+        **{"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "last_tokens": "truncate_prompt_tokens"},
+        "rid": "request_id",
+    }
+
+    n: int = Field(1, ge=1, le=64)
+    stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="alternatives to each token of the prompt")
@@ -96,12 +108,6 @@ class CommonRequest(Constrained):
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, le=1 << 20, description="only so many last tokens of the prompt; -1: as many as fit"
     )
-    request_id: Rid | None = None
-    priority: Priority = 0
-    cache_salt: CacheSalt | None = None
-    cache_scope: CacheScope = "private"
-    timeout_s: Timeout | None = None
-    diffusion: Diffusion | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> CommonRequest:
