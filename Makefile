@@ -47,7 +47,7 @@ serve: $(VENV)/.serve
 
 test: $(VENV)/.dev
 	$(VENV)/bin/ramet fetch-model
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --hypothesis-profile=repeat $(ARGS)
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

@@ -90,11 +90,12 @@ class Admin:
         }
 
     def pins(self) -> dict[str, Any]:
-        """All pins, and the tokens of their budget that they hold."""
+        """All pins, sums of what tenants keep, and the tokens of the budget that these hold together."""
         board, page_size = self._core.cache.pins, self._core.cache.page_size
         board.expire()
         return {
             "pins": [board.describe(pin) for pin in board.pins.values()],
+            "kept": board.describe_kept(),
             "pinned_tokens": self._core.cache.tree.num_pinned_pages * page_size,
             "budget_tokens": board.budget_pages * page_size,
         }
@@ -166,12 +167,8 @@ class Admin:
         return {"found": False} if node is None else {"found": True, **self._core.cache.pins.pin_node(node)}
 
     def _unpin(self, node: Node | None) -> dict[str, Any]:
-        """Remove every pin that keeps a node: `{"found", "pins": their ids}`."""
-        board = self._core.cache.pins
-        kept = [] if node is None else [pin.id for pin in board.pins.values() if node in path(pin.node)]
-        for pin_id in kept:
-            board.unpin(pin_id)
-        return {"found": node is not None, "pins": kept}
+        """Remove every pin that keeps a node: `{"found", "pins": their ids}`; tenants keep it no more, either."""
+        return {"found": node is not None, "pins": [] if node is None else self._core.cache.pins.unpin_node(node)}
 
     def _drop(self, node: Node | None) -> dict[str, Any]:
         """Evict a node and everything below it that neither live requests nor pins keep: `{"found", "tokens"}`."""
@@ -203,6 +200,9 @@ class Admin:
             "pins": len(cache.pins.pins),
             "pins_refused": cache.pins.num_refused,
             "pins_broken": cache.pins.num_broken,
+            "keeps": len(cache.pins.keeps.keeps),
+            "keeps_refused": cache.pins.num_unkept,
+            "keeps_broken": cache.pins.num_displaced,
             "tree_nodes": tree.num_nodes,
             "idle_before_evict_s": _plain(stats.idle_s),
             "lifetime_s": _plain(stats.lifetime_s),

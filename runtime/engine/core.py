@@ -18,6 +18,7 @@ from runtime.config import Config
 from runtime.diffusion.decoding import CanvasDecoding
 from runtime.engine.admin import Admin
 from runtime.engine.in_flight import InFlight
+from runtime.engine.keeping import keep_prompt
 from runtime.engine.pinning import Pinning
 from runtime.engine.scheduler import Scheduler
 from runtime.errors import EngineDead, InvalidRequest, RametError
@@ -36,6 +37,7 @@ from runtime.protocol import (
     Inbound,
     ModelInfo,
     Outbound,
+    Place,
     Reply,
     Shutdown,
     StepEvents,
@@ -232,6 +234,7 @@ class EngineCore:
             logprobs=message.logprobs,
             prompt_logprobs_from=message.prompt_logprobs_from,
             priority=message.priority,
+            keep=[Place(end, ttl_s) for end, ttl_s in sorted(message.keep)],
             serial=self._serial,
             arrival_s=time.monotonic(),
         )
@@ -264,8 +267,7 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """Run one step, or read the one that was launched before; returns its events."""
-        if self.cache.pins.pins:
-            self.cache.pins.expire()
+        self.cache.pins.expire()
         events = self._take_grammars() if self.grammars.open else []
         flight, self._in_flight = self._in_flight, None
         if flight is not None and any(self._is_live(item) for item in flight.work):
@@ -378,6 +380,8 @@ class EngineCore:
             if not request.strategy.book(item, saved, row_s * item.num_rows):
                 self.scheduler.computed(request)
                 continue
+            if request.keep:
+                keep_prompt(request, self.cache)
             if prefills:
                 self.scheduler.computed(request)
             elif self.scheduler.blocked:
@@ -388,6 +392,7 @@ class EngineCore:
                 events += self._fail(request, error)
                 continue
             if event is not None:
+                event.cache, request.books = request.books, None
                 self.counters["generation_tokens"] += len(event.tokens)
                 events += [event] if event.finish is None else self._end(request, event.finish, event)
         return events

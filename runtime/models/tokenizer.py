@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,15 @@ class Tokenizer:
         with _no_panic():
             # Unlike `encode`, this releases the interpreter lock; megabytes take seconds.
             return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def encode_with_places(
+        self, text: str, places: list[int], add_special_tokens: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """As `encode`, and for each place, in characters, the number of leading tokens that end there or before."""
+        with _no_panic():
+            encoding = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        ends = list(accumulate((end for _, end in encoding.offsets), max))
+        return encoding.ids, [bisect_right(ends, place) for place in places]
 
     def encode_each(self, texts: list[str]) -> list[list[int]]:
         """Token ids of many texts, each alone and without special tokens around it."""

@@ -39,6 +39,8 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "retracted_requests": ("Requests that gave up their pages", ("vllm:num_preemptions",)),
     "pins_refused": ("Pins refused over the budget", ("ramet:pins_refused",)),
     "pins_broken": ("Pins that yielded to a live request", ("ramet:pins_broken",)),
+    "keeps_refused": ("Prefixes that were to be kept for a time and are not", ("ramet:keeps_refused",)),
+    "keeps_broken": ("Kept prefixes that yielded before their time was over", ("ramet:keeps_broken",)),
     "steps": ("Engine steps", ("ramet:steps",)),
     "denoise_steps": ("Denoising steps of all requests", ("ramet:denoise_steps",)),
     "refreshes": ("Denoising steps that refreshed a shared prefix", ("ramet:prefix_refreshes",)),
@@ -64,6 +66,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pages_locked": ("Pages of the tree that live requests use", ("ramet:pages_locked",)),
     "pages_pinned": ("Pages of the tree that are pinned", ("ramet:pages_pinned",)),
     "pins": ("Pins", ("ramet:pins",)),
+    "keeps": ("Prefixes that tenants keep for a time", ("ramet:keeps",)),
     "tree_nodes": ("Nodes of the tree", ("ramet:tree_nodes",)),
     "connections": ("Open connections, this one too", ("ramet:connections",)),
 }

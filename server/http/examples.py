@@ -74,7 +74,8 @@ MODEL = answers(_MODEL)
 MODELS = answers({"object": "list", "data": [_MODEL]})
 _PIN = {"id": "pin-1", "name": "system", "tokens": 512, "hits": 1, "expires_in_s": 3600}
 PIN = answers(_PIN)
-PINS = answers({"pins": [_PIN], "pinned_tokens": 512, "budget_tokens": 23296})
+_KEPT = {"tenant": "alice", "prefixes": 3, "tokens": 4096}
+PINS = answers({"pins": [_PIN], "kept": [_KEPT], "pinned_tokens": 4608, "budget_tokens": 23296})
 _SCHEMA: dict[str, Any] = {
     **{"id": "cities", "object": "schema", "mode": "independent", "length": 128, "tokens": 190},
     **{"pins": [], "expires_in_s": None},

@@ -73,6 +73,8 @@ def test_the_report_says_what_was_reused(tiny_dir, method):
     assert report["exact"] is False
     assert report["method"] == method
     assert report["granularity"] == "page"
+    assert report["chunk_tokens"] == one.chunk_tokens
+    assert report.get("variant") == ("cat" if method == "full" else None)
     assert report["documents"] == ["document 0", "document 1"]
     assert report["computed_documents"] == ["document 1"]
     assert report["recomputed_rows"] == len(driver.selected("a"))
@@ -80,6 +82,14 @@ def test_the_report_says_what_was_reused(tiny_dir, method):
     assert report["reused_tokens"] + report["computed_tokens"] == len(one.prompt)
     assert report["row_layers"] == driver.requests["a"].row_layers - LAYERS * (NEW - 1)
     assert (method in ("pie", "full")) == (report.get("ratio") is None)
+
+
+def test_the_report_names_k_where_that_chose_the_rows(tiny_dir):
+    one = build(random.Random(2), [draw_tokens(random.Random(3), 64)], 16, method="legolink", ratio=None, k=3)
+    driver = FusionDriver(tiny_dir, page_size=16)
+    driver.fuse("a", one)
+    driver.run()
+    assert (driver.report("a")["k"], driver.report("a")["ratio"]) == (3, None)
 
 
 @pytest.mark.parametrize("method", ["a3", "full"])
