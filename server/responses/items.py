@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from runtime.errors import InvalidRequest
 from server.http.errors import NotFound
-from server.openai.tools import AllowedTools, CalledFunction, Function, NamedTool, Tool, ToolCall, ToolChoice
+from server.openai.tools import CalledFunction, Function, Tool, ToolCall
 from server.openai.types import ChatRequest, Message
 from server.responses.types import (
     Item,
@@ -65,7 +65,7 @@ def _turn(item: Item, last: Message | None) -> Message:
     if isinstance(item, ItemMessage):
         return item
     if isinstance(item, ItemResult):
-        return Message(role="tool", tool_call_id=item.call_id, content=item.output)
+        return Message(role="tool", tool_call_id=item.call_id, content=item.output)  # type: ignore[arg-type]
     assert isinstance(item, ItemCall)
     call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
     if last is None or last.role != "assistant":
@@ -110,11 +110,14 @@ def _tool(name: str, description: str | None, parameters: dict[str, Any] | None)
     return Tool(type="function", function=Function(name=name, description=description, parameters=parameters))
 
 
-def _choice(choice: ItemChoice) -> ToolChoice:
+def _choice(choice: ItemChoice) -> str | dict[str, Any]:
     if isinstance(choice, str):
         return choice
     if isinstance(choice, ItemAllowed):
-        tools = [{"type": "function", "function": {"name": tool.name}} for tool in choice.tools]
-        allowed = {"mode": choice.mode, "tools": tools}
-        return AllowedTools.model_validate({"type": "allowed_tools", "allowed_tools": allowed})
-    return NamedTool.model_validate({"type": "function", "function": {"name": choice.name}})
+        tools = [_named(tool.name) for tool in choice.tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+    return _named(choice.name)
+
+
+def _named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from server.http import fields
 from server.http.wire import Body, JsonObject, JsonText, OneOr, Text
 from server.openai.tools import MAX_TOOLS, Name
-from server.openai.types import MAX_MESSAGES, Message, NewTokens, Part, SampledRequest, StreamOptions
+from server.openai.types import MAX_MESSAGES, Message, NewTokens, SampledRequest, StreamOptions, TextPart
 
 Id = Annotated[Text, Field(min_length=1, max_length=256)]
 
@@ -33,7 +33,7 @@ class ItemResult(Body):
 
     type: Literal["function_call_output"]
     call_id: Id
-    output: OneOr[Text, Annotated[list[Part], Field(max_length=MAX_MESSAGES)]]
+    output: OneOr[Text, Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]]
 
 
 class ReasoningText(Body):
@@ -156,7 +156,7 @@ class Reasoning(Body):
 class ResponseRequest(SampledRequest):
     """`POST /v1/responses`."""
 
-    IGNORED = SampledRequest.IGNORED - {"store", "metadata", "user"} | {"max_tool_calls", "background_options"}
+    IGNORED = SampledRequest.IGNORED - {"store", "metadata", "user", "background"} | {"max_tool_calls", "background_options"}
     ALIASES: ClassVar[Mapping[str, str]] = {**SampledRequest.ALIASES, "max_tokens": "max_output_tokens"}
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = {
         **{"background": (False,), "conversation": fields.EMPTY, "prompt": fields.EMPTY},
