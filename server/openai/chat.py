@@ -12,7 +12,7 @@ from runtime.errors import InvalidRequest
 from runtime.frontend.output import Output, Prompt, Submission, new_rid
 from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
-from runtime.reuse.fusion.prompt import in_messages
+from runtime.reuse.fusion.prompt import Segments, in_messages
 from runtime.reuse.modules.pml import Prompt as ModuleText
 from server.auth.keys import Asker, Tenant
 from server.context import Context, Ctx
@@ -21,6 +21,7 @@ from server.http import examples
 from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone, while_there
+from server.openai.caching import Marker, keep_places
 from server.openai.common import (
     add_prompt_logprobs,
     envelope,
@@ -75,14 +76,13 @@ def submission_of(body: ChatRequest, tenant: Tenant, context: Context) -> Submis
 
 def _render(body: ChatRequest, tenant: Tenant, context: Context) -> Prompt:
     """The prompt of a conversation; behind a schema, it imports modules. Raises InvalidRequest and NotFound."""
-    tokenizer = context.engine.tokenizer
-    turns = body.turns()
     if body.schema_name is None:
-        turns, variables = find_documents(turns, tenant.account, context.documents), body.template_variables()
-        if body.continue_final_message:
-            return continue_chat(turns, lambda plain: render_chat(tokenizer, plain, body.offered, False, variables))
-        ask = body.add_generation_prompt
-        return in_messages(turns, lambda plain: render_chat(tokenizer, plain, body.offered, ask, variables))
+        write = partial(_write, body, tenant, context)
+        prompt = write(None)
+        if not body.asks_to_keep:
+            return prompt
+        return keep_places(prompt, body.prompt_cache_options, body.prompt_cache_retention, write)
+    tokenizer, turns = context.engine.tokenizer, body.turns()
     schema = context.schemas.get(tenant.account, body.schema_name).schema
     if not schema.roles:
         raise InvalidRequest("a schema without <system>, <user> and <assistant> is for /generate", param="schema")
@@ -91,6 +91,16 @@ def _render(body: ChatRequest, tenant: Tenant, context: Context) -> Prompt:
     imports = [one for message in body.messages for one in message.imports]
     modules = ModuleText(schema.name, imports, messages=with_tools(tokenizer, turns, body.offered))
     return schema.compile(modules, body.add_generation_prompt)
+
+
+def _write(body: ChatRequest, tenant: Tenant, context: Context, mark: Marker | None) -> str | Segments:
+    """The prompt of a conversation, with marks behind the texts that have a breakpoint."""
+    turns = find_documents(body.turns(mark), tenant.account, context.documents)
+    tokenizer, tools, variables = context.engine.tokenizer, body.offered, body.template_variables()
+    if body.continue_final_message:
+        return continue_chat(turns, lambda plain: render_chat(tokenizer, plain, tools, False, variables))
+    ask = body.add_generation_prompt
+    return in_messages(turns, lambda plain: render_chat(tokenizer, plain, tools, ask, variables))
 
 
 def _system_text(body: ChatRequest, context: Context) -> str | None:

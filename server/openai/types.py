@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -39,6 +39,7 @@ from server.http.wire import (
     Timeout,
     TokenIds,
 )
+from server.openai.caching import Breakpoint, CacheOptions, Retention
 from server.openai.formats import Constrained, Constraint, ResponseFormat, StructuredOutputs, only
 from server.openai.tools import MAX_TOOLS, AllowedTools, NamedTool, Tool, ToolCall, ToolChoice, schema_of_call
 
@@ -171,6 +172,7 @@ class TextPart(Body):
 
     type: Literal["text", "input_text", "output_text"]
     text: Text
+    prompt_cache_breakpoint: Breakpoint | None = None
 
 
 class RefusalPart(Body):
@@ -256,17 +258,22 @@ class Message(Body):
             raise ValueError(f"a message of role {self.role} holds no documents")
         return self
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self, mark: Callable[[Breakpoint | None], str] | None = None) -> dict[str, Any]:
         """The chat template's dict: role, content, reasoning, tool calls or the id of the call it answers.
 
-        The content is one string, or a list of texts and documents, if there are any.
+        The content is one string, or a list of texts and documents, if there are any. `mark` writes behind each text.
         """
         content: Any = self.content or ""
         thoughts = [self.reasoning_content] if self.reasoning_content else []
         if isinstance(content, list):
             thoughts += [part.thinking for part in content if isinstance(part, ThinkingPart)]
             shown = [part for part in content if not isinstance(part, ModulePart | ThinkingPart)]
-            content = [part.document if isinstance(part, DocumentPart) else part.text for part in shown]
+            content = [
+                part.document
+                if isinstance(part, DocumentPart)
+                else part.text + (mark(part.prompt_cache_breakpoint) if mark and isinstance(part, TextPart) else "")
+                for part in shown
+            ]
             content = content if self.documents else "\n".join(content)
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if thoughts:
@@ -313,6 +320,7 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)
 class ChatRequest(CommonRequest):
     """`POST /v1/chat/completions`."""
 
+    IGNORED = CommonRequest.IGNORED - {"prompt_cache_retention"}
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.SAMPLING | fields.MODEL | fields.CHAT
     NAMES: ClassVar[dict[str, str]] = {
         **CommonRequest.NAMES,
@@ -350,6 +358,8 @@ class ChatRequest(CommonRequest):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
+    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_retention: Retention | None = None
 
     @property
     def num_characters(self) -> int:
@@ -360,9 +370,9 @@ class ChatRequest(CommonRequest):
     def has_documents(self) -> bool:
         return bool(self.documents) or any(message.documents for message in self.messages)
 
-    def turns(self) -> list[dict[str, Any]]:
+    def turns(self, mark: Callable[[Breakpoint | None], str] | None = None) -> list[dict[str, Any]]:
         """The chat template's dicts of all messages, see `Message.plain`. Raises InvalidRequest."""
-        turns = [message.plain() for message in self.messages]
+        turns = [message.plain(mark) for message in self.messages]
         if self.documents:
             last = next((turn for turn in reversed(turns) if turn["role"] == "user"), None)
             if last is None:
@@ -374,7 +384,17 @@ class ChatRequest(CommonRequest):
     @property
     def most_tokens(self) -> int | None:
         """Most tokens of the answer; None: as many as fit."""
+        if self.prompt_cache_options is not None and self.prompt_cache_options.prewarm:
+            return 0
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def asks_to_keep(self) -> bool:
+        """Whether the prompt, or a beginning of it, is to be kept in the cache for some time."""
+        if self.prompt_cache_options is not None or self.prompt_cache_retention == "24h":
+            return True
+        parts = (part for message in self.messages if isinstance(message.content, list) for part in message.content)
+        return any(isinstance(part, TextPart) and part.prompt_cache_breakpoint is not None for part in parts)
 
     def template_variables(self) -> dict[str, Any]:
         """Variables of the chat template. Raises InvalidRequest."""

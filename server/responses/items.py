@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from runtime.errors import InvalidRequest
 from server.http.errors import NotFound
 from server.openai.tools import CalledFunction, Function, Tool, ToolCall
-from server.openai.types import ChatRequest, Message
+from server.openai.types import ChatRequest, Message, Part, TextPart
 from server.responses.types import (
     Item,
     ItemAllowed,
@@ -102,8 +102,10 @@ def _with_one_system_message(turns: list[Message]) -> list[Message]:
     count = next((i for i, turn in enumerate(turns) if turn.role not in ("system", "developer")), len(turns))
     if count < 2:
         return turns
-    texts = [str(turn.plain()["content"]) for turn in turns[:count]]
-    return [Message(role="system", content="\n\n".join(texts)), *turns[count:]]
+    parts: list[Part] = []
+    for turn in turns[:count]:
+        parts += turn.content if isinstance(turn.content, list) else [TextPart(type="text", text=turn.content or "")]
+    return [turns[0].model_copy(update={"role": "system", "content": parts}), *turns[count:]]
 
 
 def _tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> Tool:

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from server.http import fields
 from server.http.wire import Body, JsonObject, JsonText, OneOr, Text
+from server.openai.caching import CacheOptions, Retention
 from server.openai.tools import MAX_TOOLS, Name
 from server.openai.types import MAX_MESSAGES, Message, NewTokens, SampledRequest, StreamOptions, TextPart
 
@@ -156,7 +157,9 @@ class Reasoning(Body):
 class ResponseRequest(SampledRequest):
     """`POST /v1/responses`."""
 
-    IGNORED = SampledRequest.IGNORED - {"store", "metadata", "user", "background"} | {"max_tool_calls", "background_options"}
+    IGNORED = (SampledRequest.IGNORED | {"max_tool_calls"}) - {
+        *("store", "metadata", "user", "background", "prompt_cache_key", "prompt_cache_retention")
+    }
     ALIASES: ClassVar[Mapping[str, str]] = {**SampledRequest.ALIASES, "max_tokens": "max_output_tokens"}
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = {
         **{"background": (False,), "conversation": fields.EMPTY, "prompt": fields.EMPTY},
@@ -195,8 +198,15 @@ class ResponseRequest(SampledRequest):
     stream_options: StreamOptions | None = None
     metadata: JsonObject | None = None
     user: Text | None = None
+    prompt_cache_key: Text | None = Field(None, description="no effect: one server finds every prefix")
+    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_retention: Retention | None = None
     chat_template_kwargs: JsonObject | None = Field(None, description="variables of the chat template")
     enable_thinking: bool | None = Field(None, description="the chat template's variable")
+
+    @property
+    def is_prewarming(self) -> bool:
+        return self.prompt_cache_options is not None and self.prompt_cache_options.prewarm
 
     @property
     def has_references(self) -> bool:

@@ -10,6 +10,7 @@ import msgspec
 
 from runtime.frontend.output import Output, new_rid
 from server.http.answers import JsonList
+from server.openai.caching import cache_usage
 from server.openai.tools import CallReader
 from server.openai.types import Message
 from server.responses.types import ResponseRequest
@@ -46,7 +47,7 @@ class Writer:
         """The events of new text, and of the end with the last Output."""
         last = output.finish is not None
         text, calls = self._reader.push(output.delta, last)
-        if text or (last and not calls and not self.output):
+        if text or (last and not (calls or self.output or self._body.is_prewarming)):
             yield from self._write(text, logprobs)
         for call in calls:
             yield from self._close()
@@ -101,12 +102,12 @@ class Writer:
         assert output.finish is not None
         self.response["usage"] = {
             "input_tokens": output.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": output.cached_tokens, "cache_write_tokens": 0},
+            "input_tokens_details": cache_usage([output]),
             "output_tokens": output.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": output.prompt_tokens + output.completion_tokens,
         }
-        if output.finish.type == "stop":
+        if output.finish.type == "stop" or self._body.is_prewarming:
             self.response |= {"status": "completed", "completed_at": int(time.time())}
         else:
             reason = "max_output_tokens" if output.finish.type == "length" else None
@@ -145,7 +146,7 @@ class Writer:
 
 def _beginning(body: ResponseRequest, rid: str, model: str) -> dict[str, Any]:
     """A response of which nothing is known but its request."""
-    form = body.text.format
+    form, options = body.text.format, body.prompt_cache_options
     shown: dict[str, Any] = {"type": "text" if form is None else form.type}
     if form is not None and form.schema_ is not None:
         shown |= {"name": "answer", "schema": form.schema_, "strict": True}
@@ -165,5 +166,7 @@ def _beginning(body: ResponseRequest, rid: str, model: str) -> dict[str, Any]:
         **{"previous_response_id": body.previous_response_id, "store": body.store, "temperature": body.temperature},
         **{"reasoning": {"effort": body.reasoning.effort, "summary": None}, "text": {"format": shown}},
         **{"tool_choice": choice, "tools": tools, "top_p": body.top_p, "top_logprobs": body.top_logprobs or 0},
-        **{"truncation": body.truncation, "usage": None, "user": body.user},
+        **{"truncation": body.truncation, "usage": None, "user": body.user, "prompt_cache_key": body.prompt_cache_key},
+        "prompt_cache_options": None if options is None else {"mode": options.mode, "ttl": options.ttl},
+        "prompt_cache_retention": body.prompt_cache_retention,
     }

@@ -70,8 +70,12 @@ def test_items_are_the_conversation_that_a_chat_has(api):
         {"role": "user", "content": "Another one."},
     ]
     answer = typed(api.responses.create(**GREEDY, input=items, max_output_tokens=8, instructions="You know trees."))
-    system = {"role": "system", "content": "You know trees.\n\nBe brief."}
-    turns = [system, *({"role": "user", "content": "Name a tree."}, {"role": "assistant", "content": "Oak."}), items[-1]]
+    system = {"role": "system", "content": "You know trees.\nBe brief."}
+    turns = [
+        system,
+        *({"role": "user", "content": "Name a tree."}, {"role": "assistant", "content": "Oak."}),
+        items[-1],
+    ]
     chat = api.chat.completions.create(**GREEDY, messages=turns, max_tokens=8)
     assert answer.output_text == chat.choices[0].message.content
     assert answer.usage.input_tokens == chat.usage.prompt_tokens
