@@ -31,23 +31,14 @@ def new_place() -> str:
     return secrets.token_hex(16)
 
 
-def find_places(text: str, marked: str, marks: Sequence[str]) -> list[int]:
-    """Characters of a text before each mark of another rendering of it, which holds marks of `new_place`.
+def find_place(text: str, marked: str, mark: str) -> int:
+    """Characters of a text before a mark of `new_place` that another rendering of it holds; 0 if it is left out there.
 
-    A template may trim a content, and so write it in another way before a mark: then the place is where that begins. It
-    is 0 for a mark that the template leaves out.
+    A template may trim a content, and so write it in another way before a mark: then the place is where that begins.
     """
-    places = []
-    for mark in marks:
-        before, found, _ = marked.partition(mark)
-        for other in marks:
-            before = before.replace(other, "")
-        places.append(_common(text, before) if found else 0)
-    return places
-
-
-def _common(text: str, other: str) -> int:
-    """Characters with which both texts begin."""
-    if text.startswith(other):
-        return len(other)
-    return bisect(range(1, len(other) + 1), 0, key=lambda length: not text.startswith(other[:length]))
+    before, found, _ = marked.partition(mark)
+    if not found:
+        return 0
+    if text.startswith(before):
+        return len(before)
+    return bisect(range(1, len(before) + 1), 0, key=lambda length: not text.startswith(before[:length]))

@@ -17,6 +17,8 @@ from server.http.errors import error_response
 log = logging.getLogger("ramet.access")
 
 ID_HEADER = b"x-request-id"
+# Anthropic's clients read the other one.
+ID_HEADERS = (ID_HEADER, b"request-id")
 # The client left before a response started.
 _GONE = 499
 # Characters of a path in the log.
@@ -48,7 +50,7 @@ class AccessLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (ID_HEADER, rid.encode())]}
+                message = {**message, "headers": [*message["headers"], *((name, rid.encode()) for name in ID_HEADERS)]}
             await send(message)
 
         try:
@@ -56,7 +58,7 @@ class AccessLog:
         except Exception:
             log.exception("%s %s failed", scope["method"], _path(scope))
             if not status:
-                await error_response(RametError("an internal error occurred"))(scope, receive, tell)
+                await error_response(RametError("an internal error occurred"), scope["path"])(scope, receive, tell)
         finally:
             self.count(scope["method"], getattr(scope.get("route"), "path", "none"), status or _GONE)
             _write(scope, status or _GONE, time.monotonic() - started_s)

@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 
 from runtime.config import Config
 from runtime.frontend.async_engine import AsyncEngine
-from server import admin, documents, http, openai, responses, schemas
+from server import admin, anthropic, documents, http, openai, responses, schemas
 from server.admin import dashboard
 from server.admin.metrics import Metrics
 from server.auth.keys import Guard, Tenant, admin_paths
@@ -54,7 +54,7 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate:
     app.state.feed = dashboard.Feed(app.state.context)
     operators = find_routers(admin)
     for router in [
-        router for room in (http, openai, responses, schemas, documents) for router in find_routers(room)
+        router for room in (http, openai, responses, anthropic, schemas, documents) for router in find_routers(room)
     ] + operators:
         app.include_router(router)
     _add_heads(app)

@@ -63,7 +63,7 @@ class Door:
 
     async def _refuse(self, error: RametError, scope: Scope, receive: Receive, send: Send, unread: bool) -> None:
         """Send the error. A connection with an unread body is read on for a while, and closed: it may never end."""
-        response = error_response(error)
+        response = error_response(error, scope["path"])
         if not unread:
             await response(scope, receive, send)
             return

@@ -55,15 +55,29 @@ CHAT = _responses(
     {**_CHAT, "object": "chat.completion.chunk", "choices": [{**_END, "delta": {"content": "Hello!"}}]},
 )
 
-_MESSAGE = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello!"}]}
+_ANSWER = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello!"}]}
 _RESPONSE: dict[str, Any] = {
     **{"id": "resp_98eecf86d5da", "object": "response", "created_at": 1767225600, "status": "completed"},
-    **{"model": "smollm2-135m-instruct", "output": [_MESSAGE]},
+    **{"model": "smollm2-135m-instruct", "output": [_ANSWER]},
 }
 RESPONSES = _responses(_RESPONSE, {"type": "response.output_text.delta", "sequence_number": 4, "delta": "Hello!"})
 RESPONSE = answers(_RESPONSE)
 DELETED = answers({"id": "resp_98eecf86d5da", "object": "response", "deleted": True})
 INPUT_TOKENS = answers({"object": "response.input_tokens", "input_tokens": 12})
+_COUNTS = {
+    **{"input_tokens": 12, "cache_creation_input_tokens": 1024, "cache_read_input_tokens": 4096, "output_tokens": 2},
+    **{"cache_creation": {"ephemeral_5m_input_tokens": 1024, "ephemeral_1h_input_tokens": 0}},
+    "service_tier": "standard",
+    "breakpoints": [{"tokens": 5125, "kept_tokens": 5120, "ttl_s": 300.0, "reason": None}],
+}
+_MESSAGE: dict[str, Any] = {
+    **{"id": "msg_98eecf86d5da", "type": "message", "role": "assistant", "model": "smollm2-135m-instruct"},
+    **{"content": [{"type": "text", "text": "Hello!"}], "stop_reason": "end_turn", "stop_sequence": None},
+    "usage": _COUNTS,
+}
+_DELTA = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Hello!"}}
+MESSAGE = _responses(_MESSAGE, _DELTA)
+COUNTED = answers({"input_tokens": 5132})
 
 _MODEL: dict[str, Any] = {
     "id": "smollm2-135m-instruct",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any, Literal
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import MAX_PLACES, KeptText, Output, Prompt
-from runtime.models.marks import find_places, new_place
+from runtime.models.marks import find_place, new_place
 from server.http.wire import Body
 
 _SECONDS = {"30m": 1800.0, "12h": 43_200.0, "24h": 86_400.0}
@@ -31,50 +32,44 @@ class CacheOptions(Body):
     prewarm: bool = False
 
 
-class Marker:
-    """Writes marks behind texts that have a breakpoint.
-
-    Attributes:
-        marks: those written, with the seconds of each.
-    """
-
-    def __init__(self, default: str):
-        self.default = default
-        self.marks: list[tuple[str, float]] = []
-
-    def __call__(self, point: Breakpoint | None) -> str:
-        if point is None:
-            return ""
-        self.marks.append((new_place(), _SECONDS[point.ttl or self.default]))
-        return self.marks[-1][0]
+# Writes behind a text that may have a breakpoint.
+Mark = Callable[[Breakpoint | None], str]
 
 
-def keep_places(
-    prompt: Prompt,
-    options: CacheOptions | None,
-    retention: Retention | None,
-    marked: Callable[[Marker], Prompt],
-) -> Prompt:
+def keep_places(write: Callable[[Mark], Prompt], options: CacheOptions | None, retention: Retention | None) -> Prompt:
     """A prompt with the places up to which a request wants it to be kept.
 
+    Breakpoints never change it: each one's place is found in another rendering, which has a mark there.
+
     Args:
-        prompt: as it is without marks.
+        write: renders the prompt.
         options, retention: of the request.
-        marked: renders the prompt with marks.
 
     Raises:
         InvalidRequest: for a prompt with documents.
     """
-    asked = options or CacheOptions()
-    long = retention == "24h"
-    marker = Marker("24h" if options is None and long else asked.ttl)
-    other = marked(marker)
-    if not isinstance(prompt, str) or not isinstance(other, str):
+    points: list[Breakpoint] = []
+
+    def collect(point: Breakpoint | None) -> str:
+        points.extend([point] if point else [])
+        return ""
+
+    prompt = write(collect)
+    if not isinstance(prompt, str):
         raise InvalidRequest("a prompt with documents is not kept by breakpoints", param="prompt_cache_options")
-    implicit = [(len(prompt), _SECONDS[marker.default])] if asked.mode == "implicit" else []
-    places = find_places(prompt, other, [mark for mark, _ in marker.marks])
-    explicit = [(place, seconds) for place, (_, seconds) in zip(places, marker.marks, strict=True)]
-    return KeptText(prompt, [*explicit[-(MAX_PLACES - len(implicit)) :], *implicit])
+    default = "24h" if options is None and retention == "24h" else (options or CacheOptions()).ttl
+    implicit = [(len(prompt), _SECONDS[default])] if options is None or options.mode == "implicit" else []
+    explicit = []
+    for i in range(len(points))[-(MAX_PLACES - len(implicit)) :]:
+        place = new_place()
+        explicit.append((find_place(prompt, str(write(_at(i, place))), place), _SECONDS[points[i].ttl or default]))
+    return KeptText(prompt, explicit + implicit)
+
+
+def _at(wanted: int, place: str) -> Mark:
+    """Writes a mark at one of the breakpoints alone."""
+    left = count(-wanted)
+    return lambda point: "" if point is None or next(left) else place
 
 
 def cache_usage(outputs: Iterable[Output]) -> dict[str, Any]:

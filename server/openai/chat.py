@@ -21,7 +21,7 @@ from server.http import examples
 from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone, while_there
-from server.openai.caching import Marker, keep_places
+from server.openai.caching import Mark, keep_places
 from server.openai.common import (
     add_prompt_logprobs,
     envelope,
@@ -78,10 +78,9 @@ def _render(body: ChatRequest, tenant: Tenant, context: Context) -> Prompt:
     """The prompt of a conversation; behind a schema, it imports modules. Raises InvalidRequest and NotFound."""
     if body.schema_name is None:
         write = partial(_write, body, tenant, context)
-        prompt = write(None)
         if not body.asks_to_keep:
-            return prompt
-        return keep_places(prompt, body.prompt_cache_options, body.prompt_cache_retention, write)
+            return write(None)
+        return keep_places(write, body.prompt_cache_options, body.prompt_cache_retention)
     tokenizer, turns = context.engine.tokenizer, body.turns()
     schema = context.schemas.get(tenant.account, body.schema_name).schema
     if not schema.roles:
@@ -93,7 +92,7 @@ def _render(body: ChatRequest, tenant: Tenant, context: Context) -> Prompt:
     return schema.compile(modules, body.add_generation_prompt)
 
 
-def _write(body: ChatRequest, tenant: Tenant, context: Context, mark: Marker | None) -> str | Segments:
+def _write(body: ChatRequest, tenant: Tenant, context: Context, mark: Mark | None) -> str | Segments:
     """The prompt of a conversation, with marks behind the texts that have a breakpoint."""
     turns = find_documents(body.turns(mark), tenant.account, context.documents)
     tokenizer, tools, variables = context.engine.tokenizer, body.offered, body.template_variables()

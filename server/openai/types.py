@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -39,7 +39,7 @@ from server.http.wire import (
     Timeout,
     TokenIds,
 )
-from server.openai.caching import Breakpoint, CacheOptions, Retention
+from server.openai.caching import Breakpoint, CacheOptions, Mark, Retention
 from server.openai.formats import Constrained, Constraint, ResponseFormat, StructuredOutputs, only
 from server.openai.tools import MAX_TOOLS, AllowedTools, NamedTool, Tool, ToolCall, ToolChoice, schema_of_call
 
@@ -93,7 +93,11 @@ class SampledRequest(Body):
 class CommonRequest(SampledRequest, Constrained):
     """Fields of completions and chat completions: OpenAI's, and extensions of vLLM and SGLang."""
 
-    ALIASES: ClassVar[Mapping[str, str]] = {**SampledRequest.ALIASES, **fields.FORMAT_ALIASES}
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        **SampledRequest.ALIASES,
+        **fields.FORMAT_ALIASES,
+        "n_predict": "max_tokens",
+    }
     # The request's fields by the engine's parameters, where their names differ.
     NAMES: ClassVar[dict[str, str]] = {
         **{"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "last_tokens": "truncate_prompt_tokens"},
@@ -258,7 +262,7 @@ class Message(Body):
             raise ValueError(f"a message of role {self.role} holds no documents")
         return self
 
-    def plain(self, mark: Callable[[Breakpoint | None], str] | None = None) -> dict[str, Any]:
+    def plain(self, mark: Mark | None = None) -> dict[str, Any]:
         """The chat template's dict: role, content, reasoning, tool calls or the id of the call it answers.
 
         The content is one string, or a list of texts and documents, if there are any. `mark` writes behind each text.
@@ -370,7 +374,7 @@ class ChatRequest(CommonRequest):
     def has_documents(self) -> bool:
         return bool(self.documents) or any(message.documents for message in self.messages)
 
-    def turns(self, mark: Callable[[Breakpoint | None], str] | None = None) -> list[dict[str, Any]]:
+    def turns(self, mark: Mark | None = None) -> list[dict[str, Any]]:
         """The chat template's dicts of all messages, see `Message.plain`. Raises InvalidRequest."""
         turns = [message.plain(mark) for message in self.messages]
         if self.documents:

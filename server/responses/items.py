@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from runtime.errors import InvalidRequest
 from server.http.errors import NotFound
@@ -70,7 +70,8 @@ def _turn(item: Item, last: Message | None) -> Message:
     call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
     if last is None or last.role != "assistant":
         return Message(role="assistant", tool_calls=[call])
-    last.tool_calls = [*(last.tool_calls or ()), call]
+    last.tool_calls = last.tool_calls or []
+    last.tool_calls.append(call)
     return last
 
 
@@ -82,19 +83,23 @@ def chat_of(body: ResponseRequest, turns: list[Message]) -> ChatRequest:
         raise InvalidRequest("there is no input", param="input")
     same = (ChatRequest.model_fields.keys() & ResponseRequest.model_fields.keys() & body.model_fields_set) - _OWN
     form = body.text.format or TextFormat()
-    return ChatRequest.model_validate(
-        {
-            **{name: getattr(body, name) for name in same},
-            "messages": _with_one_system_message(turns),
-            "max_tokens": body.max_output_tokens,
-            "tools": [_tool(tool.name, tool.description, tool.parameters) for tool in body.tools] or None,
-            "tool_choice": _choice(body.tool_choice) if body.tools else None,
-            "response_format": {"type": form.type, "schema": form.schema_},
-            "reasoning_effort": body.reasoning.effort,
-            "logprobs": body.with_logprobs,
-            "top_logprobs": (body.top_logprobs or 0) if body.with_logprobs else None,
-        }
-    )
+    fields = {
+        **{name: getattr(body, name) for name in same},
+        "messages": _with_one_system_message(turns),
+        "max_tokens": body.max_output_tokens,
+        "tools": [_tool(tool.name, tool.description, tool.parameters) for tool in body.tools] or None,
+        "tool_choice": _choice(body.tool_choice) if body.tools else None,
+        "response_format": {"type": form.type, "schema": form.schema_},
+        "reasoning_effort": body.reasoning.effort,
+        "logprobs": body.with_logprobs,
+        "top_logprobs": (body.top_logprobs or 0) if body.with_logprobs else None,
+    }
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:  # such as too many messages together with those before
+        problem = error.errors()[0]
+        param = body.NAMES.get(str(problem["loc"][0]), str(problem["loc"][0]))
+        raise InvalidRequest(f"{param}: {problem['msg'].removeprefix('Value error, ')}", param=param) from None
 
 
 def _with_one_system_message(turns: list[Message]) -> list[Message]:
