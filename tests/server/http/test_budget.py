@@ -34,6 +34,7 @@ MOST_CPU_S, MOST_GAP_S, MOST_BYTES = 1.5, 0.6, 64 * MIB
 SIZE, NODES = MIB - 300, MAX_NODES - 100
 ROUTES = ("/generate", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/completions", "/cache/pin")
 ROUTES = (*ROUTES, "/v1/schemas", "/v1/documents", "/abort_request", "/v1/responses", "/v1/responses/input_tokens")
+ROUTES = (*ROUTES, "/v1/messages", "/v1/messages/count_tokens")
 
 
 def fill(element: str, ends: str = "[]", most: int = MIB, last: str = "") -> str:
