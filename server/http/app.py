@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pkgutil
-from copy import copy
 from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType
@@ -53,11 +52,10 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate:
     app.state.context = Context(engine, config, metrics, tenants, gate or Gate(), *stores)
     app.state.feed = dashboard.Feed(app.state.context)
     operators = find_routers(admin)
-    for router in [
-        router for room in (http, openai, responses, anthropic, schemas, documents) for router in find_routers(room)
-    ] + operators:
+    rooms = (http, openai, responses, anthropic, schemas, documents)
+    for router in [router for room in rooms for router in find_routers(room)] + operators:
         app.include_router(router)
-    _add_heads(app)
+        _add_heads(app, router)
     errors.install(app)
     if tenants:
         describe_keys(app)
@@ -75,13 +73,13 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate:
     return app
 
 
-def _add_heads(app: FastAPI) -> None:
+def _add_heads(app: FastAPI, router: APIRouter) -> None:
     """Answer HEAD where GET is answered, but for the endless stream of events."""
-    for route in list(app.router.routes):
+    for route in router.routes:
         if isinstance(route, APIRoute) and route.methods == {"GET"} and route.path != "/dashboard/events":
-            head = copy(route)
-            head.methods, head.include_in_schema = {"HEAD"}, False
-            app.router.routes.append(head)
+            app.add_api_route(
+                route.path, route.endpoint, methods=["HEAD"], include_in_schema=False, response_model=None
+            )
 
 
 def _split(names: str | None) -> list[str]:

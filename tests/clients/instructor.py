@@ -4,14 +4,14 @@ import sys
 
 import instructor
 from openai import OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 url, model = sys.argv[1:]
 api = OpenAI(base_url=f"{url}/v1", api_key="none")
 
 
 class Tree(BaseModel):
-    name: str
+    name: str = Field(max_length=16)
     height: int
 
 

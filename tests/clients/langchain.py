@@ -4,7 +4,7 @@ import sys
 
 from langchain_anthropic import ChatAnthropic
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 url, model = sys.argv[1:]
 
@@ -12,7 +12,7 @@ url, model = sys.argv[1:]
 class Tree(BaseModel):
     """A tree."""
 
-    name: str
+    name: str = Field(max_length=16)
     height: int
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -13,7 +13,7 @@ settings = {"max_tokens": 100, "temperature": 0.0}
 
 
 class Tree(BaseModel):
-    name: str
+    name: str = Field(max_length=16)
     height: int
 
 

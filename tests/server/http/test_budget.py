@@ -37,6 +37,10 @@ ROUTES = (*ROUTES, "/v1/schemas", "/v1/documents", "/abort_request", "/v1/respon
 ROUTES = (*ROUTES, "/v1/messages", "/v1/messages/count_tokens")
 
 
+# Routes whose fields are all fields of another one.
+SAME_FIELDS = ("/v1/messages/count_tokens", "/v1/responses/input_tokens")
+
+
 def fill(element: str, ends: str = "[]", most: int = MIB, last: str = "") -> str:
     """A list of as many equal elements as fit, and another last one."""
     count = min((SIZE - 2 - len(last)) // (len(element) + 1), most)
@@ -145,6 +149,21 @@ WHOLE = {
 }
 
 
+CONTROL = {"cache_control": {"type": "ephemeral"}}
+BLOCK = {"type": "text", "text": "x"}
+KEPT = [{**BLOCK, **CONTROL}] * 4
+MESSAGES = {
+    "breakpoints in many messages": [{"role": "user", "content": "x"}] * 4095 + [{"role": "user", "content": KEPT}],
+    "breakpoints in many blocks": [{"role": "user", "content": [*KEPT, *[BLOCK] * 4000]}] * 1,
+    "too many breakpoints": [{"role": "user", "content": KEPT * 1000}],
+    "breakpoints behind a long text": [{"role": "user", "content": [{**BLOCK, "text": "and so on " * 1900}, *KEPT]}],
+    "calls": [
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "", "name": "f", "input": {}, **CONTROL}] * 4}
+    ]
+    * 1000,
+}
+
+
 # Worst schemas; `test_pml.py` has those that are refused.
 SCHEMAS = {
     "many modules": union(*(f"<module name='m{i}'>x</module>" for i in range(11_000))),
@@ -204,6 +223,7 @@ class Fields:
 
     document: dict
     seen: list = field(default_factory=list)
+    here: list = field(default_factory=list)
 
     def options(self, schema: dict) -> list[dict]:
         if "$ref" in schema:
@@ -233,8 +253,11 @@ class Fields:
             if option.get("type") == "array":
                 for path, kind, place in self.walk(option["items"], within):
                     yield f"[].{path}", kind, lambda value, place=place: [place(value)]
+            if "properties" in option and option in self.here:
+                continue
             known = option in self.seen
             self.seen.append(option)
+            self.here.append(option)
             for name, inner in option.get("properties", {}).items():
                 if known and (within or self.kind(inner) in SCALARS):
                     continue
@@ -248,7 +271,9 @@ class Fields:
     def of(self, path: str) -> Iterator[tuple[str, str, Callable]]:
         schema = self.document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         yield "", "body", lambda value: value
-        yield from self.walk(schema)
+        if path not in SAME_FIELDS:
+            self.here.clear()
+            yield from self.walk(schema)
 
 
 async def ask(app: FastAPI, path: str, body: bytes) -> tuple[int, float, float]:
@@ -322,6 +347,12 @@ def test_the_worst_items(app, name):
 @pytest.mark.parametrize("name", SEGMENTS)
 def test_the_worst_segments(app, name):
     check(app, "/generate", json.dumps(SEGMENTS[name], separators=(",", ":")).encode(), name)
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_the_worst_breakpoints(app, name):
+    body = {"model": "smollm2-135m-instruct", "max_tokens": 1, "messages": MESSAGES[name]}
+    check(app, "/v1/messages", json.dumps(body, separators=(",", ":")).encode(), name)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
