@@ -6,7 +6,12 @@ from anthropic import Anthropic
 
 url, model = sys.argv[1:]
 api = Anthropic(base_url=url, api_key="none", max_retries=0)
-ask = {"model": model, "messages": [{"role": "user", "content": "Name a tree."}], "max_tokens": 16, "temperature": 0}
+ask = {
+    "model": model,
+    "messages": [{"role": "user", "content": "Name a tree."}],
+    "max_tokens": 16,
+    "extra_body": {"temperature": 0},
+}
 whole = api.messages.create(**ask, system="Be brief.")
 with api.messages.stream(**ask, system="Be brief.") as stream:
     assert stream.get_final_message().content[0].text == whole.content[0].text

@@ -23,6 +23,6 @@ for responses in (False, True):
     assert "".join(chunk.text for chunk in chat.stream("Name a tree."))
     assert isinstance(chat.with_structured_output(Tree).invoke("A tree."), Tree)
     assert chat.bind_tools([Tree], tool_choice="Tree").invoke("An oak.").tool_calls
-claude = ChatAnthropic(base_url=url, api_key="none", model=model, temperature=0, max_tokens=16, max_retries=0)
+claude = ChatAnthropic(base_url=url, api_key="none", model=model, max_tokens=16, max_retries=0)
 assert claude.invoke("Name a tree.").content
 print("chats, responses, messages")
