@@ -63,8 +63,11 @@ class Asked(msgspec.Struct):
         return found
 
     def options(self) -> dict[str, Any]:
-        """What the answer repeats: of the options that single methods take, those of this one."""
-        own = {"legolink": {"k": self.k} if self.ratio is None else {}, "full": {"variant": self.variant}}
+        """The options that the answer repeats; of those that single methods take, this method's."""
+        own: dict[str, dict[str, Any]] = {
+            "legolink": {"k": self.k} if self.ratio is None else {},
+            "full": {"variant": self.variant},
+        }
         return {
             "ratio": self.ratio,
             "granularity": self.granularity,
