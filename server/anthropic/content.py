@@ -51,6 +51,7 @@ class ContentReader:
     calls: CallReader
     state: Literal["start", "thinking", "gap", "text"] = "start"
     _held: str = field(default="", init=False)
+    _has_thought: bool = field(default=False, init=False)
 
     def push(self, text: str, last: bool) -> list[Piece]:
         """Add text; returns what is settled."""
@@ -70,12 +71,14 @@ class ContentReader:
             elif last or not _OPEN.startswith(start):
                 self.state = "text"
         if self.state == "thinking":
+            self._held = self._held if self._has_thought else self._held.lstrip()
             thought, found, behind = self._held.partition(_CLOSE)
             if found:
                 self.state, self._held = "gap", behind
             else:
                 settled = len(thought) if last else _settled(thought)
                 thought, self._held = thought[:settled], thought[settled:]
+            self._has_thought = self._has_thought or bool(thought)
         if self.state == "gap":
             self._held = self._held.lstrip("\n")
             self.state = "text" if self._held else "gap"

@@ -211,7 +211,7 @@ class Conversation(Body):
     }
     NAMES: ClassVar[dict[str, str]] = {
         **{"prompt": "messages", "max_new_tokens": "max_tokens", "stop": "stop_sequences", "keep": "cache_control"},
-        **{"json_schema": "output_config.format.schema"},
+        **{"json_schema": "output_config.format.schema", "continue_final_message": "messages"},
     }
 
     model_config = ConfigDict(
