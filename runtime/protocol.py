@@ -193,7 +193,8 @@ class TokenEvent(msgspec.Struct):
     """One request's results of a step; exactly one event of a request has `finish` set, its last.
 
     `cached_tokens` counts prompt tokens whose KV came from the cache at first admission. Times are seconds:
-    `queue_s` from arrival in the engine to first admission, `prefill_s` from there to the first token. For
+    `queue_s` from arrival in the engine to first admission, `prefill_s` from there to the first token. `drafted`
+    tokens were verified so far, of which `accepted` were right. For
     diffusion models, `reuse` describes the reused KV, and `canvas` holds all output positions, if they were asked for.
     """
 
@@ -207,6 +208,8 @@ class TokenEvent(msgspec.Struct):
     prefill_s: float = 0.0
     reuse: dict[str, Any] | None = None
     canvas: list[int] | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 class StepEvents(msgspec.Struct, tag="events"):

@@ -49,6 +49,7 @@ from runtime.reuse.prefix import PrefixStrategy
 from runtime.reuse.strategy import Strategy
 from runtime.sampling.batched import make_sampler
 from runtime.sampling.decoding import Decoding, NextToken
+from runtime.sampling.drafts.drafter import Drafter
 from runtime.sampling.grammar import GrammarCompiler
 from runtime.sampling.sampler import BadLogits
 
@@ -95,6 +96,7 @@ class EngineCore:
         self.publisher = self._make_publisher()
         self.requests: dict[str, Request] = {}
         self.admin = Admin(self)
+        self.drafter = Drafter(self.cache.tree) if self._wants_drafts() else None
         self._in_flight: InFlight | None = None
         self._serial = 0
         self._pinning = Pinning(self)
@@ -146,6 +148,10 @@ class EngineCore:
         if strategy is None:
             raise InvalidRequest(f"no reuse method {asked['method']!r} for this model", param="reuse.method")
         return strategy
+
+    def _wants_drafts(self) -> bool:
+        """Overlapping steps leave no time to look at tokens; canvases have no next token."""
+        return self.config.engine.drafts == "auto" and self.info.diffusion is None and not self.overlap
 
     def _make_publisher(self) -> EventPublisher | None:
         cache = self.config.cache
@@ -272,6 +278,8 @@ class EngineCore:
             if not work:
                 return events
             self._note_admitted(work)
+            if self.drafter is not None:
+                self.drafter.extend(work, self.scheduler.step_tokens - len(work))
             events += self._compute(work)
         if self.config.engine.debug_invariants:
             self.cache.check(self.scheduler.running)
@@ -354,19 +362,24 @@ class EngineCore:
             self._note_failed(work)
             return None
 
-    def _book(self, flight: InFlight, tokens: Mapping[Request, int | RametError]) -> list[TokenEvent]:
+    def _book(self, flight: InFlight, tokens: Mapping[Request, list[int] | RametError]) -> list[TokenEvent]:
         """Book a step that was read, for the requests that are still live; returns its events."""
         logprobs = flight.logprobs()
-        row_s = (time.monotonic() - flight.started) / flight.num_rows
+        step_s = time.monotonic() - flight.started
+        row_s = step_s / flight.num_rows
+        if self.drafter is not None:
+            self.drafter.note_step(flight.work, step_s)
         events: list[TokenEvent] = []
         for item, places, saved in zip(flight.work, flight.places, flight.saved, strict=True):
             if not self._is_live(item):
                 continue
             request = item.request
-            token = tokens.get(request)
-            if isinstance(token, RametError):
-                events += self._fail(request, token)
+            chosen = tokens.get(request, [])
+            if isinstance(chosen, RametError):
+                events += self._fail(request, chosen)
                 continue
+            if item.draft:
+                chosen = self._keep(item, chosen)
             prefills = item.prefills and not request.strategy.takes_turns
             self.counters["prefill_tokens"] += item.count if prefills else 0
             if not request.strategy.book(item, saved, row_s * item.num_rows):
@@ -377,7 +390,8 @@ class EngineCore:
             elif self.scheduler.blocked:
                 self.scheduler.wake(request)
             try:
-                event = self.decoding.book(item, flight.logits, places, token, logprobs.get(request))
+                measured = logprobs.get(request)
+                event = self.decoding.book(item, flight.logits, places, chosen, measured and measured[: len(chosen)])
             except RametError as error:
                 events += self._fail(request, error)
                 continue
@@ -386,6 +400,14 @@ class EngineCore:
                 events += [event] if event.finish is None else self._end(request, event.finish, event)
         return events
 
+    def _keep(self, item: Work, tokens: list[int]) -> list[int]:
+        """The tokens of a request with a draft, up to one that ends it; the draft's other rows are left out."""
+        assert self.drafter is not None
+        tokens, drafted = self.decoding.cut(item.request, tokens), len(item.draft)
+        item.keep(len(tokens))
+        self.drafter.note(item, drafted)
+        return tokens
+
     # -- failures --------------------------------------------------------------------------------------------
 
     def _note_failed(self, work: list[Work]) -> None:
@@ -393,6 +415,8 @@ class EngineCore:
         self.counters["failed_steps"] += 1
         for item in work:
             item.request.counts = None
+            if item.draft:
+                item.keep(1)
 
     def _compute_less(self, work: list[Work], error: Exception) -> list[TokenEvent]:
         """After a step that failed: in halves, so that only the request at fault fails; without memory, fewer rows.
@@ -442,6 +466,8 @@ class EngineCore:
         if request.sampling.constrained and request.grammar is None:
             self.grammars.cancel(request.rid)
         self.scheduler.remove(request, keep)
+        if self.drafter is not None and keep:
+            self.drafter.ended(request)
         if self._pinning.ended(request.rid, finish):
             return []
         return [event or TokenEvent(request.rid, [], finish, cached_tokens=max(request.cached_tokens, 0))]
