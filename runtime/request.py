@@ -242,7 +242,7 @@ class Work:
     def keep(self, num_tokens: int) -> None:
         """Leave out the rows of a draft behind those that gave the first `num_tokens` new tokens."""
         self.draft = self.draft[: num_tokens - 1]
-        self.count = num_tokens
+        self.count = self.num_rows = num_tokens
 
     @property
     def prefills(self) -> bool:

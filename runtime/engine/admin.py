@@ -81,6 +81,8 @@ class Admin:
         cache.pins.expire()
         for strategy in self._core.strategies.values():
             strategy.flush()
+        if self._core.drafter is not None:
+            self._core.drafter.clear()
         if pins:
             cache.pins.unpin_all()
         return {

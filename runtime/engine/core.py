@@ -58,7 +58,7 @@ log = logging.getLogger("ramet.engine")
 _COUNTED = (
     *("requests", "aborted_requests", "failed_requests", "failed_steps", "bad_logits", "prompt_tokens"),
     *("queries", "hits", "queried_tokens", "cached_tokens", "generation_tokens", "prefill_tokens", "steps"),
-    "row_layers",
+    *("row_layers", "drafted_tokens", "accepted_tokens"),
 )
 
 
@@ -406,6 +406,8 @@ class EngineCore:
         tokens, drafted = self.decoding.cut(item.request, tokens), len(item.draft)
         item.keep(len(tokens))
         self.drafter.note(item, drafted)
+        self.counters["drafted_tokens"] += drafted
+        self.counters["accepted_tokens"] += len(item.draft)
         return tokens
 
     # -- failures --------------------------------------------------------------------------------------------
@@ -425,7 +427,11 @@ class EngineCore:
         """
         if is_lost(self.executor.device):
             raise EngineDead(f"{self.executor.device} cannot be used any more after {error!r}") from error
+        drafted = any(item.draft for item in work)
         self._note_failed(work)
+        if drafted:
+            log.warning("a step of %d requests failed (%r) and is run again without drafts", len(work), error)
+            return self._compute(work)
         if len(work) > 1:
             log.warning("a step of %d requests failed (%r) and is run again in halves", len(work), error)
             middle = len(work) // 2

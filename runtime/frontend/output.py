@@ -102,6 +102,7 @@ class Output:
         queue_s, prefill_s, e2e_s: seconds waiting, from admission to the first token, and since submission.
         reuse: on the shared prefix of a diffusion model, on modules or documents: what was reused.
         canvas: all output positions of a diffusion model, decided or masked, if requested.
+        drafted, accepted: tokens of drafts that were verified, and how many of them were right.
     """
 
     index: int
@@ -122,6 +123,8 @@ class Output:
     e2e_s: float
     reuse: dict[str, Any] | None = None
     canvas: list[int] | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 def join_logprobs(first: Logprobs, later: Logprobs) -> Logprobs:

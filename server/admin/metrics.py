@@ -45,6 +45,8 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "encoded_documents": ("Chunks of documents encoded", ("ramet:encoded_documents",)),
     "fused_rows": ("Rows of documents that were chosen to be computed again", ("ramet:fused_rows",)),
     "partial_matches": ("Requests that reused the beginning of a longer encoding", ("ramet:partial_matches",)),
+    "drafted_tokens": ("Tokens of drafts that were verified", ("vllm:spec_decode_num_draft_tokens",)),
+    "accepted_tokens": ("Tokens of drafts that were right", ("vllm:spec_decode_num_accepted_tokens",)),
     "prefill_tokens": ("Token rows computed by prefill", ("ramet:prefill_tokens",)),
 }
 _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {

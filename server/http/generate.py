@@ -227,6 +227,8 @@ def _result(output: Output, text: str, token_ids: list[int], logprobs: _Logprobs
         "prefill_time": output.prefill_s,
         "e2e_latency": output.e2e_s,
     }
+    if output.drafted:
+        meta |= {"spec_draft_token_num": output.drafted, "spec_accept_token_num": output.accepted}
     if output.reuse is not None and "strategy" not in output.reuse:
         meta |= output.reuse
     elif output.reuse is not None and finish is not None:  # not in every event: it names all modules or documents

@@ -60,7 +60,6 @@ class Drafter:
         self._pace = Pace()
         self._rates: dict[Hashable, Acceptance] = {}
         self._steps = 0
-        self.drafted = self.accepted = 0
 
     def propose(self, requests: Sequence[Request], room: int) -> dict[Request, array[int]]:
         """Drafts for a step in which all of `requests` decode; `room`: rows that the step may have beside them."""
@@ -94,8 +93,6 @@ class Drafter:
     def note(self, work: Work, drafted: int) -> None:
         """Book how far a draft was right: `work.draft` holds what was accepted of `drafted` tokens."""
         right = len(work.draft)
-        self.drafted += drafted
-        self.accepted += right
         work.request.drafted += drafted
         work.request.accepted += right
         self._rate(work.request).note(right, drafted)
@@ -149,7 +146,7 @@ class Drafter:
 
     def _rate_of(self, state: _Draft, source: Hashable) -> Acceptance:
         if source not in state.rates:
-            state.rates[source] = Acceptance(self._rates.setdefault(source, Acceptance()), memory=32)
+            state.rates[source] = Acceptance(self._rates.setdefault(source, Acceptance()), memory=16)
         return state.rates[source]
 
 
