@@ -24,7 +24,7 @@ class Pace:
         steps[drafted] = seconds if before is None else before + _RECENT * (seconds - before)
 
     def seconds(self, requests: int, most: int) -> np.ndarray | None:
-        """Of steps with 0 to `most` drafted rows, float64 [most + 1]; None: a step without drafts was never measured."""
+        """Of steps with 0 to `most` drafted rows, float64 [most + 1]; None: one without drafts was never measured."""
         steps = self._seconds.get(_bucket(requests))
         if steps is None or 0 not in steps:
             return None
