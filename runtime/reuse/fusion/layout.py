@@ -64,7 +64,10 @@ class Asked(msgspec.Struct):
 
     def options(self) -> dict[str, Any]:
         """What the answer repeats: of the options that single methods take, those of this one."""
-        own = {"legolink": {"k": self.k} if self.ratio is None else {}, "full": {"variant": self.variant}}
+        own: dict[str, dict[str, Any]] = {
+            "legolink": {"k": self.k} if self.ratio is None else {},
+            "full": {"variant": self.variant},
+        }
         return {
             "ratio": self.ratio,
             "granularity": self.granularity,
