@@ -31,6 +31,7 @@ from runtime.protocol import (
 )
 from runtime.request import Request, Status
 from runtime.reuse.strategy import Strategy
+from runtime.sampling.drafts.drafter import Drafter
 
 _Walk = Generator[None, None, list[Block]]
 
@@ -43,6 +44,7 @@ class _Core(Protocol):
     strategies: dict[str, Strategy]
     requests: dict[str, Request]
     counters: dict[str, int]
+    drafter: Drafter | None
     paused: bool
 
     def strategy_of(self, asked: dict[str, Any]) -> Strategy: ...

