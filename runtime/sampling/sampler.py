@@ -254,7 +254,7 @@ def _penalised(params: SamplingParams) -> bool:
 
 
 def _aheads(rows: int, ahead: int, expected: Sequence[int | None] | None) -> list[int]:
-    """How many tokens of its request stand between the last known one and each row's."""
+    """For each row, the number of its request's tokens that stand between the last known one and its own."""
     aheads = [ahead] * rows
     for i, token in enumerate(expected or ()):
         if token is not None:

@@ -50,7 +50,7 @@ class Places:
             ends[key] = at
 
     def find(self, text: array[int], tokens: array[int]) -> tuple[int, int]:
-        """What came after the last tokens of `tokens` when they stood in `text`, whose runs are indexed.
+        """The place behind the last tokens of `tokens` where they stood in `text`, whose runs are indexed.
 
         Returns:
             The index in `text` of the token that followed, and how many tokens before it are equal; (0, 0): no place.
@@ -90,7 +90,7 @@ class Recent:
             self._texts.popitem(last=False)
 
     def find(self, namespace: Namespace, tokens: array[int], limit: int) -> tuple[array[int], int]:
-        """What followed the last tokens, up to `limit` tokens, and how many tokens were equal."""
+        """Tokens that followed the last ones, up to `limit` tokens, and how many tokens were equal."""
         for text, places in reversed(self._texts.get(namespace, ())):
             at, equal = places.find(text, tokens)
             if equal:

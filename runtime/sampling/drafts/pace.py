@@ -1,4 +1,4 @@
-"""What a longer step costs, and how often drafts are right: both as measured."""
+"""Costs of longer steps and the success of drafts, as measured."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _bucket(drafted: int) -> int:
 
 
 class Acceptance:
-    """How often the next token of a draft is right, given that all before it are."""
+    """The rate at which the next token of a draft is right, given that all before it are."""
 
     def __init__(self, prior: Acceptance | None = None, memory: int = 256):
         """`prior`: what is believed before anything was tried here; `memory`: trials after which all weigh half."""

@@ -1,4 +1,4 @@
-"""How many drafted rows a step has: what was measured decides."""
+"""The number of drafted rows of a step: measured times and rates decide."""
 
 from __future__ import annotations
 
