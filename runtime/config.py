@@ -39,8 +39,9 @@ class ModelConfig(Section):
         "adapter's short name",
     )
     served_model_name: str | None = Field(
-        None, description="the model's name for clients; default: derived from --model"
+        None, description="the model's names for clients, separated by commas; default: derived from --model"
     )
+    any_model_name: bool = Field(False, description="serve requests for any model")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="type of weights and KV; auto: bfloat16, or float32 on a CPU without bfloat16 and native kernels",
@@ -193,6 +194,9 @@ class EngineConfig(Section):
     )
     overlap: Literal["auto", "on", "off"] = Field(
         "auto", description="overlap scheduling with decode steps of causal models; auto: on a GPU"
+    )
+    drafts: Literal["auto", "off"] = Field(
+        "auto", description="verify tokens that followed in earlier texts, where measured times promise a gain"
     )
     debug_invariants: bool = Field(False, description="check page conservation after every step (slow)")
     grammar_timeout: float = Field(

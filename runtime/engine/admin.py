@@ -35,6 +35,7 @@ from runtime.protocol import (
 )
 from runtime.request import Request, Status
 from runtime.reuse.strategy import Strategy
+from runtime.sampling.drafts.drafter import Drafter
 
 _Walk = Generator[None, None, list[Block]]
 
@@ -47,6 +48,8 @@ class _Core(Protocol):
     strategies: dict[str, Strategy]
     requests: dict[str, Request]
     counters: dict[str, int]
+    step_rows: Histogram
+    drafter: Drafter | None
     paused: bool
     tiers: Tiers | None
 
@@ -89,6 +92,8 @@ class Admin:
         cache.pins.expire()
         for strategy in self._core.strategies.values():
             strategy.flush()
+        if self._core.drafter is not None:
+            self._core.drafter.clear()
         if pins:
             cache.pins.unpin_all()
         return {
@@ -108,11 +113,12 @@ class Admin:
         return {"erased_tokens": pages * cache.page_size}
 
     def pins(self) -> dict[str, Any]:
-        """All pins, and the tokens of their budget that they hold."""
+        """All pins, sums of what tenants keep, and the tokens of the budget that these hold together."""
         board, page_size = self._core.cache.pins, self._core.cache.page_size
         board.expire()
         return {
             "pins": [board.describe(pin) for pin in board.pins.values()],
+            "kept": board.describe_kept(),
             "pinned_tokens": self._core.cache.tree.num_pinned_pages * page_size,
             "budget_tokens": board.budget_pages * page_size,
         }
@@ -187,12 +193,8 @@ class Admin:
         return {"found": False} if node is None else {"found": True, **self._core.cache.pins.pin_node(node)}
 
     def _unpin(self, node: Node | None) -> dict[str, Any]:
-        """Remove every pin that keeps a node: `{"found", "pins": their ids}`."""
-        board = self._core.cache.pins
-        kept = [] if node is None else [pin.id for pin in board.pins.values() if node in path(pin.node)]
-        for pin_id in kept:
-            board.unpin(pin_id)
-        return {"found": node is not None, "pins": kept}
+        """Remove every pin that keeps a node: `{"found", "pins": their ids}`; tenants keep it no more, either."""
+        return {"found": node is not None, "pins": [] if node is None else self._core.cache.pins.unpin_node(node)}
 
     def _drop(self, node: Node | None) -> dict[str, Any]:
         """Evict a node and everything below it that neither live requests nor pins keep: `{"found", "tokens"}`."""
@@ -213,6 +215,7 @@ class Admin:
             "retracted_requests": core.scheduler.num_retracted,
             "running": len(core.scheduler.running),
             "waiting": len(core.scheduler.waiting) + len(core.scheduler.blocked),
+            "blocked": len(core.scheduler.blocked),
             "paused": int(core.paused),
             "pages_total": cache.pool.num_pages,
             "pages_free": cache.allocator.num_free,
@@ -223,11 +226,15 @@ class Admin:
             "pins": len(cache.pins.pins),
             "pins_refused": cache.pins.num_refused,
             "pins_broken": cache.pins.num_broken,
+            "keeps": len(cache.pins.keeps.keeps),
+            "keeps_refused": cache.pins.num_unkept,
+            "keeps_broken": cache.pins.num_displaced,
             "tree_nodes": tree.num_nodes,
             **({} if core.tiers is None else core.tiers.state()),
             "idle_before_evict_s": _plain(stats.idle_s),
             "lifetime_s": _plain(stats.lifetime_s),
             "reuse_gap_s": _plain(stats.reuse_gap_s),
+            "step_rows": _plain(core.step_rows),
             **{name: value for strategy in core.strategies.values() for name, value in strategy.figures().items()},
         }
 

@@ -59,10 +59,12 @@ class Strategy(ABC):
         name: the `method` by which a request asks for it.
         takes_turns: whether the rows of a request's step see each other, so that a step cannot be cut into chunks.
             Such requests take turns; the others are prefilled in the order of their admission.
+        keeps_prompts: whether the KV of a computed prompt lies in the tree under the prompt's own tokens.
         counted, counters: names and values of the strategy's own counters.
     """
 
     name: ClassVar[str]
+    keeps_prompts: ClassVar[bool] = False
     takes_turns: ClassVar[bool] = False
     counted: ClassVar[tuple[str, ...]] = ()
 
@@ -137,9 +139,10 @@ class Strategy(ABC):
     def grow(self, request: Request, ahead: int = 0) -> bool:
         """Make room for the next token's KV, and for `ahead` more; False if memory does not suffice."""
         sequence = request.sequence
-        if len(sequence.pages) * self.cache.page_size > sequence.num_computed - sequence.start + ahead:
+        missing = self.cache.pages_for(sequence.num_computed - sequence.start + ahead + 1) - len(sequence.pages)
+        if missing <= 0:
             return True
-        fresh = self.cache.allocate(1, self._behind(request), request.owner)
+        fresh = self.cache.allocate(missing, self._behind(request), request.owner)
         if fresh is None:
             return False
         sequence.pages.extend(fresh)
@@ -161,7 +164,10 @@ class Strategy(ABC):
         """Leave half of the rows to later steps; False if that cannot be."""
         if work.count == 1:
             return False
-        work.count //= 2
+        if work.draft:
+            work.keep(1)
+        else:
+            work.count //= 2
         work.num_rows = work.count
         return True
 
@@ -170,7 +176,7 @@ class Strategy(ABC):
         request, first, stop = work.request, work.start, work.start + work.count
         sequence = request.sequence
         # A token that nobody has read yet is left 0.
-        tokens = (0,) if work.ahead else sequence.tokens[first:stop]
+        tokens = (0,) if work.ahead else sequence.tokens[first:stop] + work.draft
         return [
             RowSet(
                 tokens=np.array(tokens, dtype=np.int64),
