@@ -101,6 +101,11 @@ def test_what_is_learned_equals_a_plain_count(seed, monkeypatch):
         if step % 200 == 0:
             assert learned.promises() == pytest.approx(array_of(model.promises()), rel=1e-9)
 
+    for _ in range(12):
+        learned.halve()
+        model.halve()
+    assert learned.promises() == pytest.approx(array_of(model.promises()), rel=1e-9), "of less than one observation"
+
 
 def array_of(rows):
     import numpy as np
@@ -328,6 +333,25 @@ def test_more_leaves_than_a_sample_are_compared_at_an_even_stride():
     assert oldest == [1, 2, 3, 4, 0]
     assert len(tree.evict(10**6)) == len(nodes) - 5
     assert tree.num_pages == 0
+
+
+@pytest.mark.parametrize(
+    ("ages", "promises", "first"),
+    [
+        ((10**6, 10**6), {0: 0.9, 32: 0.9, 33: 0.5, 34: 0.9, 66: 0.1, 67: 0.6, 68: 0.1}, 0),
+        ((10**6, 0), {33: 1.0, 34: 0.6}, 0),
+        ((10**6, 0), {33: 1.0, 34: 0.4}, 1),
+    ],
+)
+def test_the_oldest_are_in_the_last_bucket_and_go_a_little_earlier(ages, promises, first):
+    tree = Tree(Foresight(9))
+    nodes = [tree.add(i) for i in range(2)]
+    table = [promises.get(i, 0.0) for i in range(3 * BUCKETS)]
+    leaves = foresight._Leaves()
+    for i, node in enumerate(nodes):
+        node.record.place, node.last_use = -1, 10**6 - ages[i]
+        leaves.put(node, i * BUCKETS)
+    assert leaves.least(array_of(table), 10**6) is nodes[first]
 
 
 def test_places_are_given_to_the_last_leaf():
