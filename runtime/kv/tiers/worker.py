@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple
 
-from runtime.kv.tiers.block import Block, Buffer, Format, Mismatch
+from runtime.kv.tiers.block import Block, BlockKey, Buffer, Format, Mismatch
 from runtime.kv.tiers.guard import GuardedStore
 from runtime.kv.tiers.store import BlockStore
 
@@ -260,6 +260,16 @@ class TierWorker:
         erasing = {name: tier.lane.run(partial(tier.store.erase, tenant)) for name, tier in tiers.items()}
         done, _ = wait(erasing.values(), limit_s)
         return keys | {name: future.result() if future in done else None for name, future in erasing.items()}
+
+    def delete(self, name: Callable[[], Iterable[BlockKey]]) -> None:
+        """Delete the blocks that `name` names, in another thread, everywhere; those that are queued now, too."""
+
+        def hand_on() -> None:
+            keys = list(name())
+            for store, lane in self._tiers.values():
+                lane.run(partial(store.delete, keys))
+
+        self._gatherer.run(hand_on)
 
     def stats(self) -> dict[str, Any]:
         """Dropped blocks, and by store counts, rates and contents; contents are some seconds old."""
