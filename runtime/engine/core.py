@@ -85,6 +85,8 @@ class EngineCore:
 
     def __init__(self, config: Config, path: Path, quotas: Mapping[str, int] | None = None):
         """Load the model directory `path`; `quotas`: cached pages by tenant. Raises ModelError."""
+        if config.cache.reasoning_cache and config.model.tensor_parallel > 1:
+            raise ModelError("--reasoning-cache is not served by several ranks")
         self.config = config
         self.executor = open_executor(config, path)
         self.cache = PagedCache(self.executor.pool, config.cache, quotas)
