@@ -41,7 +41,7 @@ def test_written_chains_answer_in_their_words(name, tokenizer):
 def test_what_texts_are_like(tokenizer):
     count = "one two three four five six seven eight nine ten"
     steps = (count, "We go home.", f"{count} and on", "We go home.")
-    text = "".join(f"{step}\n\n" for step in steps)
+    text = "".join(f"{step}\n\n" for step in steps) + "It is"
     kind = Kind.of([Task.of(Chain("", text), tokenizer, 1000)], tokenizer)
     assert (kind.chains, kind.steps, kind.similar, kind.again) == (1, 4, 2 / 3, 1 / 3)
 
@@ -65,7 +65,7 @@ def thinker(tiny_dir):
 
 
 def test_ways_that_share_nothing_predict_what_exact_decoding_does(thinker, tokenizer):
-    tasks = [Task.of(WRITTEN["alike"](random.Random(number), 150), tokenizer, 1000) for number in range(2)]
+    tasks = [Task.of(WRITTEN["alike"](random.Random(number), 100), tokenizer, 1000) for number in range(2)]
     ways = {"exact": None, "again": None, "none": {**ANY, "tau_max": 1, "tau_min": 1}, "all": ANY}
     found = compare(thinker, ways, tasks)
     assert list(found) == list(ways)
@@ -83,11 +83,11 @@ def test_ways_that_share_nothing_predict_what_exact_decoding_does(thinker, token
 
 
 def test_pages_that_are_shared_are_counted_by_page_tables(thinker, tokenizer):
-    tasks = [Task.of(WRITTEN["alike"](random.Random(number), 150), tokenizer, 1000) for number in range(2)]
+    tasks = [Task.of(WRITTEN["alike"](random.Random(number), 100), tokenizer, 1000) for number in range(2)]
     exact, shared = thinker.serve(tasks, None), thinker.serve(tasks, ANY)
     assert (exact.saved, exact.peak, exact.ended, exact.evaluation_s) == (0, 0, [0, 0], 0)
-    assert 0 < shared.saved < shared.peak
-    assert min(shared.ended) < shared.peak < max(shared.ended)
+    assert 0 < shared.saved < shared.peak < 1
+    assert min(shared.ended) > 0.1
     assert shared.evaluation_s > 0
     assert exact.tokens == shared.tokens == sum(len(task.forced) for task in tasks)
     assert 1 < exact.running <= 2
@@ -148,13 +148,13 @@ def test_it_measures_and_writes(tiny_dir, tmp_path):
     quality = ["--no-speed", "--quality", "--chains", "2", "--percentiles", "100", "--merge", str(tmp_path / "r.json")]
     files = {"--json": "q.json", "--markdown": "q.md", "--plot": "q.png"}
     written = [argument for option, name in files.items() for argument in (option, str(tmp_path / name))]
-    small[-1:] = ["alike", str(texts)]
+    small[-1:] = [str(texts)]
     assert bench_reasoning.run(parser.parse_args([*model, *small, *quality, *written])) == 0
     both = json.loads((tmp_path / "q.json").read_text())
     assert both["speed"] == found["speed"]
-    assert list(both["quality"]) == list(both["texts"]) == ["alike", "recorded"]
+    assert list(both["quality"]) == list(both["texts"]) == ["recorded"]
     assert list(both["quality"]["recorded"]) == ["exact", "stale 100", "moved 100", "random"]
     assert [one["right"] for one in both["quality"]["recorded"]["exact"]] == [None] * 2
-    assert len(list(sections(both))) == 2 + 1 + 2
+    assert len(list(sections(both))) == 2 + 1 + 1
     assert "published" in (tmp_path / "q.md").read_text()
     assert (tmp_path / "q.png").stat().st_size > 10_000
