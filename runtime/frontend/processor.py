@@ -13,10 +13,10 @@ from runtime.config import SchedulerConfig
 from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.detokenizer import TextStream
 from runtime.frontend.limits import RequestLimits
-from runtime.frontend.output import Output, PlacedPrompt, Submission
+from runtime.frontend.output import MAX_PLACES, KeptText, Output, PlacedPrompt, Submission
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import DiffusionParams, ReasoningParams, ReuseParams
-from runtime.protocol import Abort, AddRequest, Finish, Inbound, ModelInfo, TokenEvent, TokenLogprob
+from runtime.protocol import Abort, AddRequest, CacheBooks, Finish, Inbound, ModelInfo, TokenEvent, TokenLogprob
 from runtime.reuse.fusion.plan import DocumentPrompt, Planner, refuse_reuse
 from runtime.reuse.fusion.prompt import Segments
 from runtime.reuse.modules.compile import ModulePrompt
@@ -41,9 +41,11 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] | None = None
     cached_tokens: int = 0
+    loaded_tokens: dict[str, int] = field(default_factory=dict)
     queue_s: float = 0.0
     prefill_s: float = 0.0
     reuse: dict[str, Any] | None = None
+    cache: CacheBooks | None = None
 
 
 class Frontend:
@@ -117,16 +119,13 @@ class Frontend:
         if isinstance(prompt, DocumentPrompt):
             self._check_documents(submission, prompt)
             prompt = prompt.tokens
-        if isinstance(prompt, str):
-            self.check_text(len(prompt), "prompt")
-        tokens = (
-            self.tokenizer.encode(prompt, add_special_tokens=submission.add_special_tokens)
-            if isinstance(prompt, str)
-            else prompt
-        )
+        tokens = self._tokenize(submission, prompt) if isinstance(prompt, str | KeptText) else prompt
+        if submission.last_tokens is not None:
+            tokens = self._truncated(tokens, submission)
         if not tokens:
             raise InvalidRequest("the prompt is empty", param="prompt")
         self.check_ids(tokens, "prompt")
+        self._check_places(submission, len(tokens))
         sampling.check(self.info.vocab_size)
         start = submission.prompt_logprobs_from
         if start is not None and not 0 <= start < len(tokens):
@@ -143,6 +142,40 @@ class Frontend:
             raise InvalidRequest("this model is no diffusion model", param="diffusion")
         self._check_length(len(tokens), sampling.max_new_tokens)
         return tokens
+
+    def _tokenize(self, submission: Submission, prompt: str | KeptText) -> list[int]:
+        """The tokens of a text; the submission learns which of them are to be kept."""
+        text, keep = (prompt, []) if isinstance(prompt, str) else (prompt.text, prompt.keep)
+        self.check_text(len(text), "prompt")
+        special = submission.add_special_tokens
+        if not keep:
+            return self.tokenizer.encode(text, add_special_tokens=special)
+        tokens, places = self.tokenizer.encode_with_places(text, [end for end, _ in keep], special)
+        submission.keep = [(place, ttl_s) for place, (_, ttl_s) in zip(places, keep, strict=True)]
+        return tokens
+
+    def _check_places(self, submission: Submission, length: int) -> None:
+        """Raise InvalidRequest for places to keep that a prompt of `length` tokens does not have."""
+        if len(submission.keep) > MAX_PLACES:
+            message = f"a prompt is kept up to {MAX_PLACES} places, not {len(submission.keep)}"
+            raise InvalidRequest(message, param="keep")
+        if not all(0 <= place <= length and ttl_s > 0 for place, ttl_s in submission.keep):
+            message = "a place to keep lies within the prompt, and its time is longer than none"
+            raise InvalidRequest(message, param="keep")
+
+    def _truncated(self, tokens: list[int], submission: Submission) -> list[int]:
+        """The last tokens of a prompt. Raises InvalidRequest for one with documents."""
+        last = submission.last_tokens
+        assert last is not None
+        if isinstance(submission.prompt, DocumentPrompt):
+            raise InvalidRequest("a prompt with documents is not truncated", param="last_tokens")
+        if last == -1:
+            new = submission.sampling.max_new_tokens
+            room = min(self.info.context_length, self.info.pool_tokens) - (1 if new is None else new)
+            last = max(min(room, self._config.max_prompt_tokens or room), 1)
+        left_out = max(len(tokens) - last, 0)
+        submission.keep = [(max(place - left_out, 0), ttl_s) for place, ttl_s in submission.keep]
+        return tokens[left_out:]
 
     def _check_modules(self, submission: Submission, prompt: ModulePrompt) -> list[int]:
         """The own tokens of a prompt that imports modules. Raises InvalidRequest if it can never be served."""
@@ -308,6 +341,8 @@ class Frontend:
                     priority=submission.priority,
                     diffusion=None if submission.diffusion is None else submission.diffusion.model_dump(),
                     reuse=reuse,
+                    store=submission.store,
+                    keep=[] if choice else submission.keep,
                 )
             )
 
@@ -351,6 +386,8 @@ class Frontend:
         if event.prompt_logprobs is not None:
             choice.prompt_logprobs = (choice.prompt_logprobs or []) + event.prompt_logprobs
         choice.cached_tokens = event.cached_tokens or choice.cached_tokens
+        choice.loaded_tokens = event.loaded_tokens or choice.loaded_tokens
+        choice.cache = event.cache or choice.cache
         if not event.tokens and event.finish is None and event.canvas is None:
             return
         if event.finish is not None and event.finish.type == "error":
@@ -368,13 +405,11 @@ class Frontend:
         choice.on_output(output)
 
     def _advance(self, choice: Choice, event: TokenEvent) -> Output:
-        choice.tokens.extend(event.tokens)
+        new, delta = _push(choice, event)
         if event.tokens:
             choice.queue_s, choice.prefill_s = event.queue_s, event.prefill_s
         choice.reuse = _report(choice, event.reuse) or choice.reuse
         finish = event.finish
-        may_stop = len(choice.tokens) >= choice.submission.sampling.min_new_tokens
-        delta = choice.text.push(event.tokens, may_stop, last=finish is not None)
         if choice.text.stopped is not None:
             finish = Finish("stop", matched=choice.text.stopped)
         prompt_logprobs, choice.prompt_logprobs = choice.prompt_logprobs, None
@@ -385,11 +420,12 @@ class Frontend:
             text=choice.text.text,
             delta=delta,
             token_ids=choice.tokens,
-            new_token_ids=event.tokens,
-            logprobs=event.logprobs,
+            new_token_ids=new,
+            logprobs=event.logprobs and event.logprobs[: len(new)],
             prompt_logprobs=prompt_logprobs,
             prompt_tokens=choice.prompt_tokens,
             cached_tokens=choice.cached_tokens,
+            loaded_tokens=choice.loaded_tokens,
             completion_tokens=len(choice.tokens),
             finish=finish,
             queue_s=choice.queue_s,
@@ -397,6 +433,9 @@ class Frontend:
             e2e_s=time.monotonic() - choice.started_s,
             reuse=choice.reuse,
             canvas=event.canvas,
+            cache=choice.cache,
+            drafted=event.drafted,
+            accepted=event.accepted,
         )
 
     def _begin(self, choice: Choice) -> None:
@@ -420,3 +459,17 @@ def _report(choice: Choice, engine: dict[str, Any] | None) -> dict[str, Any] | N
     if isinstance(prompt, DocumentPrompt) and (engine or choice.reuse is None):
         return prompt.report(engine, choice.cached_tokens)
     return engine
+
+
+def _push(choice: Choice, event: TokenEvent) -> tuple[list[int], str]:
+    """Add an event's tokens, up to one that completes a stop string; these tokens, and the text to show now."""
+    params = choice.submission.sampling
+    pieces = [[token] for token in event.tokens] if params.stop and len(event.tokens) > 1 else [event.tokens]
+    before, delta = len(choice.tokens), ""
+    for i, piece in enumerate(pieces):
+        choice.tokens.extend(piece)
+        last = event.finish is not None and i == len(pieces) - 1
+        delta += choice.text.push(piece, len(choice.tokens) >= params.min_new_tokens, last)
+        if choice.text.stopped is not None:
+            break
+    return choice.tokens[before:], delta

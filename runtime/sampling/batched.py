@@ -11,7 +11,7 @@ import torch
 from runtime.execution.flashinfer_package import load_flashinfer
 from runtime.execution.transfers import upload
 from runtime.request import Request
-from runtime.sampling.sampler import Sampler, race
+from runtime.sampling.sampler import Sampler, keep_typical, race
 
 
 def make_sampler(
@@ -32,10 +32,10 @@ class BatchedSampler(Sampler):
     def _kernels(self) -> ModuleType:
         return load_flashinfer().sampling
 
-    def _draw_all(self, logits: torch.Tensor, requests: Sequence[Request], ahead: int) -> torch.Tensor:
+    def _draw_all(self, logits: torch.Tensor, requests: Sequence[Request], aheads: Sequence[int]) -> torch.Tensor:
         probs = self.filter(logits, requests)
         noise = torch.empty_like(probs).exponential_(generator=self._unseeded)
-        for row, request in zip(noise, requests, strict=True):
+        for row, request, ahead in zip(noise, requests, aheads, strict=True):
             if request.sampling.seed is not None:
                 row.exponential_(generator=self.generator(request, ahead))
         return race(probs, noise)
@@ -50,6 +50,9 @@ class BatchedSampler(Sampler):
             probs = self._kernels.top_k_renorm_probs(probs, upload(top_k, logits.device))
         if any(p.top_p < 1 for p in params):
             probs = self._kernels.top_p_renorm_probs(probs, self._column([p.top_p for p in params]))
+        for row, p in enumerate(params):
+            if p.typical_p < 1:
+                probs[row] = keep_typical(probs[row], p.typical_p)
         if any(p.min_p > 0 for p in params):
             least = self._column([p.min_p for p in params])[:, None] * probs.amax(-1, keepdim=True)
             probs = probs.masked_fill(probs < least, 0)

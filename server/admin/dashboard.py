@@ -139,8 +139,12 @@ class Feed:
     async def _walk_tree(self) -> None:
         begin = time.monotonic()
         try:
-            blocks = await self._context.engine.outline(_MOST_BLOCKS, _PREVIEW_TOKENS)
-            tree = {"blocks": [self._show(block) for block in blocks], **await self._context.engine.pins()}
+            outline = await self._context.engine.outline(_MOST_BLOCKS, _PREVIEW_TOKENS)
+            tree = {
+                "blocks": [self._show(block) for block in outline["blocks"]],
+                "evictions": [self._named(eviction) for eviction in outline["evictions"]],
+                **await self._context.engine.pins(),
+            }
         except RametError:
             return  # the engine died; the figures report it
         end = time.monotonic()
@@ -153,8 +157,11 @@ class Feed:
         text = self._decode(tuple(tokens)) if tokens else ""
         # Whole seconds suffice for the colour; fractions would make every tree differ.
         idle = round(block["idle_s"])
-        tenant = self._context.tenant_name(Namespace(*block["namespace"]).tenant)
-        return block | {"namespace": tenant, "idle_s": idle, "preview": text}
+        return self._named(block) | {"idle_s": idle, "preview": text}
+
+    def _named(self, shown: dict[str, Any]) -> dict[str, Any]:
+        """With the tenant's name instead of the namespace."""
+        return shown | {"namespace": self._context.tenant_name(Namespace(*shown["namespace"]).tenant)}
 
     @lru_cache(4 * _MOST_BLOCKS)  # noqa: B019 (one feed lives as long as its server)
     def _decode(self, tokens: tuple[int, ...]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 log = logging.getLogger("ramet.engine")
 
 # Of one core, in the long run; what may be saved up for a busy moment, seconds; calls that wait or run.
-_SHARE, _BURST, _MOST = 0.1, 1.0, 64
+_SHARE, _BURST, _MOST = 0.05, 1.0, 64
 
 
 class Background:

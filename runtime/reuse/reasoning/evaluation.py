@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from runtime.models.tokenizer import Detokenizer, Tokenizer
+from runtime.models.tokenizer import Tokenizer
 from runtime.params import ReasoningParams
 from runtime.reuse.reasoning.distance import Distances, Page
 from runtime.reuse.reasoning.formal import agree
@@ -54,13 +54,14 @@ class Table:
 
 @dataclass(slots=True, eq=False)
 class Thoughts:
-    """A request to the evaluation, whose thread alone uses `splitter`, `text` and `steps`.
+    """A request to the evaluation, whose thread alone uses `splitter`, `output` and `steps`.
 
     Attributes:
         prompt_len: tokens before the output.
         params: of the request.
         random_share: for measurements: share of the pages that are replaced by random ones; 0: none is.
         table: at the last evaluation; None: before.
+        output: tokens so far.
         steps: closed ones, in order.
     """
 
@@ -69,7 +70,7 @@ class Thoughts:
     random_share: float
     table: Table | None = None
     splitter: Splitter = field(default_factory=Splitter)
-    text: Detokenizer | None = None
+    output: list[int] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
 
@@ -116,12 +117,13 @@ class Evaluation:
             others: requests whose steps count as earlier ones, too.
         """
         thoughts.table = table
-        if thoughts.text is None:
-            self._tokenizer = self._tokenizer or self._load_tokenizer()
-            thoughts.text = Detokenizer(self._tokenizer)
-        pushed = [thoughts.splitter.push(token, thoughts.text.push([token])) for token in tokens]
+        tokenizer = self._tokenizer = self._tokenizer or self._load_tokenizer()
+        thoughts.output.extend(tokens)
+        pushed = [thoughts.splitter.push(token, tokenizer.token_text(token)) for token in tokens]
         matches: list[Match] = []
         for step in (step for step in pushed if step is not None):
+            # Some tokenizers say only of whole texts where spaces are.
+            step = replace(step, text=tokenizer.decode(thoughts.output[step.start : step.end]))
             drawn = thoughts.random_share > 0
             matches += self._drawn(thoughts, step) if drawn else self._matches(thoughts, step, others)
             thoughts.steps.append(step)

@@ -50,7 +50,7 @@ def test_cpu_time_is_counted_and_bounded(monkeypatch):
     assert work.seconds >= 0.07
     spent = work.seconds
     assert not work.offer(lambda: spin(0))
-    # What was spent beyond the credit comes back with time, a tenth of a core.
+    # What was spent beyond the credit comes back with time.
     now += 0.99 * (spent - 0.05) / background._SHARE
     assert not work.offer(lambda: spin(0))
     now += 0.02 * (spent - 0.05) / background._SHARE
