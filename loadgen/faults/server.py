@@ -212,10 +212,10 @@ class Wire:
         self._socket.close()
 
 
-def request(body: bytes | dict[str, Any]) -> bytes:
-    """The bytes of a POST to `/generate`."""
+def request(body: bytes | dict[str, Any], path: str = "/generate") -> bytes:
+    """The bytes of a POST."""
     data = json.dumps(body).encode() if isinstance(body, dict) else body
-    head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
