@@ -130,8 +130,9 @@ class Server:
             await asyncio.sleep(0.1)
         if state["pages_free"] + state["pages_tree"] + state["pages_private"] != state["pages_total"]:
             found.append("pages are lost")
-        if state["pages_locked"] or state["pages_private"]:
-            found.append(f"{state['pages_locked']} pages locked, {state['pages_private']} private")
+        locked = state["pages_locked"] - state["pages_pinned"]
+        if locked or state["pages_private"]:
+            found.append(f"{locked} pages locked, {state['pages_private']} private")
         for name, mib in self.memory().items() if before else ():
             if before and mib > before[name] * (1 + MEMORY_SHARE):
                 found.append(f"the {name} grew from {before[name]:.0f} to {mib:.0f} MiB")
