@@ -55,6 +55,15 @@ CHAT = _responses(
     {**_CHAT, "object": "chat.completion.chunk", "choices": [{**_END, "delta": {"content": "Hello!"}}]},
 )
 
+_ANSWER = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello!"}]}
+_RESPONSE: dict[str, Any] = {
+    **{"id": "resp_98eecf86d5da", "object": "response", "created_at": 1767225600, "status": "completed"},
+    **{"model": "smollm2-135m-instruct", "output": [_ANSWER]},
+}
+RESPONSES = _responses(_RESPONSE, {"type": "response.output_text.delta", "sequence_number": 4, "delta": "Hello!"})
+RESPONSE = answers(_RESPONSE)
+DELETED = answers({"id": "resp_98eecf86d5da", "object": "response", "deleted": True})
+INPUT_TOKENS = answers({"object": "response.input_tokens", "input_tokens": 12})
 _COUNTS = {
     **{"input_tokens": 12, "cache_creation_input_tokens": 1024, "cache_read_input_tokens": 4096, "output_tokens": 2},
     **{"cache_creation": {"ephemeral_5m_input_tokens": 1024, "ephemeral_1h_input_tokens": 0}},
@@ -103,6 +112,13 @@ SUCCESS = answers({"success": True})
 STOPPING = answers({"success": True}, 202)
 UNPINNED = answers({"unpinned": 1})
 EVICTED = answers({"evicted_tokens": 512})
+ERASED = answers({"erased_tokens": 4096, "erased_blocks": {"host": 85, "disk": 85}})
+_TIER = {
+    **{"bytes": 93716480, "blocks": 85, "capacity": 8589934592, "queued_bytes": 0, "open": True},
+    **{"latency_s": 0.0002, "bytes_per_s": 2.1e9, "counts": {"hits": 170, "misses": 3, "written": 85}},
+}
+TIERS = answers({"tiers": {"host": _TIER}, "loaded_tokens_by_tier": {"host": 4096}})
+ATTACHED = answers({"tiers": ["host", "disk"]})
 FLUSHED = answers({"success": True, "flushed_tokens": 4096, "live_tokens": 0})
 _STATE = {
     **{"requests": 10, "running": 0, "waiting": 0, "queried_tokens": 5120, "cached_tokens": 4096},
@@ -112,6 +128,7 @@ STATS = answers(_STATE)
 _NODE = {
     **{"id": 0, "parent": None, "depth": 1, "start": 0, "tokens": 512, "pages": 32, "children": 2, "hits": 7},
     **{"idle_s": 3.5, "age_s": 60.0, "cost_s": 0.4, "locked": False, "pinned": True, "meta": None, "tenant": "alice"},
+    "outlook": {"kind": "first turn", "age": 12, "promise": 0.004},
 }
 TREE = answers({"nodes": [_NODE], "next_cursor": None})
 PAUSED = answers({"paused": True})

@@ -9,6 +9,7 @@ from typing import Any
 from runtime.frontend.output import Output
 from server.context import Context
 from server.http.answers import JsonList
+from server.openai.caching import cache_usage
 
 
 def envelope(kind: str, rid: str, context: Context) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def usage(outputs: Iterable[Output]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in prompts.values())},
+        "prompt_tokens_details": cache_usage(prompts.values()),
     }
 
 
@@ -57,8 +58,8 @@ def add_prompt_logprobs(written: JsonList, output: Output, most: int | None, tex
         written.append(entries)
 
 
-def module_reuse(output: Output) -> dict[str, Any]:
-    """The field `reuse` of answers to prompts that import modules."""
+def reuse_of(output: Output) -> dict[str, Any]:
+    """The field `reuse` of an answer, or of one of several choices, of which each may reuse something else."""
     return {"reuse": output.reuse} if output.reuse and "strategy" in output.reuse else {}
 
 

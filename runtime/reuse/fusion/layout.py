@@ -63,7 +63,7 @@ class Asked(msgspec.Struct):
         return found
 
     def options(self) -> dict[str, Any]:
-        """What the answer repeats: of the options that single methods take, those of this one."""
+        """The options that the answer repeats; of those that single methods take, this method's."""
         own: dict[str, dict[str, Any]] = {
             "legolink": {"k": self.k} if self.ratio is None else {},
             "full": {"variant": self.variant},

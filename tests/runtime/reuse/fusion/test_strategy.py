@@ -84,14 +84,6 @@ def test_the_report_says_what_was_reused(tiny_dir, method):
     assert (method in ("pie", "full")) == (report.get("ratio") is None)
 
 
-def test_the_report_names_k_where_that_chose_the_rows(tiny_dir):
-    one = build(random.Random(2), [draw_tokens(random.Random(3), 64)], 16, method="legolink", ratio=None, k=3)
-    driver = FusionDriver(tiny_dir, page_size=16)
-    driver.fuse("a", one)
-    driver.run()
-    assert (driver.report("a")["k"], driver.report("a")["ratio"]) == (3, None)
-
-
 @pytest.mark.parametrize("method", ["a3", "full"])
 def test_the_report_names_documents_and_nothing_else(tiny_dir, method):
     """Whatever their titles are; and all of those that share a chunk that was missing."""
