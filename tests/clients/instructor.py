@@ -12,7 +12,7 @@ api = OpenAI(base_url=f"{url}/v1", api_key="none")
 
 class Tree(BaseModel):
     name: str = Field(max_length=16)
-    height: int
+    height: int = Field(ge=0, le=100)
 
 
 ask = {"model": model, "messages": [{"role": "user", "content": "An oak."}], "max_tokens": 100, "temperature": 0}

@@ -12,7 +12,7 @@ api = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 class Tree(BaseModel):
     name: str = Field(max_length=16)
-    height: int
+    height: int = Field(ge=0, le=100)
 
 
 assert model in [one.id for one in api.models.list()]
