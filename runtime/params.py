@@ -208,6 +208,31 @@ class ReuseParams(BaseModel):
             raise InvalidRequest("k and ratio exclude each other", param="reuse.k")
 
 
+class ReasoningParams(BaseModel):
+    """Sharing of the KV of reasoning steps that repeat within an output (ReasonCache)."""
+
+    model_config = ConfigDict(extra="forbid", strict=False)
+
+    method: Literal["reasoncache"] = "reasoncache"
+    percentile: float = Field(
+        80, gt=0, le=100, description="pages are shared whose distance is among so many percent of the latest ones"
+    )
+    tau_max: float = Field(0.9, ge=0, le=1, description="similarity that a step must exceed where others are unlike it")
+    tau_min: float = Field(0.6, ge=0, le=1, description="likewise, where all others are like it")
+    rotation: Literal["stale", "moved"] = Field(
+        "stale", description="keys are read with the positions that they have (stale), or moved to their place"
+    )
+    across: bool = Field(False, description="steps are also compared with those of the tenant's other such requests")
+
+    def check(self) -> None:
+        """Raise InvalidRequest if the values do not fit each other."""
+        if self.tau_min > self.tau_max:
+            raise InvalidRequest(f"tau_min is {self.tau_min}, more than tau_max, {self.tau_max}", param="reuse.tau_min")
+
+
+AnyReuse = ReuseParams | ReasoningParams
+
+
 def _refuse_sampling(sampling: SamplingParams) -> None:
     """Raise InvalidRequest for sampling parameters that diffusion models do not support."""
     default = SamplingParams()

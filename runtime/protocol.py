@@ -26,6 +26,7 @@ class AddRequest(msgspec.Struct, tag="add"):
         priority: waiting requests with a larger one are served first.
         diffusion: `DiffusionParams.model_dump()`, filled, for a diffusion model.
         reuse: options of a reuse strategy, with its name as `method`; None: the model's default strategy.
+        store: whether the KV that it computes may outlive it.
         keep: (tokens, seconds): the prompt's whole pages up to there are kept for its tenant, for that time from their
             last use on, as far as the budget of pins allows.
     """
@@ -40,6 +41,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     priority: int = 0
     diffusion: dict[str, Any] | None = None
     reuse: dict[str, Any] | None = None
+    store: bool = True
     keep: list[tuple[int, float]] = []
 
 
@@ -50,10 +52,35 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class FlushCache(msgspec.Struct, tag="flush"):
-    """Drop the unreferenced pages of the tree; `pins`: the pinned ones, too. Answered by `Reply`."""
+    """Drop the unreferenced pages of the tree. Answered by `Reply`.
+
+    `pins`: the pinned ones, too; `tiers`: all that lies in tiers, too.
+    """
 
     call: int
     pins: bool = False
+    tiers: bool = False
+
+
+class EraseTenant(msgspec.Struct, tag="erase"):
+    """Drop a tenant's pages that no live request uses, its pins, and all that it has in tiers. Answered by `Reply`."""
+
+    call: int
+    tenant: str
+
+
+class AttachTier(msgspec.Struct, tag="attach"):
+    """Add a tier; `options`: fields of `TierConfig`. Answered by `Reply`: `{"tiers": names}` or `{"failed": why}`."""
+
+    call: int
+    options: dict[str, Any]
+
+
+class DetachTier(msgspec.Struct, tag="detach"):
+    """Leave a tier, whose blocks stay where they are. Answered by `Reply`: `{"found": bool}`."""
+
+    call: int
+    name: str
 
 
 class GetState(msgspec.Struct, tag="state"):
@@ -162,7 +189,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 
 Call = (
     FlushCache | GetState | AddPin | RemovePin | GetPins | GetCached | GetTree | GetOutline | GetRequests | OnNode
-    | Pause | Ping
+    | Pause | Ping | EraseTenant | AttachTier | DetachTier
 )  # fmt: skip
 Inbound = AddRequest | Abort | Call | Shutdown
 
@@ -227,8 +254,10 @@ class CacheBooks(msgspec.Struct):
 class TokenEvent(msgspec.Struct):
     """One request's results of a step; exactly one event of a request has `finish` set, its last.
 
-    `cached_tokens` counts prompt tokens whose KV came from the cache at first admission. Times are seconds:
-    `queue_s` from arrival in the engine to first admission, `prefill_s` from there to the first token. For
+    `cached_tokens` counts prompt tokens whose KV came from the cache at first admission, `loaded_tokens` those of them
+    that had been loaded from a tier for this request, by tier. Times are seconds:
+    `queue_s` from arrival in the engine to first admission, `prefill_s` from there to the first token. `drafted`
+    tokens were verified so far, of which `accepted` were right. For
     diffusion models, `reuse` describes the reused KV, and `canvas` holds all output positions, if they were asked for.
     The first event of a request with places to keep has their `cache`.
     """
@@ -239,11 +268,14 @@ class TokenEvent(msgspec.Struct):
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     cached_tokens: int = 0
+    loaded_tokens: dict[str, int] = {}
     queue_s: float = 0.0
     prefill_s: float = 0.0
     reuse: dict[str, Any] | None = None
     canvas: list[int] | None = None
     cache: CacheBooks | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 class StepEvents(msgspec.Struct, tag="events"):

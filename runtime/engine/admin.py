@@ -14,8 +14,12 @@ from radix.stats import Histogram
 from runtime.engine.scheduler import Scheduler
 from runtime.errors import InvalidRequest
 from runtime.kv.cache import PagedCache
+from runtime.kv.tiers.tiers import Tiers
 from runtime.protocol import (
+    AttachTier,
     Call,
+    DetachTier,
+    EraseTenant,
     FlushCache,
     GetCached,
     GetOutline,
@@ -31,6 +35,7 @@ from runtime.protocol import (
 )
 from runtime.request import Request, Status
 from runtime.reuse.strategy import Strategy
+from runtime.sampling.drafts.drafter import Drafter
 
 _Walk = Generator[None, None, list[Block]]
 
@@ -44,7 +49,9 @@ class _Core(Protocol):
     requests: dict[str, Request]
     counters: dict[str, int]
     step_rows: Histogram
+    drafter: Drafter | None
     paused: bool
+    tiers: Tiers | None
 
     def strategy_of(self, asked: dict[str, Any]) -> Strategy: ...
 
@@ -60,6 +67,9 @@ class Admin:
         self._core = core
         self._walk: _Walk | None = None
         self._answers: dict[type, Callable[[Any], dict[str, Any]]] = {
+            AttachTier: lambda _: {"failed": "the server was started without tiers, and has no digest of its weights"},
+            DetachTier: lambda _: {"found": False},
+            EraseTenant: lambda message: self.erase(message.tenant),
             FlushCache: lambda message: self.flush(message.pins),
             GetCached: self._cached,
             GetOutline: lambda message: self.outline(message.limit, message.preview_tokens, message.anew),
@@ -82,12 +92,25 @@ class Admin:
         cache.pins.expire()
         for strategy in self._core.strategies.values():
             strategy.flush()
+        if self._core.drafter is not None:
+            self._core.drafter.clear()
         if pins:
             cache.pins.unpin_all()
         return {
             "flushed_tokens": cache.flush() * cache.page_size,
             "live_tokens": cache.tree.num_pages * cache.page_size,
         }
+
+    def erase(self, tenant: str) -> dict[str, Any]:
+        """Drop a tenant's pins, and its pages that no live request uses. Tokens dropped."""
+        cache = self._core.cache
+        for strategy in self._core.strategies.values():
+            strategy.flush()
+        for pin in [pin for pin in cache.pins.pins.values() if pin.namespace.tenant == tenant]:
+            cache.pins.unpin(pin.id)
+        roots = [root for namespace, root in cache.tree.roots() if namespace.tenant == tenant]
+        pages = sum(cache.drop(node) for root in roots for node in list(root.children.values()))
+        return {"erased_tokens": pages * cache.page_size}
 
     def pins(self) -> dict[str, Any]:
         """All pins, sums of what tenants keep, and the tokens of the budget that these hold together."""
@@ -142,6 +165,8 @@ class Admin:
     def outline(self, limit: int, preview_tokens: int, anew: bool) -> dict[str, Any]:
         """Advance a walk over the tree, or begin one: `{"blocks": None}` until it has reached its end.
 
+        Then there are the last evictions, too.
+
         With `anew`, an unfinished walk is dropped: the tree has changed since.
         """
         if self._walk is None or anew:
@@ -150,7 +175,8 @@ class Admin:
             next(self._walk)
         except StopIteration as end:
             self._walk = None
-            return {"blocks": [asdict(block) for block in end.value]}
+            evictions = [asdict(eviction) for eviction in self._core.cache.evictions.last]
+            return {"blocks": [asdict(block) for block in end.value], "evictions": evictions}
         return {"blocks": None}
 
     def _find(self, page: int, start: int) -> Node | None:
@@ -204,10 +230,12 @@ class Admin:
             "keeps_refused": cache.pins.num_unkept,
             "keeps_broken": cache.pins.num_displaced,
             "tree_nodes": tree.num_nodes,
+            **({} if core.tiers is None else core.tiers.state()),
             "idle_before_evict_s": _plain(stats.idle_s),
             "lifetime_s": _plain(stats.lifetime_s),
             "reuse_gap_s": _plain(stats.reuse_gap_s),
             "step_rows": _plain(core.step_rows),
+            **{name: value for strategy in core.strategies.values() for name, value in strategy.figures().items()},
         }
 
 

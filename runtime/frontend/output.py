@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from radix import Namespace
-from runtime.params import DiffusionParams, ReuseParams, SamplingParams
+from runtime.params import AnyReuse, DiffusionParams, SamplingParams
 from runtime.protocol import CacheBooks, Finish, TokenLogprob
 from runtime.reuse.fusion.plan import DocumentPrompt
 from runtime.reuse.fusion.prompt import Segments
@@ -67,7 +67,8 @@ class Submission:
         shared_text: renders the prompt's beginning that other requests share, if it has one, for `diffusion` without
             `prefix_tokens`.
         num_characters: of a prompt that is still to be rendered, about.
-        reuse: of a prompt's documents; None: the server's default.
+        reuse: of a prompt's documents, or of reasoning steps; None: the server's default.
+        store: whether the KV that it computes may outlive it.
         keep: (tokens, seconds), MAX_PLACES at most: the prompt's first tokens are kept for that time from their last
             use on. Those of a `KeptText` are known once it is tokenized.
         last_tokens: only so many last tokens of a text or of ids are the prompt; -1: as many as fit; None: all.
@@ -86,7 +87,8 @@ class Submission:
     diffusion: DiffusionParams | None = None
     shared_text: Callable[[], str | None] | None = None
     num_characters: int = 0
-    reuse: ReuseParams | None = None
+    reuse: AnyReuse | None = None
+    store: bool = True
     keep: list[tuple[int, float]] = field(default_factory=list)
     last_tokens: int | None = None
     show_tokens: bool = False
@@ -118,11 +120,13 @@ class Output:
             `completion_tokens` are this one's. `new_token_ids`: the new ones.
         logprobs: for `new_token_ids`, if requested; `prompt_logprobs`: on the first Output, if requested.
         prompt_tokens, cached_tokens, completion_tokens: counts; cached tokens are prompt tokens read from the cache.
+        loaded_tokens: those of the cached ones that had to be loaded first, by tier.
         finish: set on the last Output of a completion only.
         queue_s, prefill_s, e2e_s: seconds waiting, from admission to the first token, and since submission.
-        reuse: on the shared prefix of a diffusion model, on modules or documents: what was reused.
+        reuse: on the shared prefix of a diffusion model, on modules, documents or reasoning steps: what was reused.
         canvas: all output positions of a diffusion model, decided or masked, if requested.
         cache: books of the prompt, if places of it are to be kept.
+        drafted, accepted: tokens of drafts that were verified, and how many of them were right.
     """
 
     index: int
@@ -143,7 +147,10 @@ class Output:
     e2e_s: float
     reuse: dict[str, Any] | None = None
     canvas: list[int] | None = None
+    loaded_tokens: dict[str, int] = field(default_factory=dict)
     cache: CacheBooks | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 def join_logprobs(first: Logprobs, later: Logprobs) -> Logprobs:

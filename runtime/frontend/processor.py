@@ -15,7 +15,7 @@ from runtime.frontend.detokenizer import TextStream
 from runtime.frontend.limits import RequestLimits
 from runtime.frontend.output import MAX_PLACES, KeptText, Output, PlacedPrompt, Submission
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import DiffusionParams, ReuseParams
+from runtime.params import DiffusionParams, ReasoningParams, ReuseParams
 from runtime.protocol import Abort, AddRequest, CacheBooks, Finish, Inbound, ModelInfo, TokenEvent, TokenLogprob
 from runtime.reuse.fusion.plan import DocumentPrompt, Planner, refuse_reuse
 from runtime.reuse.fusion.prompt import Segments
@@ -41,6 +41,7 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] | None = None
     cached_tokens: int = 0
+    loaded_tokens: dict[str, int] = field(default_factory=dict)
     queue_s: float = 0.0
     prefill_s: float = 0.0
     reuse: dict[str, Any] | None = None
@@ -57,6 +58,7 @@ class Frontend:
         config: limits on lengths and on open requests.
         bounded: whether requests over the limit on open ones are refused.
         planner: chooses how documents are reused.
+        reasoning: whether requests that ask for no reuse share reasoning steps, where that can be.
     """
 
     def __init__(
@@ -67,11 +69,13 @@ class Frontend:
         config: SchedulerConfig,
         bounded: bool = True,
         planner: Planner = _NO_REUSE,
+        reasoning: bool = False,
     ):
         self._config = config
         self._admission = RequestLimits(config)
         self._bounded = bounded
         self._planner = planner
+        self._reasoning = reasoning
         self.info = info
         self.tokenizer = tokenizer
         self._send = send
@@ -106,8 +110,10 @@ class Frontend:
             submission.reuse.check()
         if isinstance(prompt, Segments):
             prompt = submission.prompt = self._place_documents(submission, prompt)
-        elif not isinstance(prompt, DocumentPrompt):
+        elif not isinstance(prompt, DocumentPrompt) and isinstance(submission.reuse, ReuseParams):
             refuse_reuse(submission.reuse)
+        if isinstance(submission.reuse, ReasoningParams) and (reason := self._no_reasoning(submission)):
+            raise InvalidRequest(f"reasoning steps are not shared {reason}", param="reuse")
         if isinstance(prompt, ModulePrompt):
             return self._check_modules(submission, prompt)
         if isinstance(prompt, DocumentPrompt):
@@ -184,10 +190,30 @@ class Frontend:
     def _place_documents(self, submission: Submission, prompt: Segments) -> DocumentPrompt:
         """The tokens of a prompt with documents, and how these are reused. Raises InvalidRequest."""
         self.check_text(prompt.num_characters, "prompt")
-        asked = submission.reuse
+        asked = None if isinstance(submission.reuse, ReasoningParams) else submission.reuse
         if asked is None and (self.info.diffusion is not None or submission.prompt_logprobs_from is not None):
             asked = _NONE  # the default is for those that it can serve
         return self._planner.plan(prompt.tokenize(self.tokenizer, submission.add_special_tokens), asked)
+
+    def _no_reasoning(self, submission: Submission) -> str | None:
+        """The reason for which a submission's reasoning steps cannot be shared; None: they can."""
+        prompt = submission.prompt
+        if self.info.diffusion is not None:
+            return "by a diffusion model"
+        if submission.prompt_logprobs_from is not None:
+            return "where log-probabilities of the prompt are wanted"
+        if isinstance(prompt, ModulePrompt) or (isinstance(prompt, DocumentPrompt) and prompt.names):
+            return "behind modules or documents"
+        return None
+
+    def _reuse_of(self, submission: Submission) -> dict[str, Any] | None:
+        """The field `reuse` of an encoded submission's messages."""
+        asked = submission.reuse
+        if asked is None and self._reasoning and self._no_reasoning(submission) is None:
+            asked = ReasoningParams()
+        if isinstance(asked, ReasoningParams):
+            return asked.model_dump()
+        return submission.prompt.reuse if isinstance(submission.prompt, PlacedPrompt) else None
 
     def _check_documents(self, submission: Submission, prompt: DocumentPrompt) -> None:
         """Raise InvalidRequest if the documents' reuse can never be served."""
@@ -291,6 +317,7 @@ class Frontend:
         fields = sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
         if sampling.max_new_tokens is None:
             fields["max_new_tokens"] = self._most_output(length, length if placed is None else placed.stop)
+        reuse = self._reuse_of(submission)
         self._by_submission[submission.key] = rids = set()
         self._serial += 1
         for choice in range(sampling.n):
@@ -313,7 +340,8 @@ class Frontend:
                     prompt_logprobs_from=submission.prompt_logprobs_from if choice == 0 else None,
                     priority=submission.priority,
                     diffusion=None if submission.diffusion is None else submission.diffusion.model_dump(),
-                    reuse=None if placed is None else placed.reuse,
+                    reuse=reuse,
+                    store=submission.store,
                     keep=[] if choice else submission.keep,
                 )
             )
@@ -358,6 +386,7 @@ class Frontend:
         if event.prompt_logprobs is not None:
             choice.prompt_logprobs = (choice.prompt_logprobs or []) + event.prompt_logprobs
         choice.cached_tokens = event.cached_tokens or choice.cached_tokens
+        choice.loaded_tokens = event.loaded_tokens or choice.loaded_tokens
         choice.cache = event.cache or choice.cache
         if not event.tokens and event.finish is None and event.canvas is None:
             return
@@ -376,13 +405,11 @@ class Frontend:
         choice.on_output(output)
 
     def _advance(self, choice: Choice, event: TokenEvent) -> Output:
-        choice.tokens.extend(event.tokens)
+        new, delta = _push(choice, event)
         if event.tokens:
             choice.queue_s, choice.prefill_s = event.queue_s, event.prefill_s
         choice.reuse = _report(choice, event.reuse) or choice.reuse
         finish = event.finish
-        may_stop = len(choice.tokens) >= choice.submission.sampling.min_new_tokens
-        delta = choice.text.push(event.tokens, may_stop, last=finish is not None)
         if choice.text.stopped is not None:
             finish = Finish("stop", matched=choice.text.stopped)
         prompt_logprobs, choice.prompt_logprobs = choice.prompt_logprobs, None
@@ -393,11 +420,12 @@ class Frontend:
             text=choice.text.text,
             delta=delta,
             token_ids=choice.tokens,
-            new_token_ids=event.tokens,
-            logprobs=event.logprobs,
+            new_token_ids=new,
+            logprobs=event.logprobs and event.logprobs[: len(new)],
             prompt_logprobs=prompt_logprobs,
             prompt_tokens=choice.prompt_tokens,
             cached_tokens=choice.cached_tokens,
+            loaded_tokens=choice.loaded_tokens,
             completion_tokens=len(choice.tokens),
             finish=finish,
             queue_s=choice.queue_s,
@@ -406,6 +434,8 @@ class Frontend:
             reuse=choice.reuse,
             canvas=event.canvas,
             cache=choice.cache,
+            drafted=event.drafted,
+            accepted=event.accepted,
         )
 
     def _begin(self, choice: Choice) -> None:
@@ -429,3 +459,17 @@ def _report(choice: Choice, engine: dict[str, Any] | None) -> dict[str, Any] | N
     if isinstance(prompt, DocumentPrompt) and (engine or choice.reuse is None):
         return prompt.report(engine, choice.cached_tokens)
     return engine
+
+
+def _push(choice: Choice, event: TokenEvent) -> tuple[list[int], str]:
+    """Add an event's tokens, up to one that completes a stop string; these tokens, and the text to show now."""
+    params = choice.submission.sampling
+    pieces = [[token] for token in event.tokens] if params.stop and len(event.tokens) > 1 else [event.tokens]
+    before, delta = len(choice.tokens), ""
+    for i, piece in enumerate(pieces):
+        choice.tokens.extend(piece)
+        last = event.finish is not None and i == len(pieces) - 1
+        delta += choice.text.push(piece, len(choice.tokens) >= params.min_new_tokens, last)
+        if choice.text.stopped is not None:
+            break
+    return choice.tokens[before:], delta

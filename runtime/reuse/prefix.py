@@ -8,7 +8,7 @@ import torch
 
 from radix import Match, path
 from runtime.request import Request, Segment, Work
-from runtime.reuse.strategy import Found, Strategy
+from runtime.reuse.strategy import Found, Run, Strategy
 
 
 class PrefixStrategy(Strategy):
@@ -27,6 +27,9 @@ class PrefixStrategy(Strategy):
             return Found(0, Match())
         match = self.cache.tree.match(request.key(self._most(request)), request.namespace)
         return Found(len(match.pages) * self.cache.page_size + match.partial_rows, match)
+
+    def reads(self, request: Request) -> list[Run]:
+        return [Run(request.tokens[: self._most(request)], request.namespace)]
 
     def _most(self, request: Request) -> int:
         """Tokens that may be matched."""
@@ -91,7 +94,7 @@ class PrefixStrategy(Strategy):
         cache, sequence = self.cache, request.sequence
         full = sequence.num_computed // cache.page_size
         before = sequence.start // cache.page_size
-        if not cache.enabled or full <= before:
+        if not (cache.enabled and request.store) or full <= before:
             return
         own = request.segments[:1] if sequence.start else []
         segment = own[0] if own else Segment(sequence.pages[:0], 0)
@@ -115,4 +118,4 @@ class PrefixStrategy(Strategy):
         tops = [top for segment in request.segments for top in list(path(segment.node))[-1:]]
         self.cache.release(request)
         for node in tops:
-            self.cache.drop(node)
+            self.cache.distrust(node)

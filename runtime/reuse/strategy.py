@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from radix import Namespace
+from radix.node import Meta
 from runtime.batch import causal_visible
 from runtime.kv.cache import PagedCache
 from runtime.request import Request, Segment, Work
@@ -36,11 +37,16 @@ class Found:
 
 
 class Run(NamedTuple):
-    """Tokens int32 under which KV lies in the tree, from the root of a namespace on."""
+    """Tokens int32 under which KV lies in the tree, from the root of a namespace on.
+
+    `meta`: of an entry; `whole`: whether a part of it is of no use.
+    """
 
     tokens: array[int]
     namespace: Namespace
     name: str | None = None
+    meta: Any = None
+    whole: bool = False
 
 
 class Strategy(ABC):
@@ -91,6 +97,17 @@ class Strategy(ABC):
         """
         return [Run(tokens, namespace)]
 
+    def reads(self, request: Request) -> list[Run]:
+        """The runs that a waiting request would read, where they exist. A tier may have what the tree lacks."""
+        return []
+
+    def restored(self, tokens: array[int], namespace: Namespace) -> None:  # noqa: B027
+        """Take note of a run of which all or some has come into the tree from a tier."""
+
+    def meta_of(self, namespace: Namespace, described: dict[str, Any]) -> Meta | None:
+        """The record of an entry of this strategy, from how it described itself; None if it is none."""
+        return None
+
     @abstractmethod
     def find(self, request: Request) -> Found:
         """Look up what exists for a waiting request. Reads only."""
@@ -122,9 +139,10 @@ class Strategy(ABC):
     def grow(self, request: Request, ahead: int = 0) -> bool:
         """Make room for the next token's KV, and for `ahead` more; False if memory does not suffice."""
         sequence = request.sequence
-        if len(sequence.pages) * self.cache.page_size > sequence.num_computed - sequence.start + ahead:
+        missing = self.cache.pages_for(sequence.num_computed - sequence.start + ahead + 1) - len(sequence.pages)
+        if missing <= 0:
             return True
-        fresh = self.cache.allocate(1, self._behind(request), request.owner)
+        fresh = self.cache.allocate(missing, self._behind(request), request.owner)
         if fresh is None:
             return False
         sequence.pages.extend(fresh)
@@ -146,7 +164,10 @@ class Strategy(ABC):
         """Leave half of the rows to later steps; False if that cannot be."""
         if work.count == 1:
             return False
-        work.count //= 2
+        if work.draft:
+            work.keep(1)
+        else:
+            work.count //= 2
         work.num_rows = work.count
         return True
 
@@ -155,7 +176,7 @@ class Strategy(ABC):
         request, first, stop = work.request, work.start, work.start + work.count
         sequence = request.sequence
         # A token that nobody has read yet is left 0.
-        tokens = (0,) if work.ahead else sequence.tokens[first:stop]
+        tokens = (0,) if work.ahead else sequence.tokens[first:stop] + work.draft
         return [
             RowSet(
                 tokens=np.array(tokens, dtype=np.int64),
@@ -202,6 +223,10 @@ class Strategy(ABC):
 
     def flush(self) -> None:  # noqa: B027
         """Drop what the strategy keeps beside the tree, as the cache is flushed."""
+
+    def figures(self) -> dict[str, float]:
+        """Figures of its own besides counters, for operators."""
+        return {}
 
     def phase(self, request: Request) -> str:
         """The phase of a running request, for people."""

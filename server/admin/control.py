@@ -85,9 +85,9 @@ async def loads(context: Ctx) -> dict[str, Any]:
 
 
 @router.post("/flush_cache", responses=examples.FLUSHED)
-async def flush_cache(context: Ctx, pins: bool = False) -> dict[str, Any]:
-    """Drop every cached page that no live request uses; pinned pages only with `?pins=true`."""
-    return {"success": True, **await context.engine.flush_cache(pins)}
+async def flush_cache(context: Ctx, pins: bool = False, tiers: bool = False) -> dict[str, Any]:
+    """Drop every cached page that no live request uses; pinned ones with `?pins=true`, tiers with `?tiers=true`."""
+    return {"success": True, **await context.engine.flush_cache(pins, tiers)}
 
 
 @router.post("/abort_request", responses=examples.SUCCESS)

@@ -49,6 +49,18 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "encoded_documents": ("Chunks of documents encoded", ("ramet:encoded_documents",)),
     "fused_rows": ("Rows of documents that were chosen to be computed again", ("ramet:fused_rows",)),
     "partial_matches": ("Requests that reused the beginning of a longer encoding", ("ramet:partial_matches",)),
+    "substituted_pages": ("Pages of reasoning steps that were replaced by others", ("ramet:substituted_pages",)),
+    "phase_misses": (
+        "Pages of reasoning steps that were not, where the steps begin at different rows of a page",
+        ("ramet:reasoning_phase_misses",),
+    ),
+    "deferred_evaluations": (
+        "Comparisons of reasoning steps that were put off for lack of CPU time",
+        ("ramet:reasoning_deferred",),
+    ),
+    "reasoning_seconds": ("CPU seconds of the comparison of reasoning steps", ("ramet:reasoning_cpu_seconds",)),
+    "drafted_tokens": ("Tokens of drafts that were verified", ("vllm:spec_decode_num_draft_tokens",)),
+    "accepted_tokens": ("Tokens of drafts that were right", ("vllm:spec_decode_num_accepted_tokens",)),
     "prefill_tokens": ("Token rows computed by prefill", ("ramet:prefill_tokens",)),
 }
 _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -65,6 +77,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pages_private": ("Pages private to live requests", ("ramet:pages_private",)),
     "pages_locked": ("Pages of the tree that live requests use", ("ramet:pages_locked",)),
     "pages_pinned": ("Pages of the tree that are pinned", ("ramet:pages_pinned",)),
+    "saved_pages": ("Pages that live requests save by shared reasoning steps", ("ramet:saved_pages",)),
     "pins": ("Pins", ("ramet:pins",)),
     "keeps": ("Prefixes that tenants keep for a time", ("ramet:keeps",)),
     "tree_nodes": ("Nodes of the tree", ("ramet:tree_nodes",)),

@@ -14,7 +14,7 @@ from runtime.errors import InvalidRequest
 from runtime.frontend.output import Output, Prompt, Submission, new_rid, prompts_of
 from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import SamplingParams
+from runtime.params import ReuseParams, SamplingParams
 from runtime.protocol import TokenLogprob
 from server.auth.keys import Asker, CacheScope, Tenant
 from server.context import Context, Ctx
@@ -26,6 +26,7 @@ from server.http.sse import Events, EventStream, unless_gone
 from server.http.wire import (
     Body,
     CacheSalt,
+    CacheUse,
     Diffusion,
     IdPrompts,
     OneOrMany,
@@ -64,7 +65,9 @@ class GenerateRequest(Body):
         None, description="prompts that import modules of a schema: <prompt schema=...>"
     )
     segments: SegmentPrompts | None = Field(None, description="prompts of texts and documents, in order")
-    reuse: Reuse | None = Field(None, description="of documents; default: --document-reuse")
+    reuse: Reuse | None = Field(
+        None, description="of documents, or of reasoning steps; default: --document-reuse or --reasoning-cache"
+    )
     sampling_params: OneOrMany[Sampling] = Field(default_factory=Sampling)
     stream: bool = False
     return_logprob: bool = False
@@ -76,6 +79,7 @@ class GenerateRequest(Body):
     priority: Priority = 0
     cache_salt: CacheSalt | None = None
     cache_scope: CacheScope = "private"
+    cache: CacheUse = Field(default_factory=CacheUse)
     timeout_s: Timeout | None = None
     diffusion: Diffusion | None = None
 
@@ -119,6 +123,7 @@ def submissions_of(body: GenerateRequest, tenant: Tenant, context: Context) -> t
             priority=tenant.priority(body.priority),
             diffusion=body.diffusion,
             reuse=body.reuse,
+            store=body.cache.store,
             show_tokens=body.return_token_ids,
         )
         for prompt, count, params, rid in zip(prompts, characters, sampling, rids, strict=True)
@@ -130,7 +135,7 @@ def _prompts(
     body: GenerateRequest, account: str, context: Context
 ) -> tuple[Sequence[Prompt | Callable[[], Prompt]], list[int], bool]:
     """The prompts, the characters of each (0: they are known), and whether it was a list. Raises InvalidRequest."""
-    if body.pml is not None and body.reuse is not None:
+    if body.pml is not None and isinstance(body.reuse, ReuseParams):
         raise InvalidRequest("reuse is for prompts with documents, and pml has none", param="reuse")
     if body.segments is not None:
         is_list = isinstance(body.segments[0], list) if body.segments else True
@@ -230,17 +235,28 @@ def _result(
         "prompt_tokens": output.prompt_tokens,
         "completion_tokens": output.completion_tokens,
         "cached_tokens": output.cached_tokens,
+        **by_tier(output),
         "queue_time": output.queue_s,
         "prefill_time": output.prefill_s,
         "e2e_latency": output.e2e_s,
     }
     if finish is not None and output.index in prompts:
         meta["prompt_token_ids"] = prompts[output.index]
+    if output.drafted:
+        meta |= {"spec_draft_token_num": output.drafted, "spec_accept_token_num": output.accepted}
     if output.reuse is not None and "strategy" not in output.reuse:
         meta |= output.reuse
     elif output.reuse is not None and finish is not None:  # not in every event: it names all modules or documents
         meta["reuse"] = output.reuse
     return {"text": text, "output_ids": list(token_ids), "meta_info": meta | logprobs.fields()}
+
+
+def by_tier(output: Output) -> dict[str, Any]:
+    """The field `cached_tokens_by_tier`, where a tier below the pool had some of them."""
+    if not output.loaded_tokens:
+        return {}
+    in_pool = output.cached_tokens - sum(output.loaded_tokens.values())
+    return {"cached_tokens_by_tier": {"pool": in_pool, **output.loaded_tokens}}
 
 
 class _Logprobs:

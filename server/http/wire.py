@@ -29,7 +29,7 @@ from pydantic_core import CoreSchema
 from pydantic_core.core_schema import no_info_before_validator_function
 
 from runtime.errors import InvalidRequest
-from runtime.params import DiffusionParams, ReuseParams, SamplingParams
+from runtime.params import DiffusionParams, ReasoningParams, ReuseParams, SamplingParams
 from runtime.sampling.json_text import check_unicode
 from server.http import fields
 
@@ -38,6 +38,7 @@ MAX_BATCH = 1024
 MAX_BIASES = 1024
 # Branches of unions in locations of errors, where `errors.py` leaves them out: they are no identifiers.
 _ONE, _MANY, _TEXTS, _IDS = "one of them", "a list", "as text", "as ids"
+_DOCUMENTS, _REASONING = "of documents", "of reasoning"
 
 T = TypeVar("T")
 Many = TypeVar("Many")
@@ -150,6 +151,10 @@ def _first(value: Any) -> Any:
     return value[0] if isinstance(value, list) and value else None
 
 
+def _method(value: Any) -> Any:
+    return value.get("method") if isinstance(value, dict) else getattr(value, "method", None)
+
+
 Text = Annotated[str, AfterValidator(_unicode)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_unicode_within)]
 # The text of a JSON object, which may also come as the object itself.
@@ -185,6 +190,12 @@ LogitBias = Annotated[
 ]
 
 
+class CacheUse(Body):
+    """The use of the prefix cache by one request."""
+
+    store: bool = Field(True, description="false: nothing that the request computes outlives it, in any tier")
+
+
 class Sampling(Body, SamplingParams):
     """`SamplingParams` in a request."""
 
@@ -210,7 +221,19 @@ class Diffusion(Body, DiffusionParams):
     model_config = ConfigDict(strict=True)
 
 
-class Reuse(Body, ReuseParams):
+class DocumentReuse(Body, ReuseParams):
     """`ReuseParams` in a request."""
 
     model_config = ConfigDict(strict=True)
+
+
+class ReasoningReuse(Body, ReasoningParams):
+    """`ReasoningParams` in a request."""
+
+    model_config = ConfigDict(strict=True)
+
+
+Reuse = Annotated[
+    Annotated[DocumentReuse, Tag(_DOCUMENTS)] | Annotated[ReasoningReuse, Tag(_REASONING)],
+    Discriminator(lambda value: _REASONING if _method(value) == "reasoncache" else _DOCUMENTS),
+]

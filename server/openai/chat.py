@@ -26,8 +26,8 @@ from server.openai.common import (
     add_prompt_logprobs,
     envelope,
     finish_reason,
-    module_reuse,
     most_logprobs,
+    reuse_of,
     usage,
 )
 from server.openai.tools import CallReader, continue_chat, render_chat, with_tools, writes_tags
@@ -69,6 +69,7 @@ def submission_of(body: ChatRequest, tenant: Tenant, context: Context) -> Submis
         diffusion=body.diffusion,
         shared_text=partial(_system_text, body, context),
         reuse=body.reuse,
+        store=body.cache.store,
         last_tokens=body.truncate_prompt_tokens,
         show_tokens=body.return_token_ids,
     )
@@ -132,6 +133,7 @@ async def _answer(body: ChatRequest, rid: str, outputs: OutputStream, context: C
                 "message": message,
                 "logprobs": written.fields() if body.logprobs else None,
                 "finish_reason": _finish_reason(output, bool(calls)),
+                **(reuse_of(output) if len(done) > 1 else {}),
                 **({"token_ids": output.token_ids} if body.return_token_ids else {}),
             }
         )
@@ -141,7 +143,7 @@ async def _answer(body: ChatRequest, rid: str, outputs: OutputStream, context: C
         **{"choices": choices, "usage": usage(done)},
         **({"prompt_token_ids": outputs.prompts[0]} if body.return_token_ids else {}),
         **prompt,
-        **module_reuse(done[0]),
+        **reuse_of(done[0]),
     }
 
 
@@ -167,7 +169,7 @@ async def _events(body: ChatRequest, rid: str, outputs: OutputStream, context: C
         finish = _finish_reason(output, bool(reader.num_calls))
         logprobs = Logprobs(body, context.engine.tokenizer)
         await write_logprobs(outputs, logprobs.add, output)
-        reuse = module_reuse(output) if finish else {}
+        reuse = reuse_of(output) if finish else {}
         ids = {"token_ids": output.new_token_ids} if body.return_token_ids else {}
         yield chunk(output.choice, delta, logprobs.fields() if body.logprobs else None, finish, **ids) | reuse
     if body.with_usage:

@@ -58,8 +58,8 @@ def add_prompt_logprobs(written: JsonList, output: Output, most: int | None, tex
         written.append(entries)
 
 
-def module_reuse(output: Output) -> dict[str, Any]:
-    """The field `reuse` of answers to prompts that import modules."""
+def reuse_of(output: Output) -> dict[str, Any]:
+    """The field `reuse` of an answer, or of one of several choices, of which each may reuse something else."""
     return {"reuse": output.reuse} if output.reuse and "strategy" in output.reuse else {}
 
 

@@ -16,7 +16,7 @@ from server.http import examples
 from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone
-from server.openai.common import add_prompt_logprobs, envelope, finish_reason, most_logprobs, usage
+from server.openai.common import add_prompt_logprobs, envelope, finish_reason, most_logprobs, reuse_of, usage
 from server.openai.formats import only
 from server.openai.types import CompletionRequest
 
@@ -47,6 +47,8 @@ def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:
             priority=tenant.priority(body.priority),
             add_special_tokens=body.add_special_tokens,
             diffusion=body.diffusion,
+            store=body.cache.store,
+            reuse=body.reuse,
             last_tokens=body.truncate_prompt_tokens,
             show_tokens=body.return_token_ids,
         )
@@ -75,8 +77,12 @@ async def _answer(
         for choice in range(body.n)
     }
     done = await collect(outputs, context.metrics, lambda output: writers[output.index, output.choice].add(output))
-    choices = [writers[output.index, output.choice].write(output, output.text) for output in done]
-    return {**envelope("text_completion", rid, context), "choices": choices, "usage": usage(done)}
+    choices = [
+        writers[output.index, output.choice].write(output, output.text) | (reuse_of(output) if len(done) > 1 else {})
+        for output in done
+    ]
+    answer = {**envelope("text_completion", rid, context), "choices": choices, "usage": usage(done)}
+    return answer | reuse_of(done[0])
 
 
 async def _events(
@@ -94,7 +100,8 @@ async def _events(
         if body.return_token_ids:
             choice["token_ids"] = output.new_token_ids
         event = {**envelope("text_completion", rid, context), "choices": [choice]}
-        yield event | ({"usage": None} if body.with_usage else {})
+        reuse = reuse_of(output) if output.finish is not None else {}
+        yield event | reuse | ({"usage": None} if body.with_usage else {})
     if body.with_usage:
         yield {**envelope("text_completion", rid, context), "choices": [], "usage": usage(last.values())}
 

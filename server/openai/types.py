@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from runtime.errors import InvalidRequest
-from runtime.params import CONSTRAINTS, SamplingParams
+from runtime.params import CONSTRAINTS, ReuseParams, SamplingParams
 from runtime.reuse.modules.pml import Import
 from runtime.sampling.json_text import check_texts
 from server.auth.keys import CacheScope
@@ -26,6 +26,7 @@ from server.http import fields
 from server.http.wire import (
     Body,
     CacheSalt,
+    CacheUse,
     Diffusion,
     JsonObject,
     LogitBias,
@@ -85,6 +86,7 @@ class SampledRequest(Body):
     request_id: Rid | None = None
     priority: Priority = 0
     cache_salt: CacheSalt | None = None
+    cache: CacheUse = Field(default_factory=CacheUse)
     cache_scope: CacheScope = "private"
     timeout_s: Timeout | None = None
     diffusion: Diffusion | None = None
@@ -112,6 +114,9 @@ class CommonRequest(SampledRequest, Constrained):
     return_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, le=1 << 20, description="only so many last tokens of the prompt; -1: as many as fit"
+    )
+    reuse: Reuse | None = Field(
+        None, description="of documents, or of reasoning steps; default: --document-reuse or --reasoning-cache"
     )
 
     @model_validator(mode="after")
@@ -346,7 +351,6 @@ class ChatRequest(CommonRequest):
         None, alias="schema", description="a schema that the messages follow; their parts may import its modules"
     )
     documents: GivenDocuments | None = Field(None, description="the last user message begins with these documents")
-    reuse: Reuse | None = Field(None, description="of documents; default: --document-reuse")
     max_tokens: NewTokens | None = None
     max_completion_tokens: NewTokens | None = None
     logprobs: bool = False
@@ -441,7 +445,7 @@ class ChatRequest(CommonRequest):
         """Raise InvalidRequest for unsupported fields, which are never ignored silently."""
         if self.schema_name is None and any(message.imports for message in self.messages):
             raise InvalidRequest("parts of type module need a schema", param="schema")
-        if self.schema_name is not None and (self.reuse or self.has_documents):
+        if self.schema_name is not None and (isinstance(self.reuse, ReuseParams) or self.has_documents):
             raise InvalidRequest("a schema and documents exclude each other", param="schema")
         if self.schema_name is not None and (self.template_variables() or self.truncate_prompt_tokens is not None):
             raise InvalidRequest("a schema's prompt takes no variables, and is not truncated", param="schema")
