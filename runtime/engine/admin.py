@@ -64,9 +64,7 @@ class Admin:
         self._core = core
         self._walk: _Walk | None = None
         self._answers: dict[type, Callable[[Any], dict[str, Any]]] = {
-            AttachTier: lambda _: {
-                "failed": "the server was started without tiers, and has no digest of its weights"
-            },
+            AttachTier: lambda _: {"failed": "the server was started without tiers, and has no digest of its weights"},
             DetachTier: lambda _: {"found": False},
             EraseTenant: lambda message: self.erase(message.tenant),
             FlushCache: lambda message: self.flush(message.pins),
