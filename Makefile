@@ -67,7 +67,7 @@ docs: $(VENV)/.serve
 # The images' pins anew, with hashes: ARGS=--upgrade takes newer versions.
 pins: $(VENV)/.torch
 	$(PIP) --quiet uv
-	{ for group in "bench otel" build router; do $(PYTHON) docker/requirements.py $$group; done | grep -v '^torch'; \
+	{ for group in "bench otel tiers" build router; do $(PYTHON) docker/requirements.py $$group; done | grep -v '^torch'; \
 	  echo "$(TORCH)"; } | $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-package torch $(if $(filter torch%,$(TORCH)),--torch-backend cpu) --custom-compile-command "make pins" \
 	  --output-file docker/constraints.txt $(ARGS) -

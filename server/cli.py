@@ -141,6 +141,18 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     return 0
 
 
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    from server.tiers.command import add_arguments
+
+    add_arguments(parser)
+
+
+def _cache(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from server.tiers.command import run
+
+    return run(arguments)
+
+
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     if missing := [name for name in _BENCH_PACKAGES if find_spec(name) is None]:
         parser.exit(1, f"ramet: benchmarks need {', '.join(missing)}: pip install 'ramet[bench]'\n")
@@ -192,6 +204,7 @@ _COMMANDS: dict[str, Command] = {
     "schema": ("check a schema of prompt modules, and print its layout", _add_schema, _schema),
     "fetch-model": ("fetch and convert a model, and print its directory", lambda p: add_options(p, "model"), _fetch),
     "profile": ("measure how a model's KV can be reused, for tables that the engine reads", _add_profile, _profile),
+    "cache": ("look into a disk cache, check it, make room in it, carry it elsewhere", _add_cache, _cache),
     "bench": ("measure a server or this machine", _add_bench, _bench),
     "options": ("print the options of `serve` as tables in Markdown", lambda parser: None, _options),
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -141,16 +143,17 @@ class DiskStore:
 
     def _open(self) -> _Index:
         path = self.files.directory / "index.sqlite"
-        try:
-            index = _Index(path)
-        except sqlite3.DatabaseError as error:
-            if isinstance(error, sqlite3.OperationalError):  # busy, full or read-only
-                raise
-            logger.warning("the index of the disk cache is made anew: %s", error)
-            for suffix in ("", "-wal", "-shm"):
-                path.with_name(path.name + suffix).unlink(missing_ok=True)
-            index = _Index(path)
-        self._reconcile(index)
+        with _alone(self.files.directory):
+            try:
+                index = _Index(path)
+            except sqlite3.DatabaseError as error:
+                if isinstance(error, sqlite3.OperationalError):  # busy, full or read-only
+                    raise
+                logger.warning("the index of the disk cache is made anew: %s", error)
+                for suffix in ("", "-wal", "-shm"):
+                    path.with_name(path.name + suffix).unlink(missing_ok=True)
+                index = _Index(path)
+            self._reconcile(index)
         return index
 
     def _reconcile(self, index: _Index) -> None:
@@ -265,6 +268,17 @@ class DiskStore:
             if self._index is not None:
                 self._index.close()
             self._closed = True
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """No other process opens the index meanwhile: SQLite waits for nobody while a database becomes one with WAL."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _statements(script: str) -> Iterator[str]:

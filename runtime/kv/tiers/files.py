@@ -29,12 +29,15 @@ class BlockFiles:
         option: names it in errors.
 
     Raises:
-        ModelError: if there is no directory, or it is somebody else's.
+        ModelError: if there is no directory, it is somebody else's, or holds other things.
     """
 
     def __init__(self, directory: Path, option: str):
         self.directory = directory
         self._unfinished = directory / "unfinished"
+        names = set(os.listdir(directory)) if directory.is_dir() else set()
+        if self._unfinished.name not in names and names - {"lost+found"}:
+            raise ModelError(f"{option}: {directory} holds other things than blocks")
         with suppress(OSError):  # one that cannot be written can still be read
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if (mode := directory.stat().st_mode) & 0o077:

@@ -20,7 +20,7 @@ def open_shared(address: str, option: str = "--kv-store") -> BlockStore:
     kind, _, rest = address.partition(":")
     if kind == "dir" and rest:
         return DirectoryStore(Path(rest), option)
-    if kind not in ("redis", "rediss"):
+    if kind not in ("redis", "rediss") or not rest.startswith("//"):
         raise ModelError(f"{option}: expected redis://HOST:PORT, rediss://HOST:PORT or dir:PATH")
     try:
         from runtime.kv.tiers.redis import RedisStore

@@ -23,7 +23,7 @@ from radix import Namespace
 from runtime.errors import ModelError
 from runtime.kv.tiers.block import ROOT, Block
 from runtime.kv.tiers.disk import DiskStore
-from runtime.kv.tiers.files import DirectoryStore
+from runtime.kv.tiers.files import BlockFiles, DirectoryStore
 from runtime.kv.tiers.store import Limits, Usage
 from tests.full_disk import little_room
 from tests.runtime.kv.tiers.conftest import FORM, blocks_of, payload_of
@@ -161,6 +161,19 @@ def test_a_file_is_no_directory(directory):
         DirectoryStore(directory)
 
 
+def test_a_directory_of_other_things_is_left_as_it_is(directory):
+    directory.mkdir(mode=0o755)
+    (directory / "lost+found").mkdir()
+    DirectoryStore(directory)
+    shutil.rmtree(directory / "unfinished")
+    directory.chmod(0o755)
+    (directory / "letter.txt").write_text("Dear Bob")
+    with pytest.raises(ModelError, match=r"--disk-cache: .* holds other things"):
+        DiskStore(directory, Limits(1 << 20))
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o755
+    assert sorted(os.listdir(directory)) == ["letter.txt", "lost+found"]
+
+
 def test_entries_tell_of_uses(directory):
     now = 7.0
     store = DiskStore(directory, Limits(1 << 20), clock=lambda: now)
@@ -263,11 +276,10 @@ def test_an_erasure_finds_what_the_index_does_not_know(directory):
 
 def test_two_processes_keep_one_bound(directory):
     limits = Limits(6 * SMALL)
-    DiskStore(directory, limits).close()
 
     def write(seed: int) -> None:
         rng = random.Random(seed)
-        store = DiskStore(directory, limits)
+        store = DiskStore(directory, limits)  # all of them open it for the first time
         for _ in range(100):
             block = rng.choice(ALL[:8])
             if rng.random() < 0.7:
@@ -314,15 +326,20 @@ def test_a_kill_leaves_nothing_that_is_believed(directory):
             store.put(block.key, FORM.encode(block, payload), "alice", "evicted")
 
     rng = random.Random(1)
+    files = BlockFiles(directory, "")
     for begin in range(0, 8000, 1000):
+        own = {block_of(number).key for number in range(begin, begin + 1000)}
         child = forked(lambda begin=begin: write(begin))
-        time.sleep(0.02 + rng.random() * 0.08)
+        until = time.monotonic() + 60
+        while own.isdisjoint(files.keys()) and time.monotonic() < until:
+            time.sleep(0.005)
+        time.sleep(rng.random() * 0.1)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     blocks = {block.key: block for block in map(block_of, range(8000))}
     store = DiskStore(directory, limits, clock=lambda: time.time() + 3600)
     keys = list(store.files.keys())
-    assert len(keys) > 10
+    assert len(keys) > 8
     for key in keys:
         assert FORM.decode(store.get(key), blocks[key]) == payload_of(blocks[key]) * 4
     assert store.usage().bytes == sum(store.files.path(key).stat().st_size for key in keys) <= limits.capacity
