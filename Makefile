@@ -47,7 +47,7 @@ serve: $(VENV)/.serve
 
 test: $(VENV)/.dev
 	$(VENV)/bin/ramet fetch-model
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --hypothesis-profile=repeat $(ARGS)
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
@@ -58,10 +58,12 @@ lint: $(VENV)/.dev
 mutants: $(VENV)/.mutants
 	$(VENV)/bin/python tests/mutants.py $(ROOM) $(ARGS)
 
-# The tables of options in server/README.md, between their two markers.
+# The tables of options and of other servers' fields in server/README.md, between their markers.
 docs: $(VENV)/.serve
 	env -u RAMET_CACHE -u XDG_CACHE_HOME $(VENV)/bin/ramet options > $(VENV)/options.md
-	sed -e '/^<!-- options/,/^<!-- end/{//!d;}' -e '/^<!-- options/r $(VENV)/options.md' server/README.md > $(VENV)/README.md
+	$(VENV)/bin/python -m server.fields > $(VENV)/fields.md
+	sed -e '/^<!-- options/,/^<!-- end/{//!d;}' -e '/^<!-- options/r $(VENV)/options.md' \
+	  -e '/^<!-- fields/,/^<!-- end/{//!d;}' -e '/^<!-- fields/r $(VENV)/fields.md' server/README.md > $(VENV)/README.md
 	cp $(VENV)/README.md server/README.md
 
 # The images' pins anew, with hashes: ARGS=--upgrade takes newer versions.

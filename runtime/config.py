@@ -39,8 +39,9 @@ class ModelConfig(Section):
         "adapter's short name",
     )
     served_model_name: str | None = Field(
-        None, description="the model's name for clients; default: derived from --model"
+        None, description="the model's names for clients, separated by commas; default: derived from --model"
     )
+    any_model_name: bool = Field(False, description="serve requests for any model")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="type of weights and KV; auto: bfloat16, or float32 on a CPU without bfloat16 and native kernels",
@@ -71,7 +72,12 @@ class CacheConfig(Section):
     document_reuse: DocumentMethod = Field(
         "none", description="method for documents of requests without `reuse`; all but none are approximate"
     )
-    eviction_policy: PolicyName = Field("lru", description="which unreferenced pages go first when room is needed")
+    reasoning_cache: bool = Field(
+        False, description="requests without `reuse` share the pages of reasoning steps that repeat; approximate"
+    )
+    eviction_policy: PolicyName = Field(
+        "foresight", description="which unreferenced pages go first when room is needed"
+    )
     tenant_quota: int | None = Field(
         None,
         ge=1,

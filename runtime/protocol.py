@@ -27,6 +27,8 @@ class AddRequest(msgspec.Struct, tag="add"):
         diffusion: `DiffusionParams.model_dump()`, filled, for a diffusion model.
         reuse: options of a reuse strategy, with its name as `method`; None: the model's default strategy.
         store: whether the KV that it computes may outlive it.
+        keep: (tokens, seconds): the prompt's whole pages up to there are kept for its tenant, for that time from their
+            last use on, as far as the budget of pins allows.
     """
 
     rid: str
@@ -40,6 +42,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     diffusion: dict[str, Any] | None = None
     reuse: dict[str, Any] | None = None
     store: bool = True
+    keep: list[tuple[int, float]] = []
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -216,6 +219,38 @@ class Finish(msgspec.Struct):
     code: str | None = None
 
 
+class Place(msgspec.Struct):
+    """A place up to which a prompt was to be kept.
+
+    Attributes:
+        tokens: the place.
+        ttl_s: seconds from the last use on.
+        kept: tokens that are kept, whole pages; 0: none.
+        reason: why none is.
+    """
+
+    tokens: int
+    ttl_s: float
+    kept: int = 0
+    reason: str | None = None
+
+
+class CacheBooks(msgspec.Struct):
+    """Books of a prompt's tokens: read + created + input are all of them.
+
+    Attributes:
+        read: read from the cache.
+        created: computed now and kept, by seconds to live: of several kept places, a token counts for the longest.
+        input: computed now and not kept.
+        places: those of the request, in order.
+    """
+
+    read: int
+    created: dict[float, int]
+    input: int
+    places: list[Place]
+
+
 class TokenEvent(msgspec.Struct):
     """One request's results of a step; exactly one event of a request has `finish` set, its last.
 
@@ -223,6 +258,7 @@ class TokenEvent(msgspec.Struct):
     that had been loaded from a tier for this request, by tier. Times are seconds:
     `queue_s` from arrival in the engine to first admission, `prefill_s` from there to the first token. For
     diffusion models, `reuse` describes the reused KV, and `canvas` holds all output positions, if they were asked for.
+    The first event of a request with places to keep has their `cache`.
     """
 
     rid: str
@@ -236,6 +272,7 @@ class TokenEvent(msgspec.Struct):
     prefill_s: float = 0.0
     reuse: dict[str, Any] | None = None
     canvas: list[int] | None = None
+    cache: CacheBooks | None = None
 
 
 class StepEvents(msgspec.Struct, tag="events"):

@@ -14,6 +14,7 @@ import torch
 
 from radix import Namespace, Node
 from runtime.params import SamplingParams
+from runtime.protocol import CacheBooks, Place
 
 if TYPE_CHECKING:
     from runtime.reuse.strategy import Strategy
@@ -117,6 +118,8 @@ class Request:
         owner: whose quota the pages count against that the request leaves in the tree.
         entry_tokens: int32, tokens of the prompt whose KV the request reads from entries, beside `tokens`.
         owed: rows of entries that it has yet to encode before its own.
+        keep: places up to which its prompt is to be kept, and has not been yet.
+        books: of its prompt, until an event tells them.
         max_tokens: length of prompt and output at which the request ends, without `entry_tokens`.
         prompt_logprobs_from: the first prompt index whose log-probability is still owed; None: none is.
         counts: int64 [vocab], how often each token was generated, and `prompt_ids`, those of the prompt; on the
@@ -148,6 +151,8 @@ class Request:
     reuse: Any = None
     entry_tokens: array[int] = field(default_factory=lambda: array("i"))
     owed: int = 0
+    keep: list[Place] = field(default_factory=list)
+    books: CacheBooks | None = None
     canvas: Any = None
     logprobs: int | None = None
     prompt_logprobs_from: int | None = None

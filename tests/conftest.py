@@ -17,6 +17,8 @@ from runtime.errors import ModelError
 from runtime.models.default_model import fetch_default
 from tests.tiny import TINY_MODELS, save_tiny
 
+# For `make test`: the same examples each time, so that a change alone makes a test fail. Plain pytest draws new ones.
+settings.register_profile("repeat", derandomize=True)
 # For `make mutants`: the same examples each time, and no search for a smaller one once a test has failed.
 settings.register_profile("mutants", derandomize=True, phases=(Phase.explicit, Phase.generate))
 

@@ -15,7 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 from loadgen.micro.timing import timed
-from radix import RadixTree
+from radix import POLICIES, PolicyName, RadixTree, make_policy
 
 PROMPT_TOKENS = 4096
 
@@ -38,11 +38,12 @@ def run(arguments: argparse.Namespace) -> int:
             values = statistics.quantiles(seconds, n=10)
             table.add_row(name, f"{page_size}", f"{1e6 * statistics.median(seconds):.1f}", f"{1e6 * values[8]:.1f}")
     console.print(table)
-    table = Table(title="eviction, microseconds a call, and memory")
-    for column in ("leaves", "evict one p50", "p90", "evict all, per leaf", "bytes a node"):
+    table = Table(title="insertion and eviction of a leaf of two pages, microseconds a call, and memory")
+    for column in ("policy", "leaves", "insert p50", "mean", "evict p50", "p90", "mean", "flush, per leaf", "bytes"):
         table.add_column(column, justify="right")
-    for leaves in arguments.leaves:
-        table.add_row(f"{leaves}", *_eviction(draw, leaves))
+    for policy in POLICIES:
+        for leaves in arguments.leaves:
+            table.add_row(policy, f"{leaves}", *_eviction(draw, policy, leaves))
     console.print(table)
     return 0
 
@@ -100,10 +101,13 @@ def _lock_unlock(tree: RadixTree, key: bytes) -> float:
     return timed(both)
 
 
-def _eviction(draw: random.Random, leaves: int) -> Iterable[str]:
-    """Leaves of one page below the root; after each eviction another leaf comes in, so that their number stays."""
+def _eviction(draw: random.Random, policy: PolicyName, leaves: int) -> Iterable[str]:
+    """Leaves below the root; after each eviction another one comes in, so that their number stays.
+
+    There are so many that the policy has learned by the time of the first eviction.
+    """
     tracemalloc.start()
-    tree = RadixTree(1)
+    tree = RadixTree(1, make_policy(policy, leaves))
     keys = [array("i", [i, draw.randrange(1 << 17)]).tobytes() for i in range(leaves + 2000)]
     before = tracemalloc.get_traced_memory()[0]
     for i in range(leaves):
@@ -111,10 +115,15 @@ def _eviction(draw: random.Random, leaves: int) -> Iterable[str]:
     memory = (tracemalloc.get_traced_memory()[0] - before) / leaves
     tracemalloc.stop()
     gc.collect()
-    times = []
-    for i in track(range(leaves, leaves + 2000), description=f"evicting from {leaves}"):
-        times.append(timed(lambda: tree.evict(2)))
-        tree.insert(keys[i], array("i", [2 * i, 2 * i + 1]))
+    evicted, inserted = [], []
+    for i in track(range(leaves, leaves + 2000), description=f"{policy}: evicting from {leaves}"):
+        evicted.append(timed(lambda: tree.evict(2)))
+        pages = array("i", [2 * i, 2 * i + 1])
+        inserted.append(timed(lambda key=keys[i], pages=pages: tree.insert(key, pages)))  # type: ignore[misc]
     everything = timed(tree.flush) / leaves
-    values = statistics.quantiles(times, n=10)
-    return f"{1e6 * statistics.median(times):.1f}", f"{1e6 * values[8]:.1f}", f"{1e6 * everything:.1f}", f"{memory:.0f}"
+    return *_numbers(inserted, p90=False), *_numbers(evicted), f"{1e6 * everything:.1f}", f"{memory:.0f}"
+
+
+def _numbers(seconds: list[float], p90: bool = True) -> Iterable[str]:
+    values = (statistics.median(seconds), statistics.quantiles(seconds, n=10)[8], statistics.fmean(seconds))
+    return (f"{1e6 * value:.1f}" for value in (values if p90 else values[::2]))

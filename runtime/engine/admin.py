@@ -47,6 +47,7 @@ class _Core(Protocol):
     strategies: dict[str, Strategy]
     requests: dict[str, Request]
     counters: dict[str, int]
+    step_rows: Histogram
     paused: bool
     tiers: Tiers | None
 
@@ -108,11 +109,12 @@ class Admin:
         return {"erased_tokens": pages * cache.page_size}
 
     def pins(self) -> dict[str, Any]:
-        """All pins, and the tokens of their budget that they hold."""
+        """All pins, sums of what tenants keep, and the tokens of the budget that these hold together."""
         board, page_size = self._core.cache.pins, self._core.cache.page_size
         board.expire()
         return {
             "pins": [board.describe(pin) for pin in board.pins.values()],
+            "kept": board.describe_kept(),
             "pinned_tokens": self._core.cache.tree.num_pinned_pages * page_size,
             "budget_tokens": board.budget_pages * page_size,
         }
@@ -159,6 +161,8 @@ class Admin:
     def outline(self, limit: int, preview_tokens: int, anew: bool) -> dict[str, Any]:
         """Advance a walk over the tree, or begin one: `{"blocks": None}` until it has reached its end.
 
+        Then there are the last evictions, too.
+
         With `anew`, an unfinished walk is dropped: the tree has changed since.
         """
         if self._walk is None or anew:
@@ -167,7 +171,8 @@ class Admin:
             next(self._walk)
         except StopIteration as end:
             self._walk = None
-            return {"blocks": [asdict(block) for block in end.value]}
+            evictions = [asdict(eviction) for eviction in self._core.cache.evictions.last]
+            return {"blocks": [asdict(block) for block in end.value], "evictions": evictions}
         return {"blocks": None}
 
     def _find(self, page: int, start: int) -> Node | None:
@@ -184,12 +189,8 @@ class Admin:
         return {"found": False} if node is None else {"found": True, **self._core.cache.pins.pin_node(node)}
 
     def _unpin(self, node: Node | None) -> dict[str, Any]:
-        """Remove every pin that keeps a node: `{"found", "pins": their ids}`."""
-        board = self._core.cache.pins
-        kept = [] if node is None else [pin.id for pin in board.pins.values() if node in path(pin.node)]
-        for pin_id in kept:
-            board.unpin(pin_id)
-        return {"found": node is not None, "pins": kept}
+        """Remove every pin that keeps a node: `{"found", "pins": their ids}`; tenants keep it no more, either."""
+        return {"found": node is not None, "pins": [] if node is None else self._core.cache.pins.unpin_node(node)}
 
     def _drop(self, node: Node | None) -> dict[str, Any]:
         """Evict a node and everything below it that neither live requests nor pins keep: `{"found", "tokens"}`."""
@@ -210,6 +211,7 @@ class Admin:
             "retracted_requests": core.scheduler.num_retracted,
             "running": len(core.scheduler.running),
             "waiting": len(core.scheduler.waiting) + len(core.scheduler.blocked),
+            "blocked": len(core.scheduler.blocked),
             "paused": int(core.paused),
             "pages_total": cache.pool.num_pages,
             "pages_free": cache.allocator.num_free,
@@ -220,11 +222,16 @@ class Admin:
             "pins": len(cache.pins.pins),
             "pins_refused": cache.pins.num_refused,
             "pins_broken": cache.pins.num_broken,
+            "keeps": len(cache.pins.keeps.keeps),
+            "keeps_refused": cache.pins.num_unkept,
+            "keeps_broken": cache.pins.num_displaced,
             "tree_nodes": tree.num_nodes,
             **({} if core.tiers is None else core.tiers.state()),
             "idle_before_evict_s": _plain(stats.idle_s),
             "lifetime_s": _plain(stats.lifetime_s),
             "reuse_gap_s": _plain(stats.reuse_gap_s),
+            "step_rows": _plain(core.step_rows),
+            **{name: value for strategy in core.strategies.values() for name, value in strategy.figures().items()},
         }
 
 

@@ -12,15 +12,17 @@ from typing import Any
 import torch
 
 from radix import Namespace
+from radix.stats import Histogram
 from runtime.batch import ForwardBatch
 from runtime.config import Config
 from runtime.diffusion.decoding import CanvasDecoding
 from runtime.engine.admin import Admin
 from runtime.engine.in_flight import InFlight
+from runtime.engine.keeping import keep_prompt
 from runtime.engine.pinning import Pinning
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.tiering import Tiering
-from runtime.errors import EngineDead, InvalidRequest, RametError
+from runtime.errors import EngineDead, InvalidRequest, ModelError, RametError
 from runtime.execution.device import choose_device, choose_overlap, is_lost, is_out_of_memory
 from runtime.execution.parallel.driver import open_executor
 from runtime.kv.cache import PagedCache
@@ -36,6 +38,7 @@ from runtime.protocol import (
     Inbound,
     ModelInfo,
     Outbound,
+    Place,
     Reply,
     Shutdown,
     StepEvents,
@@ -47,6 +50,7 @@ from runtime.reuse.build import build
 from runtime.reuse.fusion.strategy import Fusion
 from runtime.reuse.modules.strategy import Modules
 from runtime.reuse.prefix import PrefixStrategy
+from runtime.reuse.reasoning.strategy import ReasonCache
 from runtime.reuse.strategy import Strategy
 from runtime.sampling.batched import make_sampler
 from runtime.sampling.decoding import Decoding, NextToken
@@ -63,6 +67,9 @@ _COUNTED = (
 # Wait for KV from a tier that may come at once: of an engine with nothing to run, and of one that runs as a share of
 # its last step.
 _LOAD_WAIT_S, _LOAD_SHARE = 0.002, 0.02
+
+# Bounds of the histogram of a step's token rows.
+_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class EngineCore:
@@ -91,6 +98,7 @@ class EngineCore:
         self.strategies: dict[str, Strategy] = {}
         self.decoding = self._open_model(path)
         self.counters |= self.decoding.counters
+        self.step_rows = Histogram(_ROWS)
         self.decoding.counters = self.counters
         self.overlap = self.info.diffusion is None and choose_overlap(config, choose_device(config.model))
         eos = self.info.eos_token_ids
@@ -131,8 +139,11 @@ class EngineCore:
             self.add_strategy(PrefixStrategy(self.cache, spec.num_layers))
             self.add_strategy(Modules(self.cache, spec.num_layers, self.info))
             self.add_strategy(Fusion(self.cache, executor, self.info))
+            self.add_strategy(ReasonCache(self.cache, executor, lambda: Tokenizer.load(path)))
             sampler = make_sampler(executor.backend_name, spec.vocab_size, executor.device, executor.argmax)
             return NextToken(sampler)
+        if self.config.cache.reasoning_cache:
+            raise ModelError("--reasoning-cache is for causal models, and this is a diffusion model")
         bicache = BiCache.load(self.config.diffusion, path, spec, self.cache)
         self.add_strategy(bicache)
         self.info.diffusion = bicache.info
@@ -248,6 +259,7 @@ class EngineCore:
             prompt_logprobs_from=message.prompt_logprobs_from,
             priority=message.priority,
             store=message.store,
+            keep=[Place(end, ttl_s) for end, ttl_s in sorted(message.keep)],
             serial=self._serial,
             arrival_s=time.monotonic(),
         )
@@ -280,8 +292,7 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """Run one step, or read the one that was launched before; returns its events."""
-        if self.cache.pins.pins:
-            self.cache.pins.expire()
+        self.cache.pins.expire()
         events = self._take_grammars() if self.grammars.open else []
         if self.loading:
             self._take_loads()
@@ -344,6 +355,7 @@ class EngineCore:
             self._in_flight = None
             return self._compute_less([item for item in work if self._is_live(item)], error)
         self.counters["steps"] += 1
+        self.step_rows.add(flight.num_rows)
         return self._book(flight, tokens)
 
     def _launch(self, work: list[Work], before: InFlight | None = None) -> InFlight:
@@ -417,6 +429,8 @@ class EngineCore:
             if not request.strategy.book(item, saved, row_s * item.num_rows):
                 self.scheduler.computed(request)
                 continue
+            if request.keep:
+                keep_prompt(request, self.cache)
             if prefills:
                 self.scheduler.computed(request)
             elif self.scheduler.blocked:
@@ -427,6 +441,7 @@ class EngineCore:
                 events += self._fail(request, error)
                 continue
             if event is not None:
+                event.cache, request.books = request.books, None
                 self.counters["generation_tokens"] += len(event.tokens)
                 events += [event] if event.finish is None else self._end(request, event.finish, event)
         return events

@@ -123,8 +123,11 @@ class AsyncEngine:
                 await self._start_process(path, directory)
         except (OSError, zmq.ZMQError) as error:
             raise ModelError(f"the engine process cannot be started: {error}") from None
-        planner = Planner.load(self.config.cache.document_reuse, path)
-        self._frontend = Frontend(self.info, self.tokenizer, self._send, self.config.scheduler, planner=planner)
+        cache, limits = self.config.cache, self.config.scheduler
+        planner = Planner.load(cache.document_reuse, path)
+        self._frontend = Frontend(
+            self.info, self.tokenizer, self._send, limits, planner=planner, reasoning=cache.reasoning_cache
+        )
         self._reader = asyncio.create_task(self._read())
         self._watch = asyncio.create_task(self._watchdog.watch(lambda: self._call(Ping), self._kill))
 
@@ -395,12 +398,15 @@ class AsyncEngine:
         """A page of the tree's nodes as dicts of `radix.NodeView`; `asked`: the fields of `GetTree`."""
         return (await self._call(lambda call: GetTree(call, **asked)))["nodes"]
 
-    async def outline(self, limit: int, preview_tokens: int) -> list[dict[str, Any]]:
-        """The tree in at most `limit` blocks as dicts of `radix.Block`, with `parent` as a place in the list."""
+    async def outline(self, limit: int, preview_tokens: int) -> dict[str, Any]:
+        """The tree in at most `limit` `blocks` as dicts of `radix.Block`, with `parent` as a place in the list.
+
+        And the last `evictions`, as dicts of `radix.Eviction`.
+        """
         answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens, anew=True))
         while answer["blocks"] is None:
             answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens))
-        return answer["blocks"]
+        return answer
 
     async def requests(self, limit: int) -> list[dict[str, Any]]:
         """The live requests, oldest first."""

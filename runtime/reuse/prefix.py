@@ -19,6 +19,7 @@ class PrefixStrategy(Strategy):
     """
 
     name = "prefix"
+    keeps_prompts = True
 
     def find(self, request: Request) -> Found:
         """The last token is never matched: its logits are wanted."""
@@ -70,6 +71,7 @@ class PrefixStrategy(Strategy):
             cache.tree.unlock(node)
             return False
         cache.tree.use(node)
+        cache.pins.renew(node, request.owner)
         whole = len(match.pages) * cache.page_size
         request.segments = [Segment(match.pages, whole, node=node)] if node is not None else []
         sequence.start, sequence.pages, sequence.num_computed, sequence.seconds = whole, fresh, whole + rows, 0.0

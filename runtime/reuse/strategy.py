@@ -59,10 +59,12 @@ class Strategy(ABC):
         name: the `method` by which a request asks for it.
         takes_turns: whether the rows of a request's step see each other, so that a step cannot be cut into chunks.
             Such requests take turns; the others are prefilled in the order of their admission.
+        keeps_prompts: whether the KV of a computed prompt lies in the tree under the prompt's own tokens.
         counted, counters: names and values of the strategy's own counters.
     """
 
     name: ClassVar[str]
+    keeps_prompts: ClassVar[bool] = False
     takes_turns: ClassVar[bool] = False
     counted: ClassVar[tuple[str, ...]] = ()
 
@@ -217,6 +219,10 @@ class Strategy(ABC):
 
     def flush(self) -> None:  # noqa: B027
         """Drop what the strategy keeps beside the tree, as the cache is flushed."""
+
+    def figures(self) -> dict[str, float]:
+        """Figures of its own besides counters, for operators."""
+        return {}
 
     def phase(self, request: Request) -> str:
         """The phase of a running request, for people."""

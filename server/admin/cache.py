@@ -98,8 +98,10 @@ def _named(name: str, context: Context) -> Tenant:
 
 @router.get("/pins", responses=examples.PINS)
 async def pins(context: Ctx) -> dict[str, Any]:
-    """All pins, the tokens they hold, and the budget."""
-    return await context.engine.pins()
+    """All pins, sums of what tenants keep, the tokens that both hold, and the budget."""
+    found = await context.engine.pins()
+    kept = [{**entry, "tenant": context.tenant_name(entry["tenant"])} for entry in found["kept"]]
+    return {**found, "kept": kept}
 
 
 @router.delete("/pins/{pin_id}", responses=examples.SUCCESS)

@@ -1,8 +1,7 @@
-"""`/v1/chat/completions` and `/v1/models`."""
+"""`/v1/chat/completions`."""
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from functools import partial
 from typing import Any
@@ -22,51 +21,32 @@ from server.http import examples
 from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone, while_there
-from server.openai.common import check_model, envelope, finish_reason, module_reuse, usage
-from server.openai.tools import CallReader, render_chat, with_tools, writes_tags
+from server.openai.common import (
+    add_prompt_logprobs,
+    envelope,
+    finish_reason,
+    most_logprobs,
+    reuse_of,
+    usage,
+)
+from server.openai.tools import CallReader, continue_chat, render_chat, with_tools, writes_tags
 from server.openai.types import ChatRequest
 
 router = APIRouter(prefix="/v1", tags=["openai"])
-
-_STARTED_S = int(time.time())
-
-
-@router.get("/models", responses=examples.MODELS)
-async def models(context: Ctx) -> dict[str, Any]:
-    """The served model."""
-    return {"object": "list", "data": [_model(context)]}
-
-
-@router.get("/models/{name:path}", responses=examples.MODEL)
-async def model(name: str, context: Ctx) -> dict[str, Any]:
-    """The model by its name."""
-    check_model(name, context)
-    return _model(context)
-
-
-def _model(context: Context) -> dict[str, Any]:
-    info = context.engine.info
-    return {
-        "id": info.name,
-        "object": "model",
-        "created": _STARTED_S,
-        "owned_by": "ramet",
-        "max_model_len": info.context_length,
-    }
 
 
 @router.post("/chat/completions", response_model=None, responses=examples.CHAT)
 async def chat_completions(body: ChatRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """The assistant's next message in a conversation."""
-    check_model(body.model, context)
+    context.check_model(body.model)
     body.refuse_unsupported()
-    if body.must_call or body.response_format:  # a schema may be as long as the body
+    if body.must_call or body.response_format or body.structured_outputs:  # a schema may be as long as the body
         work = partial(submission_of, body, tenant, context)
         submission = await while_there(request, context.engine.in_turn(tenant.account, body.num_characters, work))
     else:
         submission = submission_of(body, tenant, context)
     outputs = await open_outputs(request, context, [submission], body.NAMES, body.timeout_s)
-    rid = f"chatcmpl-{new_rid()}"
+    rid = f"chatcmpl-{submission.rid}"
     if body.stream:
         return EventStream(_events(body, rid, outputs, context), outputs.close)
     return await unless_gone(request, _answer(body, rid, outputs, context))
@@ -77,16 +57,20 @@ def submission_of(body: ChatRequest, tenant: Tenant, context: Context) -> Submis
     return Submission(
         prompt=partial(_render, body, tenant, context),
         num_characters=body.num_characters,
-        sampling=body.sampling(body.max_completion_tokens or body.max_tokens, body.schema_text()),
+        sampling=body.sampling(body.most_tokens, body.constraint()),
+        rid=body.request_id or new_rid(),
         account=tenant.account,
         namespace=tenant.namespace(body.cache_salt, body.cache_scope),
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        logprobs=most_logprobs((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs),
+        prompt_logprobs_from=None if body.prompt_logprobs is None else 0,
         priority=tenant.priority(body.priority),
-        add_special_tokens=False,
+        add_special_tokens=body.add_special_tokens,
         diffusion=body.diffusion,
         shared_text=partial(_system_text, body, context),
         reuse=body.reuse,
         store=body.cache.store,
+        last_tokens=body.truncate_prompt_tokens,
+        show_tokens=body.return_token_ids,
     )
 
 
@@ -95,8 +79,11 @@ def _render(body: ChatRequest, tenant: Tenant, context: Context) -> Prompt:
     tokenizer = context.engine.tokenizer
     turns = body.turns()
     if body.schema_name is None:
-        turns = find_documents(turns, tenant.account, context.documents)
-        return in_messages(turns, lambda plain: render_chat(tokenizer, plain, body.offered, body.add_generation_prompt))
+        turns, variables = find_documents(turns, tenant.account, context.documents), body.template_variables()
+        if body.continue_final_message:
+            return continue_chat(turns, lambda plain: render_chat(tokenizer, plain, body.offered, False, variables))
+        ask = body.add_generation_prompt
+        return in_messages(turns, lambda plain: render_chat(tokenizer, plain, body.offered, ask, variables))
     schema = context.schemas.get(tenant.account, body.schema_name).schema
     if not schema.roles:
         raise InvalidRequest("a schema without <system>, <user> and <assistant> is for /generate", param="schema")
@@ -122,10 +109,11 @@ def _system_text(body: ChatRequest, context: Context) -> str | None:
 
 
 async def _answer(body: ChatRequest, rid: str, outputs: OutputStream, context: Context) -> dict[str, Any]:
-    logprobs: dict[int, _Logprobs] = defaultdict(lambda: _Logprobs(context.engine.tokenizer))
+    logprobs: dict[int, _Logprobs] = defaultdict(lambda: _Logprobs(body, context.engine.tokenizer))
     done = await collect(outputs, context.metrics, lambda output: logprobs[output.choice].add(output))
     choices = []
     for output in done:
+        written = logprobs[output.choice]
         text, calls = _reader(body, context).push(output.text, last=True)
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         if calls:
@@ -134,14 +122,19 @@ async def _answer(body: ChatRequest, rid: str, outputs: OutputStream, context: C
             {
                 "index": output.choice,
                 "message": message,
-                "logprobs": logprobs[output.choice].fields() if body.logprobs else None,
+                "logprobs": written.fields() if body.logprobs else None,
                 "finish_reason": _finish_reason(output, bool(calls)),
+                **(reuse_of(output) if len(done) > 1 else {}),
+                **({"token_ids": output.token_ids} if body.return_token_ids else {}),
             }
         )
+    prompt = {} if body.prompt_logprobs is None else {"prompt_logprobs": logprobs[0].prompt}
     return {
         **envelope("chat.completion", rid, context),
         **{"choices": choices, "usage": usage(done)},
-        **module_reuse(done[0]),
+        **({"prompt_token_ids": outputs.prompts[0]} if body.return_token_ids else {}),
+        **prompt,
+        **reuse_of(done[0]),
     }
 
 
@@ -150,29 +143,33 @@ async def _events(body: ChatRequest, rid: str, outputs: OutputStream, context: C
     readers: dict[int, CallReader] = {}
     extra: dict[str, Any] = {"usage": None} if body.with_usage else {}
 
-    def chunk(choice: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
-        entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+    def chunk(
+        choice: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None, **more: Any
+    ) -> dict[str, Any]:
+        entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **more}
         return {**envelope("chat.completion.chunk", rid, context), "choices": [entry], **extra}
 
     async for output in follow(outputs, context.metrics):
         if output.choice not in last:
-            yield chunk(output.choice, {"role": "assistant", "content": ""})
+            shown = {"prompt_token_ids": outputs.prompts[0]} if body.return_token_ids else {}
+            yield chunk(output.choice, {"role": "assistant", "content": ""}) | shown
             readers[output.choice] = _reader(body, context)
         last[output.choice], reader = output, readers[output.choice]
         text, calls = reader.push(output.delta, last=output.finish is not None)
         delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
         finish = _finish_reason(output, bool(reader.num_calls))
-        logprobs = _Logprobs(context.engine.tokenizer)
+        logprobs = _Logprobs(body, context.engine.tokenizer)
         await write_logprobs(outputs, logprobs.add, output)
-        reuse = module_reuse(output) if finish else {}
-        yield chunk(output.choice, delta, logprobs.fields() if body.logprobs else None, finish) | reuse
+        reuse = reuse_of(output) if finish else {}
+        ids = {"token_ids": output.new_token_ids} if body.return_token_ids else {}
+        yield chunk(output.choice, delta, logprobs.fields() if body.logprobs else None, finish, **ids) | reuse
     if body.with_usage:
         yield {**envelope("chat.completion.chunk", rid, context), "choices": [], "usage": usage(last.values())}
 
 
 def _reader(body: ChatRequest, context: Context) -> CallReader:
     return CallReader(
-        frozenset(tool.function.name for tool in body.offered),
+        frozenset(tool.function.name for tool in body.callable_tools()),
         forced=body.must_call,
         single=not body.parallel_tool_calls,
         tagged=writes_tags(context.engine.tokenizer),
@@ -185,15 +182,18 @@ def _finish_reason(output: Output, called: bool) -> str | None:
 
 
 class _Logprobs:
-    """OpenAI's log-probabilities of a message."""
+    """OpenAI's log-probabilities of a message, and vLLM's of its prompt."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, body: ChatRequest, tokenizer: Tokenizer):
+        self._body = body
         self._text_of = tokenizer.token_text
         self._content = JsonList()
+        self.prompt = JsonList()
 
     def add(self, output: Output) -> None:
+        add_prompt_logprobs(self.prompt, output, self._body.prompt_logprobs, self._text_of)
         for item in output.logprobs or ():
-            top = [self._token(token, value) for token, value in item.top]
+            top = [self._token(token, value) for token, value in item.top[: self._body.top_logprobs or 0]]
             self._content.append({**self._token(item.token, item.logprob), "top_logprobs": top})
 
     def fields(self) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from server.http import examples
 from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone
-from server.openai.common import check_model, envelope, finish_reason, usage
+from server.openai.common import add_prompt_logprobs, envelope, finish_reason, most_logprobs, reuse_of, usage
+from server.openai.formats import only
 from server.openai.types import CompletionRequest
 
 router = APIRouter(prefix="/v1", tags=["openai"])
@@ -24,39 +25,44 @@ router = APIRouter(prefix="/v1", tags=["openai"])
 
 def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:
     """One submission for each prompt. Raises InvalidRequest."""
-    if body.suffix is not None:
-        raise InvalidRequest("suffix is not supported", param="suffix")
     if body.best_of is not None and body.best_of != body.n:
         raise InvalidRequest("best_of is not supported; use n", param="best_of")
-    if body.echo and body.logprobs is not None and body.n > 1:
-        raise InvalidRequest("echo with logprobs needs n = 1", param="echo")
-    prompts, _ = prompts_of(body.prompt)
+    scored = (body.echo and body.logprobs is not None) or body.prompt_logprobs is not None
+    if scored and body.n > 1:
+        raise InvalidRequest("log-probabilities of a prompt need n = 1", param="n")
+    prompts, is_list = prompts_of(body.prompt)
     if not prompts:
         raise InvalidRequest("prompt holds no prompts", param="prompt")
-    sampling = body.sampling(body.max_tokens)
+    sampling = body.sampling(body.max_tokens, only(body.constraints()))
+    rid = body.request_id or new_rid()
     return [
         Submission(
             prompt=prompt,
             sampling=sampling,
+            rid=f"{rid}-{i}" if is_list else rid,
             account=tenant.account,
             namespace=tenant.namespace(body.cache_salt, body.cache_scope),
-            logprobs=body.logprobs,
-            prompt_logprobs_from=0 if body.echo and body.logprobs is not None else None,
+            logprobs=most_logprobs(body.logprobs, body.prompt_logprobs),
+            prompt_logprobs_from=0 if scored else None,
             priority=tenant.priority(body.priority),
+            add_special_tokens=body.add_special_tokens,
             diffusion=body.diffusion,
             store=body.cache.store,
+            reuse=body.reuse,
+            last_tokens=body.truncate_prompt_tokens,
+            show_tokens=body.return_token_ids,
         )
-        for prompt in prompts
+        for i, prompt in enumerate(prompts)
     ]
 
 
 @router.post("/completions", response_model=None, responses=examples.COMPLETIONS)
 async def completions(body: CompletionRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """Complete one prompt or several."""
-    check_model(body.model, context)
+    context.check_model(body.model)
     submissions = submissions_of(body, tenant)
     outputs = await open_outputs(request, context, submissions, body.NAMES, body.timeout_s)
-    rid = f"cmpl-{new_rid()}"
+    rid = f"cmpl-{body.request_id or new_rid()}"
     if body.stream:
         return EventStream(_events(body, rid, submissions, outputs, context), outputs.close)
     return await unless_gone(request, _answer(body, rid, submissions, outputs, context))
@@ -66,13 +72,17 @@ async def _answer(
     body: CompletionRequest, rid: str, submissions: list[Submission], outputs: OutputStream, context: Context
 ) -> dict[str, Any]:
     writers = {
-        (index, choice): _Choice(body, submission, context.engine.tokenizer)
+        (index, choice): _Choice(body, submission, outputs, context.engine.tokenizer)
         for index, submission in enumerate(submissions)
         for choice in range(body.n)
     }
     done = await collect(outputs, context.metrics, lambda output: writers[output.index, output.choice].add(output))
-    choices = [writers[output.index, output.choice].write(output, output.text) for output in done]
-    return {**envelope("text_completion", rid, context), "choices": choices, "usage": usage(done)}
+    choices = [
+        writers[output.index, output.choice].write(output, output.text) | (reuse_of(output) if len(done) > 1 else {})
+        for output in done
+    ]
+    answer = {**envelope("text_completion", rid, context), "choices": choices, "usage": usage(done)}
+    return answer | reuse_of(done[0])
 
 
 async def _events(
@@ -84,10 +94,14 @@ async def _events(
         key = (output.index, output.choice)
         last[key] = output
         if key not in writers:
-            writers[key] = _Choice(body, submissions[output.index], context.engine.tokenizer)
+            writers[key] = _Choice(body, submissions[output.index], outputs, context.engine.tokenizer)
         await write_logprobs(outputs, writers[key].add, output)
-        event = {**envelope("text_completion", rid, context), "choices": [writers[key].write(output, output.delta)]}
-        yield event | ({"usage": None} if body.with_usage else {})
+        choice = writers[key].write(output, output.delta)
+        if body.return_token_ids:
+            choice["token_ids"] = output.new_token_ids
+        event = {**envelope("text_completion", rid, context), "choices": [choice]}
+        reuse = reuse_of(output) if output.finish is not None else {}
+        yield event | reuse | ({"usage": None} if body.with_usage else {})
     if body.with_usage:
         yield {**envelope("text_completion", rid, context), "choices": [], "usage": usage(last.values())}
 
@@ -95,9 +109,11 @@ async def _events(
 class _Choice:
     """The fields of one choice, whole or for each event of a stream."""
 
-    def __init__(self, body: CompletionRequest, submission: Submission, tokenizer: Tokenizer):
+    def __init__(self, body: CompletionRequest, submission: Submission, outputs: OutputStream, tokenizer: Tokenizer):
         self._body = body
         self._submission = submission
+        self._outputs = outputs
+        self._prompt_logprobs = JsonList()
         self._tokenizer = tokenizer
         self._offset = 0
         self._started = False
@@ -110,10 +126,12 @@ class _Choice:
     def add(self, output: Output) -> None:
         """Add log-probabilities to those that are written next."""
         text_of = self._tokenizer.token_text
-        for item in [*(output.prompt_logprobs or ()), *(output.logprobs or ())]:
+        add_prompt_logprobs(self._prompt_logprobs, output, self._body.prompt_logprobs, text_of)
+        echoed = (output.prompt_logprobs or ()) if self._body.echo else ()
+        for item in [*echoed, *(output.logprobs or ())]:
             text = text_of(item.token)
             entry = {"tokens": text, "token_logprobs": item.logprob, "text_offset": self._offset}
-            entry["top_logprobs"] = {text_of(token): value for token, value in item.top} or None
+            entry["top_logprobs"] = {text_of(token): value for token, value in item.top[: self._body.logprobs]} or None
             for name, values in self._fields.items():
                 if values is not None:
                     values.append(entry[name])
@@ -124,12 +142,19 @@ class _Choice:
         fields, self._fields = self._fields, self._empty()
         if self._body.echo and not self._started:
             text = self._prompt() + text
+        ids: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            first = {} if self._started else {"prompt_token_ids": self._outputs.prompts[output.index]}
+            ids = first | {"token_ids": output.token_ids}
+        if self._body.prompt_logprobs is not None:
+            ids["prompt_logprobs"] = self._prompt_logprobs
         self._started = True
         return {
             "index": output.index * self._body.n + output.choice,
             "text": text,
             "logprobs": fields if self._body.logprobs is not None else None,
             "finish_reason": finish_reason(output),
+            **ids,
         }
 
     def _prompt(self) -> str:

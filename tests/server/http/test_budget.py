@@ -33,7 +33,11 @@ MOST_CPU_S, MOST_GAP_S, MOST_BYTES = 1.5, 0.6, 64 * MIB
 # Room for the other fields of a body, and for their nodes.
 SIZE, NODES = MIB - 300, MAX_NODES - 100
 ROUTES = ("/generate", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/completions", "/cache/pin")
-ROUTES = (*ROUTES, "/v1/schemas", "/v1/documents", "/abort_request")
+ROUTES = (*ROUTES, "/v1/schemas", "/v1/documents", "/abort_request", "/v1/messages", "/v1/messages/count_tokens")
+
+
+# Routes whose fields are all fields of another one.
+SAME_FIELDS = ("/v1/messages/count_tokens",)
 
 
 def fill(element: str, ends: str = "[]", most: int = MIB, last: str = "") -> str:
@@ -103,6 +107,7 @@ TABLE = {
     "list of object|string": (*OBJECTS, "quoted", "quoted braces", "surrogates"),
     "list of list of string": (*TEXTS, "objects", "batch"),
     "object|string": OBJECTS,
+    "map|string": OBJECTS,
 }
 
 
@@ -140,6 +145,21 @@ WHOLE = {
     "tools of references": conversation(tools=[tool(a=[{"$ref": "#/"}] * 150)] * 128, tool_choice="required"),
     "tools of numbers": conversation(tools=[tool(enum=[0] * 3900)] * 128, tool_choice="required"),
     "ignored": conversation(metadata=[0] * 500_000),
+}
+
+
+CONTROL = {"cache_control": {"type": "ephemeral"}}
+BLOCK = {"type": "text", "text": "x"}
+KEPT = [{**BLOCK, **CONTROL}] * 4
+MESSAGES = {
+    "breakpoints in many messages": [{"role": "user", "content": "x"}] * 4095 + [{"role": "user", "content": KEPT}],
+    "breakpoints in many blocks": [{"role": "user", "content": [*KEPT, *[BLOCK] * 4000]}] * 1,
+    "too many breakpoints": [{"role": "user", "content": KEPT * 1000}],
+    "breakpoints behind a long text": [{"role": "user", "content": [{**BLOCK, "text": "and so on " * 1900}, *KEPT]}],
+    "calls": [
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "", "name": "f", "input": {}, **CONTROL}] * 4}
+    ]
+    * 1000,
 }
 
 
@@ -184,11 +204,13 @@ def app(default_model_dir) -> Iterator[FastAPI]:
 class Fields:
     """The fields of the bodies in an OpenAPI document: their names, kinds, and bodies with a value in their place.
 
-    Routes share models. A scalar field of one costs the same everywhere, and comes once.
+    Routes share models. A scalar field of one costs the same everywhere, and comes once; within a route, so does each
+    model.
     """
 
     document: dict
     seen: list = field(default_factory=list)
+    here: list = field(default_factory=list)
 
     def options(self, schema: dict) -> list[dict]:
         if "$ref" in schema:
@@ -218,8 +240,11 @@ class Fields:
             if option.get("type") == "array":
                 for path, kind, place in self.walk(option["items"]):
                     yield f"[].{path}", kind, lambda value, place=place: [place(value)]
+            if "properties" in option and option in self.here:
+                continue
             known = option in self.seen
             self.seen.append(option)
+            self.here.append(option)
             for name, inner in option.get("properties", {}).items():
                 if known and self.kind(inner) in SCALARS:
                     continue
@@ -233,7 +258,9 @@ class Fields:
     def of(self, path: str) -> Iterator[tuple[str, str, Callable]]:
         schema = self.document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         yield "", "body", lambda value: value
-        yield from self.walk(schema)
+        if path not in SAME_FIELDS:
+            self.here.clear()
+            yield from self.walk(schema)
 
 
 async def ask(app: FastAPI, path: str, body: bytes) -> tuple[int, float, float]:
@@ -302,6 +329,12 @@ def test_the_worst_conversations(app, name):
 @pytest.mark.parametrize("name", SEGMENTS)
 def test_the_worst_segments(app, name):
     check(app, "/generate", json.dumps(SEGMENTS[name], separators=(",", ":")).encode(), name)
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_the_worst_breakpoints(app, name):
+    body = {"model": "smollm2-135m-instruct", "max_tokens": 1, "messages": MESSAGES[name]}
+    check(app, "/v1/messages", json.dumps(body, separators=(",", ":")).encode(), name)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
