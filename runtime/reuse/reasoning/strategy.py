@@ -97,7 +97,7 @@ class ReasonCache(PrefixStrategy):
         reasoning.life = Life()
         reasoning.num_recomputed += reasoning.is_lost
         reasoning.is_lost = False
-        if reasoning.params.across:
+        if reasoning.params.across and request.store:
             self._across[reasoning] = request.namespace
         return True
 
