@@ -15,7 +15,7 @@ PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --progress-
 # Is there such an index? Seconds, where pip would try again for minutes.
 REACHES = $(VENV)/bin/python -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1] + "/torch/", timeout=5)' 2>/dev/null
 
-.PHONY: serve test lint mutants docs pins bench bench-prefix compose clean
+.PHONY: serve test clients lint mutants docs pins bench bench-prefix compose clean
 
 # A stamp for each part of the set-up: torch, what serving needs, and extras of pyproject.toml (bench, dev).
 $(VENV)/.torch:
@@ -48,6 +48,10 @@ serve: $(VENV)/.serve
 test: $(VENV)/.dev
 	$(VENV)/bin/ramet fetch-model
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --hypothesis-profile=repeat $(ARGS)
+
+# make clients ARGS="openai_python codex": other people's clients, each in an environment of its own. Not in CI.
+clients: $(VENV)/.dev
+	$(VENV)/bin/python tests/clients/matrix.py --home $(VENV)/clients $(ARGS)
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .

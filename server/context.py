@@ -15,6 +15,7 @@ from server.auth.keys import PUBLIC, Tenant
 from server.documents.store import DocumentStore
 from server.http.errors import NotFound
 from server.http.gate import Gate
+from server.responses.store import ResponseStore
 from server.schemas.store import SchemaStore
 
 
@@ -27,6 +28,7 @@ class Context:
     gate: Gate
     schemas: SchemaStore
     documents: DocumentStore
+    responses: ResponseStore
 
     def check_model(self, name: str | None) -> None:
         """Raise NotFound unless this is a name of the served model; no name is one."""

@@ -11,14 +11,19 @@ from server.http.wire import Body, Sampling
 from server.openai.formats import StructuredOutputs
 from server.openai.tokens import DetokenizeRequest
 from server.openai.types import ChatRequest, CompletionRequest, Message, StreamOptions
+from server.responses.types import Reasoning, ResponseRequest, TextConfig, TextFormat
 
 BODIES: dict[str, type[Body]] = {
     "chat": ChatRequest,
     "completions": CompletionRequest,
+    "responses": ResponseRequest,
     "`/generate`": GenerateRequest,
     "`sampling_params`": Sampling,
     "`structured_outputs`": StructuredOutputs,
     "`stream_options`": StreamOptions,
+    "`reasoning`": Reasoning,
+    "`text`": TextConfig,
+    "`text.format`": TextFormat,
     "messages": Message,
     "`/detokenize`": DetokenizeRequest,
 }

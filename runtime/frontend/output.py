@@ -126,6 +126,7 @@ class Output:
         reuse: on the shared prefix of a diffusion model, on modules, documents or reasoning steps: what was reused.
         canvas: all output positions of a diffusion model, decided or masked, if requested.
         cache: books of the prompt, if places of it are to be kept.
+        drafted, accepted: tokens of drafts that were verified, and how many of them were right.
     """
 
     index: int
@@ -148,6 +149,8 @@ class Output:
     canvas: list[int] | None = None
     loaded_tokens: dict[str, int] = field(default_factory=dict)
     cache: CacheBooks | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 def join_logprobs(first: Logprobs, later: Logprobs) -> Logprobs:

@@ -15,7 +15,7 @@ class OtherPools(Protocol):
     def copy_rows(self, source_page: int, target_page: int, rows: int) -> None: ...
 
     def gather(self, pages: Sequence[int], mine: torch.Tensor) -> torch.Tensor:
-        """What `KVPool.read_pages` returns in all ranks, in their order, on this one's device."""
+        """The tensors of `KVPool.read_pages` in all ranks, in their order, on this one's device."""
 
     def scatter(self, pages: Sequence[int], theirs: Sequence[np.ndarray]) -> None:
         """Fill pages; any thread may call it."""

@@ -59,6 +59,8 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("ramet:reasoning_deferred",),
     ),
     "reasoning_seconds": ("CPU seconds of the comparison of reasoning steps", ("ramet:reasoning_cpu_seconds",)),
+    "drafted_tokens": ("Tokens of drafts that were verified", ("vllm:spec_decode_num_draft_tokens",)),
+    "accepted_tokens": ("Tokens of drafts that were right", ("vllm:spec_decode_num_accepted_tokens",)),
     "prefill_tokens": ("Token rows computed by prefill", ("ramet:prefill_tokens",)),
     "tier_loads": ("Loads from tiers that brought tokens", ("ramet:tier_loads",)),
     "tier_loads_late": ("Loads from tiers that took too long", ("ramet:tier_loads_late",)),

@@ -82,6 +82,7 @@ def submission_of(body: MessagesRequest, tenant: Tenant, context: Context) -> Su
         namespace=tenant.namespace(body.cache_salt, body.cache_scope),
         priority=tenant.priority(body.priority),
         add_special_tokens=False,
+        store=body.cache.store,
     )
 
 

@@ -13,7 +13,7 @@ from runtime.frontend.output import MAX_PLACES
 from runtime.params import SamplingParams, StopString
 from server.auth.keys import CacheScope
 from server.http import fields
-from server.http.wire import Body, CacheSalt, JsonObject, OneOr, Priority, Text, Timeout
+from server.http.wire import Body, CacheSalt, CacheUse, JsonObject, OneOr, Priority, Text, Timeout
 from server.openai.tools import MAX_TOOLS, Function, schema_of_call
 from server.openai.tools import Tool as Described
 
@@ -282,6 +282,7 @@ class MessagesRequest(Conversation):
     stop_sequences: Annotated[list[StopString], Field(max_length=16)] = Field(default_factory=list)
     priority: Priority = 0
     cache_salt: CacheSalt | None = None
+    cache: CacheUse = Field(default_factory=CacheUse)
     cache_scope: CacheScope = "private"
     timeout_s: Timeout | None = None
 

@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 
 from runtime.config import Config
 from runtime.frontend.async_engine import AsyncEngine
-from server import admin, anthropic, documents, http, openai, schemas
+from server import admin, anthropic, documents, http, openai, responses, schemas
 from server.admin import dashboard
 from server.admin.metrics import Metrics
 from server.auth.keys import Guard, Tenant, admin_paths
@@ -28,6 +28,7 @@ from server.http.limits import BodyLimit
 from server.http.openapi import describe_keys
 from server.http.pages import Hosts, Origins
 from server.http.traces import add_traces
+from server.responses.store import ResponseStore
 from server.schemas.store import SchemaStore
 
 
@@ -47,11 +48,11 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate:
         redirect_slashes=False,  # a redirect would lead where the client's Host header says
     )
     options = config.server
-    metrics, stores = Metrics(engine.info.name), (SchemaStore(), DocumentStore())
+    metrics, stores = Metrics(engine.info.name), (SchemaStore(), DocumentStore(), ResponseStore())
     app.state.context = Context(engine, config, metrics, tenants, gate or Gate(), *stores)
     app.state.feed = dashboard.Feed(app.state.context)
     operators = find_routers(admin)
-    rooms = (http, openai, anthropic, schemas, documents)
+    rooms = (http, openai, responses, anthropic, schemas, documents)
     for router in [router for room in rooms for router in find_routers(room)] + operators:
         app.include_router(router)
         _add_heads(app, router)

@@ -55,6 +55,15 @@ CHAT = _responses(
     {**_CHAT, "object": "chat.completion.chunk", "choices": [{**_END, "delta": {"content": "Hello!"}}]},
 )
 
+_ANSWER = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello!"}]}
+_RESPONSE: dict[str, Any] = {
+    **{"id": "resp_98eecf86d5da", "object": "response", "created_at": 1767225600, "status": "completed"},
+    **{"model": "smollm2-135m-instruct", "output": [_ANSWER]},
+}
+RESPONSES = _responses(_RESPONSE, {"type": "response.output_text.delta", "sequence_number": 4, "delta": "Hello!"})
+RESPONSE = answers(_RESPONSE)
+DELETED = answers({"id": "resp_98eecf86d5da", "object": "response", "deleted": True})
+INPUT_TOKENS = answers({"object": "response.input_tokens", "input_tokens": 12})
 _COUNTS = {
     **{"input_tokens": 12, "cache_creation_input_tokens": 1024, "cache_read_input_tokens": 4096, "output_tokens": 2},
     **{"cache_creation": {"ephemeral_5m_input_tokens": 1024, "ephemeral_1h_input_tokens": 0}},

@@ -36,12 +36,13 @@ OPENAI = frozenset(
 
 SAMPLING_ALIASES = {
     **{"repeat_penalty": "repetition_penalty", "typical": "typical_p", "typ_p": "typical_p"},
-    **{"include_stop_str_in_output": "no_stop_trim", "ebnf": "grammar"},
+    **{"include_stop_str_in_output": "no_stop_trim"},
 }
 FORMAT_ALIASES = {
     **{"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"},
+    "ebnf": "grammar",
 }
-REQUEST_ALIASES = {"rid": "request_id", "extra_key": "cache_salt", "n_predict": "max_tokens"}
+REQUEST_ALIASES = {"rid": "request_id", "extra_key": "cache_salt"}
 SAMPLING: dict[str, Values] = {
     **{"use_beam_search": _OFF, "early_stopping": _OFF, "length_penalty": _ONE, "structural_tag": EMPTY},
     **{"allowed_token_ids": EMPTY, "bad_words": EMPTY, "stop_regex": EMPTY, "custom_params": EMPTY},

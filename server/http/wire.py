@@ -201,7 +201,10 @@ class Sampling(Body, SamplingParams):
 
     model_config = ConfigDict(strict=True)
     IGNORED = fields.OPERATION
-    ALIASES: ClassVar[Mapping[str, str]] = fields.SAMPLING_ALIASES | {"sampling_seed": "seed"}
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        **fields.SAMPLING_ALIASES,
+        **{"sampling_seed": "seed", "ebnf": "grammar"},
+    }
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.SAMPLING
     NULL_COUNTS = frozenset({"max_new_tokens"})
 

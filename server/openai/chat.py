@@ -12,7 +12,7 @@ from runtime.errors import InvalidRequest
 from runtime.frontend.output import Output, Prompt, Submission, new_rid
 from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
-from runtime.reuse.fusion.prompt import in_messages
+from runtime.reuse.fusion.prompt import Segments, in_messages
 from runtime.reuse.modules.pml import Prompt as ModuleText
 from server.auth.keys import Asker, Tenant
 from server.context import Context, Ctx
@@ -21,6 +21,7 @@ from server.http import examples
 from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone, while_there
+from server.openai.caching import Mark, keep_places
 from server.openai.common import (
     add_prompt_logprobs,
     envelope,
@@ -76,14 +77,12 @@ def submission_of(body: ChatRequest, tenant: Tenant, context: Context) -> Submis
 
 def _render(body: ChatRequest, tenant: Tenant, context: Context) -> Prompt:
     """The prompt of a conversation; behind a schema, it imports modules. Raises InvalidRequest and NotFound."""
-    tokenizer = context.engine.tokenizer
-    turns = body.turns()
     if body.schema_name is None:
-        turns, variables = find_documents(turns, tenant.account, context.documents), body.template_variables()
-        if body.continue_final_message:
-            return continue_chat(turns, lambda plain: render_chat(tokenizer, plain, body.offered, False, variables))
-        ask = body.add_generation_prompt
-        return in_messages(turns, lambda plain: render_chat(tokenizer, plain, body.offered, ask, variables))
+        write = partial(_write, body, tenant, context)
+        if not body.asks_to_keep:
+            return write(None)
+        return keep_places(write, body.prompt_cache_options, body.prompt_cache_retention)
+    tokenizer, turns = context.engine.tokenizer, body.turns()
     schema = context.schemas.get(tenant.account, body.schema_name).schema
     if not schema.roles:
         raise InvalidRequest("a schema without <system>, <user> and <assistant> is for /generate", param="schema")
@@ -92,6 +91,16 @@ def _render(body: ChatRequest, tenant: Tenant, context: Context) -> Prompt:
     imports = [one for message in body.messages for one in message.imports]
     modules = ModuleText(schema.name, imports, messages=with_tools(tokenizer, turns, body.offered))
     return schema.compile(modules, body.add_generation_prompt)
+
+
+def _write(body: ChatRequest, tenant: Tenant, context: Context, mark: Mark | None) -> str | Segments:
+    """The prompt of a conversation, with marks behind the texts that have a breakpoint."""
+    turns = find_documents(body.turns(mark), tenant.account, context.documents)
+    tokenizer, tools, variables = context.engine.tokenizer, body.offered, body.template_variables()
+    if body.continue_final_message:
+        return continue_chat(turns, lambda plain: render_chat(tokenizer, plain, tools, False, variables))
+    ask = body.add_generation_prompt
+    return in_messages(turns, lambda plain: render_chat(tokenizer, plain, tools, ask, variables))
 
 
 def _system_text(body: ChatRequest, context: Context) -> str | None:
@@ -109,12 +118,12 @@ def _system_text(body: ChatRequest, context: Context) -> str | None:
 
 
 async def _answer(body: ChatRequest, rid: str, outputs: OutputStream, context: Context) -> dict[str, Any]:
-    logprobs: dict[int, _Logprobs] = defaultdict(lambda: _Logprobs(body, context.engine.tokenizer))
+    logprobs: dict[int, Logprobs] = defaultdict(lambda: Logprobs(body, context.engine.tokenizer))
     done = await collect(outputs, context.metrics, lambda output: logprobs[output.choice].add(output))
     choices = []
     for output in done:
         written = logprobs[output.choice]
-        text, calls = _reader(body, context).push(output.text, last=True)
+        text, calls = reader_of(body, context).push(output.text, last=True)
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         if calls:
             message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
@@ -153,12 +162,12 @@ async def _events(body: ChatRequest, rid: str, outputs: OutputStream, context: C
         if output.choice not in last:
             shown = {"prompt_token_ids": outputs.prompts[0]} if body.return_token_ids else {}
             yield chunk(output.choice, {"role": "assistant", "content": ""}) | shown
-            readers[output.choice] = _reader(body, context)
+            readers[output.choice] = reader_of(body, context)
         last[output.choice], reader = output, readers[output.choice]
         text, calls = reader.push(output.delta, last=output.finish is not None)
         delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
         finish = _finish_reason(output, bool(reader.num_calls))
-        logprobs = _Logprobs(body, context.engine.tokenizer)
+        logprobs = Logprobs(body, context.engine.tokenizer)
         await write_logprobs(outputs, logprobs.add, output)
         reuse = reuse_of(output) if finish else {}
         ids = {"token_ids": output.new_token_ids} if body.return_token_ids else {}
@@ -167,7 +176,7 @@ async def _events(body: ChatRequest, rid: str, outputs: OutputStream, context: C
         yield {**envelope("chat.completion.chunk", rid, context), "choices": [], "usage": usage(last.values())}
 
 
-def _reader(body: ChatRequest, context: Context) -> CallReader:
+def reader_of(body: ChatRequest, context: Context) -> CallReader:
     return CallReader(
         frozenset(tool.function.name for tool in body.callable_tools()),
         forced=body.must_call,
@@ -181,23 +190,23 @@ def _finish_reason(output: Output, called: bool) -> str | None:
     return "tool_calls" if called and reason == "stop" else reason
 
 
-class _Logprobs:
+class Logprobs:
     """OpenAI's log-probabilities of a message, and vLLM's of its prompt."""
 
     def __init__(self, body: ChatRequest, tokenizer: Tokenizer):
         self._body = body
         self._text_of = tokenizer.token_text
-        self._content = JsonList()
+        self.content = JsonList()
         self.prompt = JsonList()
 
     def add(self, output: Output) -> None:
         add_prompt_logprobs(self.prompt, output, self._body.prompt_logprobs, self._text_of)
         for item in output.logprobs or ():
             top = [self._token(token, value) for token, value in item.top[: self._body.top_logprobs or 0]]
-            self._content.append({**self._token(item.token, item.logprob), "top_logprobs": top})
+            self.content.append({**self._token(item.token, item.logprob), "top_logprobs": top})
 
     def fields(self) -> dict[str, Any]:
-        return {"content": self._content, "refusal": None}
+        return {"content": self.content, "refusal": None}
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._text_of(token)

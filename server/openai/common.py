@@ -9,6 +9,7 @@ from typing import Any
 from runtime.frontend.output import Output
 from server.context import Context
 from server.http.answers import JsonList
+from server.openai.caching import cache_usage
 
 
 def envelope(kind: str, rid: str, context: Context) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def usage(outputs: Iterable[Output]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(output.cached_tokens for output in prompts.values())},
+        "prompt_tokens_details": cache_usage(prompts.values()),
     }
 
 

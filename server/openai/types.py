@@ -40,6 +40,7 @@ from server.http.wire import (
     Timeout,
     TokenIds,
 )
+from server.openai.caching import Breakpoint, CacheOptions, Mark, Retention
 from server.openai.formats import Constrained, Constraint, ResponseFormat, StructuredOutputs, only
 from server.openai.tools import MAX_TOOLS, AllowedTools, NamedTool, Tool, ToolCall, ToolChoice, schema_of_call
 
@@ -58,22 +59,14 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class CommonRequest(Constrained):
-    """Fields of completions and chat completions: OpenAI's, and extensions of vLLM and SGLang."""
+class SampledRequest(Body):
+    """Fields of OpenAI's three routes: sampling, and whose and how urgent the request is."""
 
     IGNORED = fields.OPERATION | fields.OPENAI
-    ALIASES: ClassVar[Mapping[str, str]] = {
-        **fields.SAMPLING_ALIASES,
-        **fields.FORMAT_ALIASES,
-        **fields.REQUEST_ALIASES,
-    }
-    # The request's fields by the engine's parameters, where their names differ.
-    NAMES: ClassVar[dict[str, str]] = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
+    ALIASES: ClassVar[Mapping[str, str]] = fields.SAMPLING_ALIASES | fields.REQUEST_ALIASES
 
     model: Text | None = Field(None, description="default: the one that is served")
-    n: int = Field(1, ge=1, le=64)
     stream: bool = False
-    stream_options: StreamOptions | None = None
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
     stop: Annotated[OneOrMany[str] | None, AfterValidator(lambda stop: stop or None)] = None
@@ -90,13 +83,6 @@ class CommonRequest(Constrained):
     stop_token_ids: TokenIds = Field(default_factory=list)
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    prompt_logprobs: int | None = Field(None, ge=0, le=20, description="alternatives to each token of the prompt")
-    return_token_ids: bool = False
-    truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, le=1 << 20, description="only so many last tokens of the prompt; -1: as many as fit"
-    )
     request_id: Rid | None = None
     priority: Priority = 0
     cache_salt: CacheSalt | None = None
@@ -104,6 +90,31 @@ class CommonRequest(Constrained):
     cache_scope: CacheScope = "private"
     timeout_s: Timeout | None = None
     diffusion: Diffusion | None = None
+
+
+class CommonRequest(SampledRequest, Constrained):
+    """Fields of completions and chat completions: OpenAI's, and extensions of vLLM and SGLang."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        **SampledRequest.ALIASES,
+        **fields.FORMAT_ALIASES,
+        "n_predict": "max_tokens",
+    }
+    # The request's fields by the engine's parameters, where their names differ.
+    NAMES: ClassVar[dict[str, str]] = {
+        **{"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "last_tokens": "truncate_prompt_tokens"},
+        "rid": "request_id",
+    }
+
+    n: int = Field(1, ge=1, le=64)
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=20, description="alternatives to each token of the prompt")
+    return_token_ids: bool = False
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=1 << 20, description="only so many last tokens of the prompt; -1: as many as fit"
+    )
     reuse: Reuse | None = Field(
         None, description="of documents, or of reasoning steps; default: --document-reuse or --reasoning-cache"
     )
@@ -170,6 +181,7 @@ class TextPart(Body):
 
     type: Literal["text", "input_text", "output_text"]
     text: Text
+    prompt_cache_breakpoint: Breakpoint | None = None
 
 
 class RefusalPart(Body):
@@ -255,17 +267,22 @@ class Message(Body):
             raise ValueError(f"a message of role {self.role} holds no documents")
         return self
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self, mark: Mark | None = None) -> dict[str, Any]:
         """The chat template's dict: role, content, reasoning, tool calls or the id of the call it answers.
 
-        The content is one string, or a list of texts and documents, if there are any.
+        The content is one string, or a list of texts and documents, if there are any. `mark` writes behind each text.
         """
         content: Any = self.content or ""
         thoughts = [self.reasoning_content] if self.reasoning_content else []
         if isinstance(content, list):
             thoughts += [part.thinking for part in content if isinstance(part, ThinkingPart)]
             shown = [part for part in content if not isinstance(part, ModulePart | ThinkingPart)]
-            content = [part.document if isinstance(part, DocumentPart) else part.text for part in shown]
+            content = [
+                part.document
+                if isinstance(part, DocumentPart)
+                else part.text + (mark(part.prompt_cache_breakpoint) if mark and isinstance(part, TextPart) else "")
+                for part in shown
+            ]
             content = content if self.documents else "\n".join(content)
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
         if thoughts:
@@ -312,6 +329,7 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)
 class ChatRequest(CommonRequest):
     """`POST /v1/chat/completions`."""
 
+    IGNORED = CommonRequest.IGNORED - {"prompt_cache_retention"}
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.SAMPLING | fields.MODEL | fields.CHAT
     NAMES: ClassVar[dict[str, str]] = {
         **CommonRequest.NAMES,
@@ -348,6 +366,8 @@ class ChatRequest(CommonRequest):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
+    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_retention: Retention | None = None
 
     @property
     def num_characters(self) -> int:
@@ -358,9 +378,9 @@ class ChatRequest(CommonRequest):
     def has_documents(self) -> bool:
         return bool(self.documents) or any(message.documents for message in self.messages)
 
-    def turns(self) -> list[dict[str, Any]]:
+    def turns(self, mark: Mark | None = None) -> list[dict[str, Any]]:
         """The chat template's dicts of all messages, see `Message.plain`. Raises InvalidRequest."""
-        turns = [message.plain() for message in self.messages]
+        turns = [message.plain(mark) for message in self.messages]
         if self.documents:
             last = next((turn for turn in reversed(turns) if turn["role"] == "user"), None)
             if last is None:
@@ -372,7 +392,17 @@ class ChatRequest(CommonRequest):
     @property
     def most_tokens(self) -> int | None:
         """Most tokens of the answer; None: as many as fit."""
+        if self.prompt_cache_options is not None and self.prompt_cache_options.prewarm:
+            return 0
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def asks_to_keep(self) -> bool:
+        """Whether the prompt, or a beginning of it, is to be kept in the cache for some time."""
+        if self.prompt_cache_options is not None or self.prompt_cache_retention == "24h":
+            return True
+        parts = (part for message in self.messages if isinstance(message.content, list) for part in message.content)
+        return any(isinstance(part, TextPart) and part.prompt_cache_breakpoint is not None for part in parts)
 
     def template_variables(self) -> dict[str, Any]:
         """Variables of the chat template. Raises InvalidRequest."""

@@ -1,4 +1,4 @@
-"""What a second start takes over, and operators' calls on tiers."""
+"""Pins and prefixes that a second start takes over, and operators' calls on tiers."""
 
 from __future__ import annotations
 

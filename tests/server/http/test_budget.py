@@ -33,11 +33,12 @@ MOST_CPU_S, MOST_GAP_S, MOST_BYTES = 1.5, 0.6, 64 * MIB
 # Room for the other fields of a body, and for their nodes.
 SIZE, NODES = MIB - 300, MAX_NODES - 100
 ROUTES = ("/generate", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/completions", "/cache/pin")
-ROUTES = (*ROUTES, "/v1/schemas", "/v1/documents", "/abort_request", "/v1/messages", "/v1/messages/count_tokens")
+ROUTES = (*ROUTES, "/v1/schemas", "/v1/documents", "/abort_request", "/v1/responses", "/v1/responses/input_tokens")
+ROUTES = (*ROUTES, "/v1/messages", "/v1/messages/count_tokens")
 
 
 # Routes whose fields are all fields of another one.
-SAME_FIELDS = ("/v1/messages/count_tokens",)
+SAME_FIELDS = ("/v1/messages/count_tokens", "/v1/responses/input_tokens")
 
 
 def fill(element: str, ends: str = "[]", most: int = MIB, last: str = "") -> str:
@@ -107,7 +108,7 @@ TABLE = {
     "list of object|string": (*OBJECTS, "quoted", "quoted braces", "surrogates"),
     "list of list of string": (*TEXTS, "objects", "batch"),
     "object|string": OBJECTS,
-    "map|string": OBJECTS,
+    "map|string": (*OBJECTS, "fractions", "quoted", "quoted braces"),
 }
 
 
@@ -171,6 +172,18 @@ SCHEMAS = {
 }
 
 
+def called(arguments: str) -> dict:
+    return {"type": "function_call", "call_id": "a", "name": "f", "arguments": arguments}
+
+
+ITEMS = {
+    "many calls": [called("{}")] * 4096,
+    "nested arguments": [called("[" * 33 + "]" * 33)] * 4096,
+    "deep arguments": [called(fill("[" * 50 + "]" * 50, most=1300))] * 7,
+    "many references": [{"type": "item_reference", "id": "a"}] * 4096,
+    "many texts": [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 4000}] * 5,
+    "many system messages": [{"role": "developer", "content": "x"}] * 4096,
+}
 SEGMENTS = {
     "many segments": {"segments": [{"text": "x"}, {"document": DOCUMENT}] * 2048},
     "many prompts": {"segments": [[{"document": DOCUMENT}] * 30] * 1000},
@@ -204,8 +217,8 @@ def app(default_model_dir) -> Iterator[FastAPI]:
 class Fields:
     """The fields of the bodies in an OpenAPI document: their names, kinds, and bodies with a value in their place.
 
-    Routes share models. A scalar field of one costs the same everywhere, and comes once; within a route, so does each
-    model.
+    Routes share models. A scalar field of one costs the same everywhere, and comes once; so does each field of a model
+    within another one: the worst values of all of them together stand in tables of their own.
     """
 
     document: dict
@@ -235,10 +248,10 @@ class Fields:
         least = {"string": "x", "array": [], "integer": 1}.get(option.get("type"))
         return option.get("const", option.get("enum", [least])[0])
 
-    def walk(self, schema: dict) -> Iterator[tuple[str, str, Callable]]:
+    def walk(self, schema: dict, within: bool = False) -> Iterator[tuple[str, str, Callable]]:
         for option in self.options(schema):
             if option.get("type") == "array":
-                for path, kind, place in self.walk(option["items"]):
+                for path, kind, place in self.walk(option["items"], within):
                     yield f"[].{path}", kind, lambda value, place=place: [place(value)]
             if "properties" in option and option in self.here:
                 continue
@@ -246,12 +259,12 @@ class Fields:
             self.seen.append(option)
             self.here.append(option)
             for name, inner in option.get("properties", {}).items():
-                if known and self.kind(inner) in SCALARS:
+                if known and (within or self.kind(inner) in SCALARS):
                     continue
                 given = {**self.least(option), **option.get("example", {})}
                 rest = {other: given[other] for other in option.get("required", ()) if other != name}
                 yield name, self.kind(inner), lambda value, name=name, rest=rest: {**rest, name: value}
-                for path, kind, place in self.walk(inner):
+                for path, kind, place in self.walk(inner, within=True):
                     at = f"{name}.{path}"
                     yield at, kind, lambda value, name=name, rest=rest, place=place: {**rest, name: place(value)}
 
@@ -324,6 +337,11 @@ def test_the_worst_value_of_each_field(app, bodies, path):
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_worst_conversations(app, name):
     check(app, "/v1/chat/completions", WHOLE[name], name)
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_the_worst_items(app, name):
+    check(app, "/v1/responses", json.dumps({"input": ITEMS[name]}, separators=(",", ":")).encode(), name)
 
 
 @pytest.mark.parametrize("name", SEGMENTS)
