@@ -2,6 +2,7 @@
 
 from radix.events import Event, EventLog, Removed, Stored
 from radix.eviction import POLICIES, Policy, PolicyName, make_policy
+from radix.gone import Gone, Left, WhyGone
 from radix.inspection import Block, NodeView, outline, view
 from radix.namespace import Namespace
 from radix.node import Meta, Node
@@ -14,6 +15,8 @@ __all__ = [
     "Block",
     "Event",
     "EventLog",
+    "Gone",
+    "Left",
     "Match",
     "Meta",
     "Namespace",
@@ -27,6 +30,7 @@ __all__ = [
     "Stats",
     "Stored",
     "Watcher",
+    "WhyGone",
     "make_policy",
     "outline",
     "path",

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from radix import Namespace
+from radix import Namespace, WhyGone
 from runtime.params import Algorithm
 
 FinishType = Literal["stop", "length", "abort", "error"]
@@ -26,6 +26,7 @@ class AddRequest(msgspec.Struct, tag="add"):
         priority: waiting requests with a larger one are served first.
         diffusion: `DiffusionParams.model_dump()`, filled, for a diffusion model.
         reuse: options of a reuse strategy, with its name as `method`; None: the model's default strategy.
+        explain: whether its first event tells its `Lookup`.
     """
 
     rid: str
@@ -38,6 +39,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     priority: int = 0
     diffusion: dict[str, Any] | None = None
     reuse: dict[str, Any] | None = None
+    explain: bool = False
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -189,12 +191,32 @@ class Finish(msgspec.Struct):
     code: str | None = None
 
 
+class Lookup(msgspec.Struct):
+    """A prompt's look-up in the cache, when it was admitted.
+
+    Attributes:
+        found: leading tokens that were there, those of a page in part included.
+        readable: leading tokens that the request could read; -1: the cache is off.
+        page_size: tokens in a page.
+        other: int32, the first tokens with which another prompt of the same namespace goes on behind them.
+        why: cause for which the first missing page left the cache, `gone_s` seconds ago; None: it is not known.
+    """
+
+    found: int
+    readable: int
+    page_size: int
+    other: bytes = b""
+    why: WhyGone | None = None
+    gone_s: float = 0.0
+
+
 class TokenEvent(msgspec.Struct):
     """One request's results of a step; exactly one event of a request has `finish` set, its last.
 
     `cached_tokens` counts prompt tokens whose KV came from the cache at first admission. Times are seconds:
     `queue_s` from arrival in the engine to first admission, `prefill_s` from there to the first token. For
     diffusion models, `reuse` describes the reused KV, and `canvas` holds all output positions, if they were asked for.
+    `lookup` is on the first event of a request that asks for it, unless its KV is reused in other ways than by prefix.
     """
 
     rid: str
@@ -207,6 +229,7 @@ class TokenEvent(msgspec.Struct):
     prefill_s: float = 0.0
     reuse: dict[str, Any] | None = None
     canvas: list[int] | None = None
+    lookup: Lookup | None = None
 
 
 class StepEvents(msgspec.Struct, tag="events"):

@@ -14,6 +14,7 @@ import torch
 
 from radix import Namespace, Node
 from runtime.params import SamplingParams
+from runtime.protocol import Lookup
 
 if TYPE_CHECKING:
     from runtime.reuse.strategy import Strategy
@@ -126,6 +127,7 @@ class Request:
         matched_tokens, rank: of a waiting request: cached tokens when it was last looked up, and its place.
         turn: serial of the last step in which this request took its turn, see `Strategy.takes_turns`.
         cached_tokens: prompt tokens found in the cache at the first admission; -1 before.
+        explain, lookup: whether its look-up at the first admission is told, and that, until an event tells it.
         row_layers: rows x layers computed so far.
         arrival_s, admitted_s, first_token_s: engine clock, seconds.
     """
@@ -157,6 +159,8 @@ class Request:
     rank: Any = None
     turn: int = 0
     cached_tokens: int = -1
+    explain: bool = False
+    lookup: Lookup | None = None
     row_layers: int = 0
     arrival_s: float = 0.0
     admitted_s: float = 0.0

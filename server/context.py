@@ -12,6 +12,7 @@ from runtime.frontend.async_engine import AsyncEngine
 from server.admin.metrics import Metrics
 from server.auth.keys import PUBLIC, Tenant
 from server.documents.store import DocumentStore
+from server.explain.answers import Answers
 from server.http.gate import Gate
 from server.schemas.store import SchemaStore
 
@@ -25,6 +26,7 @@ class Context:
     gate: Gate
     schemas: SchemaStore
     documents: DocumentStore
+    answers: Answers
 
     def tenant_name(self, account: str) -> str:
         """A tenant of the cache as the operator calls its key; empty on an open server."""

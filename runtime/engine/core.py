@@ -228,6 +228,7 @@ class EngineCore:
             prompt_logprobs_from=message.prompt_logprobs_from,
             priority=message.priority,
             serial=self._serial,
+            explain=message.explain,
             arrival_s=time.monotonic(),
         )
         self.decoding.open(request, message.diffusion or {})
@@ -382,6 +383,7 @@ class EngineCore:
                 events += self._fail(request, error)
                 continue
             if event is not None:
+                event.lookup, request.lookup = request.lookup, None
                 self.counters["generation_tokens"] += len(event.tokens)
                 events += [event] if event.finish is None else self._end(request, event.finish, event)
         return events

@@ -9,7 +9,7 @@ from typing import Any
 
 from radix import Namespace
 from runtime.params import DiffusionParams, ReuseParams, SamplingParams
-from runtime.protocol import Finish, TokenLogprob
+from runtime.protocol import Finish, Lookup, TokenLogprob
 from runtime.reuse.fusion.plan import DocumentPrompt
 from runtime.reuse.fusion.prompt import Segments
 from runtime.reuse.modules.compile import ModulePrompt
@@ -55,6 +55,8 @@ class Submission:
             `prefix_tokens`.
         num_characters: of a prompt that is still to be rendered, about.
         reuse: of a prompt's documents; None: the server's default.
+        explain: whether Outputs tell the prompt's look-up in the cache.
+        tokens: int32, the prompt's own, once it is submitted.
     """
 
     prompt: Prompt | Callable[[], Prompt]
@@ -70,6 +72,8 @@ class Submission:
     shared_text: Callable[[], str | None] | None = None
     num_characters: int = 0
     reuse: ReuseParams | None = None
+    explain: bool = False
+    tokens: bytes = b""
 
     @property
     def expected_tokens(self) -> int:
@@ -102,6 +106,7 @@ class Output:
         queue_s, prefill_s, e2e_s: seconds waiting, from admission to the first token, and since submission.
         reuse: on the shared prefix of a diffusion model, on modules or documents: what was reused.
         canvas: all output positions of a diffusion model, decided or masked, if requested.
+        lookup: of the prompt in the cache, if requested, and if its KV is reused by prefix.
     """
 
     index: int
@@ -122,6 +127,7 @@ class Output:
     e2e_s: float
     reuse: dict[str, Any] | None = None
     canvas: list[int] | None = None
+    lookup: Lookup | None = None
 
 
 def join_logprobs(first: Logprobs, later: Logprobs) -> Logprobs:

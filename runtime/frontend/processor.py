@@ -16,7 +16,7 @@ from runtime.frontend.limits import RequestLimits
 from runtime.frontend.output import Output, PlacedPrompt, Submission
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import DiffusionParams, ReuseParams
-from runtime.protocol import Abort, AddRequest, Finish, Inbound, ModelInfo, TokenEvent, TokenLogprob
+from runtime.protocol import Abort, AddRequest, Finish, Inbound, Lookup, ModelInfo, TokenEvent, TokenLogprob
 from runtime.reuse.fusion.plan import DocumentPrompt, Planner, refuse_reuse
 from runtime.reuse.fusion.prompt import Segments
 from runtime.reuse.modules.compile import ModulePrompt
@@ -44,6 +44,7 @@ class Choice:
     queue_s: float = 0.0
     prefill_s: float = 0.0
     reuse: dict[str, Any] | None = None
+    lookup: Lookup | None = None
 
 
 class Frontend:
@@ -253,7 +254,7 @@ class Frontend:
             self._admission.check(submission.account, submission.sampling.n, length)
         if submission.key in self._by_submission:
             raise InvalidRequest(f"request id {submission.rid!r} is in use", param="rid")
-        key = array("i", tokens).tobytes()
+        key = submission.tokens = array("i", tokens).tobytes()
         sampling = submission.sampling
         now = time.monotonic()
         fields = sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
@@ -282,6 +283,7 @@ class Frontend:
                     priority=submission.priority,
                     diffusion=None if submission.diffusion is None else submission.diffusion.model_dump(),
                     reuse=None if placed is None else placed.reuse,
+                    explain=submission.explain and choice == 0,
                 )
             )
 
@@ -325,6 +327,7 @@ class Frontend:
         if event.prompt_logprobs is not None:
             choice.prompt_logprobs = (choice.prompt_logprobs or []) + event.prompt_logprobs
         choice.cached_tokens = event.cached_tokens or choice.cached_tokens
+        choice.lookup = event.lookup or choice.lookup
         if not event.tokens and event.finish is None and event.canvas is None:
             return
         if event.finish is not None and event.finish.type == "error":
@@ -371,6 +374,7 @@ class Frontend:
             e2e_s=time.monotonic() - choice.started_s,
             reuse=choice.reuse,
             canvas=event.canvas,
+            lookup=choice.lookup,
         )
 
     def _begin(self, choice: Choice) -> None:

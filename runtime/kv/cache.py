@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from radix import EventLog, Namespace, Node, Quotas, RadixTree, make_policy, path
+from radix import EventLog, Gone, Namespace, Node, Quotas, RadixTree, make_policy, path
 from radix.node import TOKEN_BYTES
 from runtime.config import CacheConfig
 from runtime.kv.allocator import PageAllocator
@@ -38,9 +38,10 @@ class PagedCache:
         policy = make_policy(config.eviction_policy, pool.num_pages)
         self.events = EventLog(pool.page_size * TOKEN_BYTES) if config.kv_events else None
         limits = Quotas(quotas or {}, config.tenant_quota) if quotas or config.tenant_quota else None
-        watchers = () if self.events is None else (self.events,)
+        self.gone = Gone(pool.page_size * TOKEN_BYTES, clock)
+        watchers = (self.gone,) if self.events is None else (self.gone, self.events)
         self.tree = RadixTree(pool.page_size, policy, clock, limits, watchers)
-        self.pins = PinBoard(self.tree, int(config.pin_budget * pool.num_pages), clock)
+        self.pins = PinBoard(self.tree, int(config.pin_budget * pool.num_pages), clock, self.gone.unkept)
 
     @property
     def num_available(self) -> int:

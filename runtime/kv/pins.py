@@ -33,15 +33,23 @@ class PinBoard:
         tree: the tree that holds the pages.
         budget_pages: most pages that all pins may hold together.
         clock: seconds, for times to live.
+        expired: told of the end of each pin whose time is over.
     """
 
-    def __init__(self, tree: RadixTree, budget_pages: int, clock: Callable[[], float]):
+    def __init__(
+        self,
+        tree: RadixTree,
+        budget_pages: int,
+        clock: Callable[[], float],
+        expired: Callable[[Node], None] = lambda node: None,
+    ):
         self.tree = tree
         self.budget_pages = budget_pages
         self.pins: dict[str, Pin] = {}
         self.num_refused = 0
         self.num_broken = 0
         self._clock = clock
+        self._expired = expired
 
     def pin(self, tokens: array[int], namespace: Namespace, name: str | None, ttl_s: float | None) -> dict[str, Any]:
         """Pin the whole pages of a prefix.
@@ -113,6 +121,7 @@ class PinBoard:
         for pin in list(self.pins.values()):
             if pin.expires_s is not None and pin.expires_s <= now:
                 self.unpin(pin.id)
+                self._expired(pin.node)
 
     def yield_one(self) -> bool:
         """Remove the least recently used pin, as a live request needs its room; False if there is none."""

@@ -7,11 +7,12 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from runtime.errors import InvalidRequest
-from runtime.frontend.output import Output, Submission, new_rid, prompts_of
+from runtime.frontend.output import Output, Submission, prompts_of
 from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
 from server.auth.keys import Asker, Tenant
 from server.context import Context, Ctx
+from server.explain.inquiry import Inquiry, ask, explained
 from server.http import examples
 from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
@@ -54,38 +55,38 @@ async def completions(body: CompletionRequest, request: Request, context: Ctx, t
     """Complete one prompt or several."""
     check_model(body.model, context)
     submissions = submissions_of(body, tenant)
+    inquiry = ask(context, submissions, body.explain, body.comparison_response_id)
     outputs = await open_outputs(request, context, submissions, body.NAMES, body.timeout_s)
-    rid = f"cmpl-{new_rid()}"
-    if body.stream:
-        return EventStream(_events(body, rid, submissions, outputs, context), outputs.close)
-    return await unless_gone(request, _answer(body, rid, submissions, outputs, context))
-
-
-async def _answer(
-    body: CompletionRequest, rid: str, submissions: list[Submission], outputs: OutputStream, context: Context
-) -> dict[str, Any]:
     writers = {
-        (index, choice): _Choice(body, submission, context.engine.tokenizer)
+        (index, choice): _Choice(body, submission, context.engine.tokenizer, inquiry)
         for index, submission in enumerate(submissions)
         for choice in range(body.n)
     }
+    rid = f"cmpl-{submissions[0].rid}"
+    if body.stream:
+        return EventStream(_events(body, rid, writers, outputs, context), outputs.close)
+    return await unless_gone(request, _answer(rid, writers, outputs, context))
+
+
+_Writers = dict[tuple[int, int], "_Choice"]
+
+
+async def _answer(rid: str, writers: _Writers, outputs: OutputStream, context: Context) -> dict[str, Any]:
     done = await collect(outputs, context.metrics, lambda output: writers[output.index, output.choice].add(output))
-    choices = [writers[output.index, output.choice].write(output, output.text) for output in done]
+    choices = [await writers[output.index, output.choice].write(outputs, output, output.text) for output in done]
     return {**envelope("text_completion", rid, context), "choices": choices, "usage": usage(done)}
 
 
 async def _events(
-    body: CompletionRequest, rid: str, submissions: list[Submission], outputs: OutputStream, context: Context
+    body: CompletionRequest, rid: str, writers: _Writers, outputs: OutputStream, context: Context
 ) -> Events:
-    writers: dict[tuple[int, int], _Choice] = {}
     last: dict[tuple[int, int], Output] = {}
     async for output in follow(outputs, context.metrics):
         key = (output.index, output.choice)
         last[key] = output
-        if key not in writers:
-            writers[key] = _Choice(body, submissions[output.index], context.engine.tokenizer)
         await write_logprobs(outputs, writers[key].add, output)
-        event = {**envelope("text_completion", rid, context), "choices": [writers[key].write(output, output.delta)]}
+        choice = await writers[key].write(outputs, output, output.delta)
+        event = {**envelope("text_completion", rid, context), "choices": [choice]}
         yield event | ({"usage": None} if body.with_usage else {})
     if body.with_usage:
         yield {**envelope("text_completion", rid, context), "choices": [], "usage": usage(last.values())}
@@ -94,10 +95,11 @@ async def _events(
 class _Choice:
     """The fields of one choice, whole or for each event of a stream."""
 
-    def __init__(self, body: CompletionRequest, submission: Submission, tokenizer: Tokenizer):
+    def __init__(self, body: CompletionRequest, submission: Submission, tokenizer: Tokenizer, inquiry: Inquiry | None):
         self._body = body
         self._submission = submission
         self._tokenizer = tokenizer
+        self._inquiry = inquiry
         self._offset = 0
         self._started = False
         self._fields = self._empty()
@@ -118,18 +120,19 @@ class _Choice:
                     values.append(entry[name])
             self._offset += len(text)
 
-    def write(self, output: Output, text: str) -> dict[str, Any]:
+    async def write(self, outputs: OutputStream, output: Output, text: str) -> dict[str, Any]:
         """The fields with `text`, and the log-probabilities that were added since the last call."""
         fields, self._fields = self._fields, self._empty()
         if self._body.echo and not self._started:
             text = self._prompt() + text
         self._started = True
-        return {
+        choice = {
             "index": output.index * self._body.n + output.choice,
             "text": text,
             "logprobs": fields if self._body.logprobs is not None else None,
             "finish_reason": finish_reason(output),
         }
+        return choice | await explained(self._inquiry, outputs, output)
 
     def _prompt(self) -> str:
         prompt = self._submission.prompt

@@ -14,9 +14,11 @@ from runtime.sampling.json_text import check_texts
 from server.auth.keys import CacheScope
 from server.documents.wire import GivenDocument, GivenDocuments
 from server.http.wire import (
+    AnswerId,
     Body,
     CacheSalt,
     Diffusion,
+    Explain,
     JsonObject,
     LogitBias,
     OneOr,
@@ -43,6 +45,12 @@ class StreamOptions(Body):
     IGNORED = frozenset({"include_obfuscation"})
 
     include_usage: bool = False
+
+
+class PromptCacheOptions(Body):
+    """OpenAI's options of prompt caching."""
+
+    comparison_response_id: AnswerId | None = None
 
 
 class CommonRequest(Body):
@@ -78,6 +86,8 @@ class CommonRequest(Body):
     cache_salt: CacheSalt | None = None
     cache_scope: CacheScope = "private"
     timeout_s: Timeout | None = None
+    explain: Explain = False
+    comparison_response_id: AnswerId | None = None
     diffusion: Diffusion | None = None
 
     @model_validator(mode="after")
@@ -291,6 +301,7 @@ class ChatRequest(CommonRequest):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
+    prompt_cache_options: PromptCacheOptions | None = None
     functions: Any = None
     function_call: Any = None
     modalities: Any = None
@@ -314,6 +325,12 @@ class ChatRequest(CommonRequest):
             said = last["content"]
             last["content"] = [*self.documents, *(said if isinstance(said, list) else [said])]
         return turns
+
+    @property
+    def earlier(self) -> str | None:
+        """Id of the answer with whose prompt this one is compared."""
+        options = self.prompt_cache_options
+        return self.comparison_response_id or (None if options is None else options.comparison_response_id)
 
     @property
     def offered(self) -> list[Tool]:

@@ -1,0 +1,139 @@
+"""The parts of a rendered conversation: tools, system message, messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from runtime.errors import InvalidRequest
+from runtime.models.marks import cut, new_mark
+
+Kind = Literal["tools", "system", "message", "prompt"]
+# So many of the template's own characters tell that tools are described.
+_TELLING = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a prompt from character `start` of its text on; `index`: of the message in the request."""
+
+    kind: Kind
+    start: int = 0
+    index: int | None = None
+
+    def __str__(self) -> str:
+        """As people call it."""
+        names = {"tools": "the tools", "system": "the system prompt", "prompt": "the prompt"}
+        return names.get(self.kind, f"message {self.index}")
+
+
+@dataclass(slots=True)
+class Conversation:
+    """Messages and tools, and the template that makes a text of them.
+
+    Attributes:
+        render: makes the text of messages, whose contents are texts, and tools.
+        turns: the chat template's dicts.
+        tools: as `render` takes them.
+        example: any tool, to recognise where tools would be described.
+    """
+
+    render: Callable[[list[dict[str, Any]], list[Any]], str]
+    turns: list[dict[str, Any]]
+    tools: list[Any]
+    example: Any
+    _marked: list[int] = field(init=False)
+    _marks: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._marked = [i for i, turn in enumerate(self.turns) if turn["content"]]
+        self._marks = [new_mark() for _ in self._marked]
+
+    def parts(self, text: str) -> list[Part]:
+        """The parts of the conversation's text in their order; none if its template cannot be followed.
+
+        The template's own text before a content counts for that message; its text behind the last content, for that.
+        """
+        pieces = self._pieces(self.turns, self.tools)
+        if pieces is None:
+            return []
+        silent = [{name: value for name, value in turn.items() if name != "tool_calls"} for turn in self.turns]
+        calls = self._added(pieces, silent, self.tools) if silent != self.turns else {}
+        tools = dict([*self._added(pieces, self.turns, []).items()][:1]) if self.tools else {}
+        found, at = [Part("system")], 0
+        for place, piece in enumerate(pieces):
+            start = text.find(piece, at) if piece else at
+            if start < 0:
+                break
+            if place:
+                # Where a content ends, the other prompt's may go on.
+                found.append(self._part(place, min(at + 1, start + len(piece))))
+            for added, part in ((calls, self._caller(place)), (tools, Part("tools"))):
+                if (span := added.get(place)) is not None:
+                    found.append(Part(part.kind, start + span[0], part.index))
+                    found.append(Part(found[-2].kind, start + span[1], found[-2].index))
+            at = start + len(piece)
+            if place < len(self._marked):
+                content = self.turns[self._marked[place]]["content"]
+                found.append(self._part(place, at))
+                at += len(content) if text.startswith(content, at) else len(content.strip())
+        return found
+
+    def describes_tools(self, other: str) -> bool:
+        """Whether `other`, behind the same beginning, describes tools, which this conversation lacks there."""
+        bare = self._pieces(self.turns, [])
+        shown = self._pieces(self.turns, [self.example])
+        if self.tools or bare is None or shown is None:
+            return False
+        for without, with_ in zip(bare, shown, strict=True):
+            if without != with_:
+                start, at = common_characters(without, with_), with_.find(other[:_TELLING])
+                return len(other) >= _TELLING and 0 <= at <= start < at + _TELLING
+        return False
+
+    def _part(self, place: int, start: int) -> Part:
+        """The part of a content, or for a place behind the last one, of that."""
+        index = self._marked[min(place, len(self._marked) - 1)]
+        leading = all(turn["role"] == "system" for turn in self.turns[: index + 1])
+        return Part("system", start) if leading else Part("message", start, index)
+
+    def _caller(self, place: int) -> Part:
+        """The last message with calls before a place."""
+        stop = self._marked[place] if place < len(self._marked) else len(self.turns)
+        calling = [i for i in range(stop) if self.turns[i].get("tool_calls")]
+        return Part("message", 0, calling[-1] if calling else 0)
+
+    def _pieces(self, turns: Sequence[dict[str, Any]], tools: list[Any]) -> list[str] | None:
+        """The template's text before, between and behind the contents; None if it changes them."""
+        marks = dict(zip(self._marked, self._marks, strict=True))
+        shown = [{**turn, "content": marks.get(i, turn["content"])} for i, turn in enumerate(turns)]
+        try:
+            return cut(self.render(shown, tools), self._marks)
+        except InvalidRequest:
+            return None
+
+    def _added(
+        self, pieces: list[str], turns: Sequence[dict[str, Any]], tools: list[Any]
+    ) -> dict[int, tuple[int, int]]:
+        """Spans of pieces that other turns or tools would leave out, by the piece's place."""
+        fewer = self._pieces(turns, tools)
+        spans = {}
+        for place, (piece, less) in enumerate(zip(pieces, fewer or pieces, strict=True)):
+            if piece != less:
+                start = common_characters(piece, less)
+                end = common_characters(piece[start:][::-1], less[start:][::-1])
+                spans[place] = (start, len(piece) - end)
+        return spans
+
+
+def common_characters(one: str, other: str) -> int:
+    """Leading characters that two texts share."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (mine, theirs) in pairs if mine != theirs), min(len(one), len(other)))
+
+
+def part_at(parts: list[Part], character: int) -> Part:
+    """The part in which a character of the text lies."""
+    before = [part for part in parts if part.start <= character]
+    return before[-1] if before else Part("prompt")
