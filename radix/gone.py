@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import xxhash
@@ -24,31 +25,32 @@ class Left(NamedTuple):
 
 
 class Gone:
-    """A watcher that remembers the page with which each removal began.
-
-    Pages leave a path from its end. So the first page that a prompt misses began the latest removal on its path, if it
-    was ever there. Its hash covers the namespace and all tokens up to the page's end.
+    """A watcher that remembers pages that have left, by hashes chained from the namespace through all pages before.
 
     Args:
         page_bytes: of a page's tokens.
         clock: seconds, never going back.
-        most: removals that are remembered; half of them are forgotten at once, the older ones.
+        most: pages that are remembered; half of them are forgotten at once, the older ones.
     """
 
-    def __init__(self, page_bytes: int, clock: Callable[[], float], most: int = 1 << 15):
+    def __init__(self, page_bytes: int, clock: Callable[[], float], most: int = 1 << 16):
         self._page_bytes = page_bytes
         self._clock = clock
         self._most = most
         self._new: dict[int, tuple[float, WhyGone]] = {}
         self._old: dict[int, tuple[float, WhyGone]] = {}
-        # Hashes of the tokens up to a node's end, while its children leave. The lower part of a cut ends where all did.
-        self._ends: dict[Node, xxhash.xxh64] = {}
+        # Hashes of the last pages of nodes whose children leave, and of all pages of those that leave bit by bit.
+        self._ends: dict[Node, int] = {}
+        self._chains: dict[Node, array[int]] = {}
         self._unkept: dict[Node, float] = {}
 
     def stored(self, node: Node) -> None:
         """Nobody asks for a page that is there."""
 
     def split(self, upper: Node, lower: Node) -> None:
+        """The lower part ends where all did."""
+        if (chain := self._chains.get(lower)) is not None:
+            self._chains[lower] = chain[len(upper.pages) :]
         if lower in self._unkept:
             self._unkept[upper] = self._unkept[lower]
 
@@ -56,30 +58,41 @@ class Gone:
         why: WhyGone = cause
         if self._unkept and self._unused(node, kept_pages) and cause == "room":
             why = "expired"
-        self._ends.pop(node, None)
-        assert node.parent is not None
-        hashed = (self._ends.get(node.parent) or self._end(node.parent)).copy()
-        hashed.update(node.key[: (kept_pages + 1) * self._page_bytes])
-        self._new[hashed.intdigest()] = (self._clock(), why)
         if len(self._new) >= self._most // 2:
             self._old, self._new = self._new, {}
+        left, parent, width = (self._clock(), why), node.parent, self._page_bytes
+        self._ends.pop(node, None)
+        if kept_pages or node in self._chains:
+            chain = self._chains.pop(node, None) or array("Q", _hashes(node.key, width, self._end(parent)))
+            self._new.update(dict.fromkeys(chain[kept_pages:], left))
+            if kept_pages:
+                if len(self._chains) >= self._most // 8:
+                    self._chains.clear()
+                self._chains[node] = chain[:kept_pages]
+        else:
+            before = self._ends.get(parent) or self._end(parent)  # type: ignore[arg-type]
+            for digest in _hashes(node.key, width, before):
+                self._new[digest] = left
 
     def _unused(self, node: Node, kept_pages: int) -> bool:
         """Whether a pin kept a node until its time was over, and nothing used it since."""
         ended_s = self._unkept.get(node) if kept_pages else self._unkept.pop(node, None)
         return ended_s is not None and node.used_s <= ended_s
 
-    def _end(self, node: Node) -> xxhash.xxh64:
-        """The hash of the tokens up to a node's end."""
+    def _end(self, node: Node | None) -> int:
+        """The hash of a node's last page; at a root, of the namespace."""
         if len(self._ends) >= self._most // 8:
             self._ends.clear()
-        hashed = xxhash.xxh64(node.namespace.to_bytes())
-        for above in reversed(list(path(node))):
-            hashed.update(above.key)
-            self._ends[above] = hashed.copy()
-        if node.parent is None:
-            self._ends[node] = hashed
-        return hashed
+        unknown = []
+        while node is not None and node not in self._ends:
+            unknown.append(node)
+            node = node.parent
+        digest = 0 if node is None else self._ends[node]
+        for node in reversed(unknown):
+            if node.parent is None:
+                digest = xxhash.xxh64_intdigest(node.namespace.to_bytes())
+            self._ends[node] = digest = [digest, *_hashes(node.key, self._page_bytes, digest)][-1]
+        return digest
 
     def unkept(self, node: Node) -> None:
         """The time of a pin is over that kept the path which ends in `node`."""
@@ -90,6 +103,14 @@ class Gone:
 
     def find(self, key: bytes, page: int, namespace: Namespace) -> Left | None:
         """The latest end of a page of `key`, which the tree misses while it has those before; None if unknown."""
-        digest = xxhash.xxh64_intdigest(namespace.to_bytes() + key[: (page + 1) * self._page_bytes])
+        before = xxhash.xxh64_intdigest(namespace.to_bytes())
+        *_, digest = _hashes(key[: (page + 1) * self._page_bytes], self._page_bytes, before)
         found = self._new.get(digest) or self._old.get(digest)
         return None if found is None else Left(*found)
+
+
+def _hashes(run: bytes, page_bytes: int, digest: int) -> Iterator[int]:
+    """Hashes of whole pages, each chained to the one before; `digest`: of that before the first."""
+    for start in range(0, len(run) - page_bytes + 1, page_bytes):
+        digest = xxhash.xxh64_intdigest(run[start : start + page_bytes], digest)
+        yield digest

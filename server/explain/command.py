@@ -66,6 +66,8 @@ def read_request(text: str, name: str, tokenizer: Tokenizer) -> Rendered:
         raise InvalidRequest(f"{name} has neither messages nor a prompt, text or input_ids")
     first: Any = prompts_of(given)[0][0]
     ids = tokenizer.encode(first) if isinstance(first, str) else first
+    if (highest := max(ids)) >= tokenizer.vocab_size:
+        raise InvalidRequest(f"{name}: token id {highest} is out of range: there are {tokenizer.vocab_size} tokens")
     return Rendered(array("i", ids).tobytes(), None, [], salt)
 
 

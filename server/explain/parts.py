@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from runtime.errors import InvalidRequest
-from runtime.models.marks import cut, new_mark
+from runtime.models.marks import new_mark
 
 Kind = Literal["tools", "system", "message", "prompt"]
 # So many of the template's own characters tell that tools are described.
@@ -66,17 +66,18 @@ class Conversation:
             start = text.find(piece, at) if piece else at
             if start < 0:
                 break
-            if place:
-                # Where a content ends, the other prompt's may go on.
-                found.append(self._part(place, min(at + 1, start + len(piece))))
-            for added, part in ((calls, self._caller(place)), (tools, Part("tools"))):
-                if (span := added.get(place)) is not None:
-                    found.append(Part(part.kind, start + span[0], part.index))
-                    found.append(Part(found[-2].kind, start + span[1], found[-2].index))
+            next_part = self._part(place) if place else found[0]
+            added = [(*tools[place], Part("tools"))] if place in tools else []
+            added += [(*calls[place], self._caller(place))] if place in calls else []
+            if place and not any(first == 0 for first, _, _ in added):
+                # The other prompt's content may go on where this one ends.
+                found.append(replace(next_part, start=start + min(1, len(piece))))
+            for first, stop, part in added:
+                found += [replace(part, start=start + first), replace(next_part, start=start + stop)]
             at = start + len(piece)
             if place < len(self._marked):
                 content = self.turns[self._marked[place]]["content"]
-                found.append(self._part(place, at))
+                found.append(replace(self._part(place), start=at))
                 at += len(content) if text.startswith(content, at) else len(content.strip())
         return found
 
@@ -92,26 +93,32 @@ class Conversation:
                 return len(other) >= _TELLING and 0 <= at <= start < at + _TELLING
         return False
 
-    def _part(self, place: int, start: int) -> Part:
+    def _part(self, place: int) -> Part:
         """The part of a content, or for a place behind the last one, of that."""
         index = self._marked[min(place, len(self._marked) - 1)]
         leading = all(turn["role"] == "system" for turn in self.turns[: index + 1])
-        return Part("system", start) if leading else Part("message", start, index)
+        return Part("system") if leading else Part("message", index=index)
 
     def _caller(self, place: int) -> Part:
         """The last message with calls before a place."""
         stop = self._marked[place] if place < len(self._marked) else len(self.turns)
-        calling = [i for i in range(stop) if self.turns[i].get("tool_calls")]
-        return Part("message", 0, calling[-1] if calling else 0)
+        return Part("message", index=max((i for i in range(stop) if self.turns[i].get("tool_calls")), default=0))
 
     def _pieces(self, turns: Sequence[dict[str, Any]], tools: list[Any]) -> list[str] | None:
         """The template's text before, between and behind the contents; None if it changes them."""
         marks = dict(zip(self._marked, self._marks, strict=True))
         shown = [{**turn, "content": marks.get(i, turn["content"])} for i, turn in enumerate(turns)]
         try:
-            return cut(self.render(shown, tools), self._marks)
+            text = self.render(shown, tools)
         except InvalidRequest:
             return None
+        pieces, at = [], 0
+        for mark in self._marks:
+            if (found := text.find(mark, at)) < 0:
+                return None
+            pieces.append(text[at:found])
+            at = found + len(mark)
+        return [*pieces, text[at:]]
 
     def _added(
         self, pieces: list[str], turns: Sequence[dict[str, Any]], tools: list[Any]
