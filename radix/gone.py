@@ -103,8 +103,10 @@ class Gone:
 
     def find(self, key: bytes, page: int, namespace: Namespace) -> Left | None:
         """The latest end of a page of `key`, which the tree misses while it has those before; None if unknown."""
-        before = xxhash.xxh64_intdigest(namespace.to_bytes())
-        *_, digest = _hashes(key[: (page + 1) * self._page_bytes], self._page_bytes, before)
+        end, seed = (page + 1) * self._page_bytes, xxhash.xxh64_intdigest(namespace.to_bytes())
+        if len(key) < end:
+            return None
+        *_, digest = _hashes(key[:end], self._page_bytes, seed)
         found = self._new.get(digest) or self._old.get(digest)
         return None if found is None else Left(*found)
 

@@ -6,6 +6,7 @@ import argparse
 import gc
 import random
 import statistics
+import time
 import tracemalloc
 from array import array
 from collections.abc import Iterable
@@ -15,7 +16,8 @@ from rich.progress import track
 from rich.table import Table
 
 from loadgen.micro.timing import timed
-from radix import RadixTree
+from radix import Gone, RadixTree
+from radix.node import TOKEN_BYTES
 
 PROMPT_TOKENS = 4096
 
@@ -39,10 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
             table.add_row(name, f"{page_size}", f"{1e6 * statistics.median(seconds):.1f}", f"{1e6 * values[8]:.1f}")
     console.print(table)
     table = Table(title="eviction, microseconds a call, and memory")
-    for column in ("leaves", "evict one p50", "p90", "evict all, per leaf", "bytes a node"):
+    for column in ("leaves", "remembered", "evict one p50", "p90", "evict all, per leaf", "bytes a node"):
         table.add_column(column, justify="right")
     for leaves in arguments.leaves:
-        table.add_row(f"{leaves}", *_eviction(draw, leaves))
+        for remembered in (False, True):
+            table.add_row(f"{leaves}", "yes" if remembered else "no", *_eviction(draw, leaves, remembered))
     console.print(table)
     return 0
 
@@ -100,10 +103,13 @@ def _lock_unlock(tree: RadixTree, key: bytes) -> float:
     return timed(both)
 
 
-def _eviction(draw: random.Random, leaves: int) -> Iterable[str]:
-    """Leaves of one page below the root; after each eviction another leaf comes in, so that their number stays."""
+def _eviction(draw: random.Random, leaves: int, remembered: bool) -> Iterable[str]:
+    """Leaves of two pages below the root; after each eviction another leaf comes in, so that their number stays.
+
+    `remembered`: by hashes of what has left, as servers do to explain misses.
+    """
     tracemalloc.start()
-    tree = RadixTree(1)
+    tree = RadixTree(1, watchers=(Gone(TOKEN_BYTES, time.monotonic),) if remembered else ())
     keys = [array("i", [i, draw.randrange(1 << 17)]).tobytes() for i in range(leaves + 2000)]
     before = tracemalloc.get_traced_memory()[0]
     for i in range(leaves):

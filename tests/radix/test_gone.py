@@ -81,6 +81,9 @@ def test_a_page_that_was_never_there_is_unknown():
         (key(1, 2, 3, 4), 0, SPACES[2]),
         (key(1, 3, 3, 4), 0, SPACES[0]),
         (key(1, 2, 3, 5), 1, SPACES[0]),
+        (key(1, 2, 3), 1, SPACES[0]),
+        (key(1), 0, SPACES[0]),
+        (key(), 0, SPACES[0]),
     ):
         assert life.gone.find(prompt, page, space) is None
 

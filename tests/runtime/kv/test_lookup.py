@@ -89,6 +89,15 @@ def test_what_left_and_when():
     assert (lookup.found, lookup.why, lookup.gone_s, other(lookup)) == (2, "expired", 0.0, [])
 
 
+@pytest.mark.parametrize("prompt", [(1,), (1, 2), (1, 2, 3)])
+def test_a_prompt_may_end_within_a_page(prompt):
+    cache = make_cache(page_size=4)
+    keep(cache, 1, 2, 3, 4)
+    assert told(cache, *prompt).found == len(prompt) - 1
+    cache.flush()
+    assert told(cache, *prompt) == Lookup(0, len(prompt) - 1, 4)
+
+
 def test_nothing_is_looked_up_without_a_cache():
     cache = make_cache(prefix_cache=False)
     assert told(cache, 1, 2, 3) == Lookup(0, -1, 2)

@@ -72,7 +72,7 @@ def test_the_command(tiny_dir, tmp_path, capsys):
         (chat("Hi.", tool("get")), chat("Hi.", tool("get", {})), ["Tools were changed: get."]),
         (chat("Hi."), chat("Hi.", tool("get"), tool("put")), ["behind 0 characters of the tools", "new: get, put."]),
         (chat("Hi.", tool("get"), tool("put")), chat("Hi.", tool("put"), tool("cut")), ["new: cut; missing: get."]),
-        (chat("Hi.", question="Where?"), chat("Hi.", question="When?"), ["behind 3 characters of message 1", "re?<|im"]),
+        (chat("Hi.", question="Where?"), chat("Hi.", question="When?"), ["behind 3 characters of message 1", "re?<"]),
         (chat("Hi."), chat("Hi.", tool_choice="none", tools=[tool("get")], temperature=7, unknown=1), ["the same"]),
         (chat("Hi."), chat("Hi.", cache_salt="x"), ["Both prompts are the same", "cache_salt or cache_scope differ"]),
         ({"text": "Once upon a time there"}, {"prompt": ["Once upon a day there", "x"], "model": "m"},

@@ -201,9 +201,9 @@ def test_prompts_that_keep_parting_early_are_counted_and_logged_once(clean, serv
         return float(line.split()[-1])
 
     before = counted()
-    for day in range(7):
-        help_ = {"role": "system", "content": f"It is day {day} of the tour. {HELP * 3}"}
-        chat(clean, help_, ASK, cache_salt="habit")
-    assert counted() - before == 3
+    for day in range(6):
+        help_ = {"role": "system", "content": f"It is day {day} of the tour. {HELP * 2}"}
+        chat(clean, help_, ASK, cache_salt="habit", max_tokens=1)
+    assert counted() - before == 2
     (line,) = [line for line in server.log.read_text().splitlines() if "keep parting" in line]
     assert "prompts of everybody keep parting at token 7, behind 10 characters of the system prompt" in line
