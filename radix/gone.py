@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Literal, NamedTuple, get_args
 
-import xxhash
+from xxhash import xxh64_intdigest
 
 from radix.namespace import Namespace
 from radix.node import Node
@@ -15,6 +15,11 @@ from radix.tree import path
 
 # `expired`: room was needed, and nothing had used the page since the end of the pin that had kept it.
 WhyGone = Cause | Literal["expired"]
+
+# Nodes of which hashes are kept.
+_MOST_NODES = 1 << 12
+_WHYS: tuple[WhyGone, ...] = (*get_args(Cause), "expired")
+_CODES = {why: code for code, why in enumerate(_WHYS)}
 
 
 class Left(NamedTuple):
@@ -27,18 +32,25 @@ class Left(NamedTuple):
 class Gone:
     """A watcher that remembers pages that have left, by hashes chained from the namespace through all pages before.
 
+    A page takes the place of the one that was remembered at the same remainder of its hash.
+
     Args:
         page_bytes: of a page's tokens.
         clock: seconds, never going back.
-        most: pages that are remembered; half of them are forgotten at once, the older ones.
+        places: for pages; a power of 2.
+
+    Attributes:
+        since_s: the beginning of the memory.
     """
 
-    def __init__(self, page_bytes: int, clock: Callable[[], float], most: int = 1 << 16):
+    def __init__(self, page_bytes: int, clock: Callable[[], float], places: int = 1 << 16):
         self._page_bytes = page_bytes
         self._clock = clock
-        self._most = most
-        self._new: dict[int, tuple[float, WhyGone]] = {}
-        self._old: dict[int, tuple[float, WhyGone]] = {}
+        self._mask = places - 1
+        self._hashes = array("Q", bytes(8 * places))
+        self._times = array("d", bytes(8 * places))
+        self._codes = bytearray(places)
+        self.since_s = clock()
         # Hashes of the last pages of nodes whose children leave, and of all pages of those that leave bit by bit.
         self._ends: dict[Node, int] = {}
         self._chains: dict[Node, array[int]] = {}
@@ -55,24 +67,30 @@ class Gone:
             self._unkept[upper] = self._unkept[lower]
 
     def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
-        why: WhyGone = cause
+        code, parent = _CODES[cause], node.parent
         if self._unkept and self._unused(node, kept_pages) and cause == "room":
-            why = "expired"
-        if len(self._new) >= self._most // 2:
-            self._old, self._new = self._new, {}
-        left, parent, width = (self._clock(), why), node.parent, self._page_bytes
+            code = _CODES["expired"]
         self._ends.pop(node, None)
-        if kept_pages or node in self._chains:
-            chain = self._chains.pop(node, None) or array("Q", _hashes(node.key, width, self._end(parent)))
-            self._new.update(dict.fromkeys(chain[kept_pages:], left))
-            if kept_pages:
-                if len(self._chains) >= self._most // 8:
-                    self._chains.clear()
-                self._chains[node] = chain[:kept_pages]
+        chain: Iterable[int]
+        if kept_pages or (self._chains and node in self._chains):
+            chain = self._cut(node, kept_pages)
         else:
-            before = self._ends.get(parent) or self._end(parent)  # type: ignore[arg-type]
-            for digest in _hashes(node.key, width, before):
-                self._new[digest] = left
+            chain = _chained(node.key, self._page_bytes, self._ends.get(parent) or self._end(parent))  # type: ignore[arg-type]
+        now_s, mask, hashes, times, codes = self._clock(), self._mask, self._hashes, self._times, self._codes
+        for digest in chain:
+            place = digest & mask
+            hashes[place], times[place], codes[place] = digest, now_s, code
+
+    def _cut(self, node: Node, kept_pages: int) -> array[int]:
+        """The hashes of the pages that leave a node; those of the others are kept for the next time."""
+        chain = self._chains.pop(node, None)
+        if chain is None:
+            chain = array("Q", _chained(node.key, self._page_bytes, self._end(node.parent)))
+        if kept_pages:
+            if len(self._chains) >= _MOST_NODES:
+                self._chains.clear()
+            self._chains[node] = chain[:kept_pages]
+        return chain[kept_pages:]
 
     def _unused(self, node: Node, kept_pages: int) -> bool:
         """Whether a pin kept a node until its time was over, and nothing used it since."""
@@ -81,7 +99,7 @@ class Gone:
 
     def _end(self, node: Node | None) -> int:
         """The hash of a node's last page; at a root, of the namespace."""
-        if len(self._ends) >= self._most // 8:
+        if len(self._ends) >= _MOST_NODES:
             self._ends.clear()
         unknown = []
         while node is not None and node not in self._ends:
@@ -90,8 +108,8 @@ class Gone:
         digest = 0 if node is None else self._ends[node]
         for node in reversed(unknown):
             if node.parent is None:
-                digest = xxhash.xxh64_intdigest(node.namespace.to_bytes())
-            self._ends[node] = digest = [digest, *_hashes(node.key, self._page_bytes, digest)][-1]
+                digest = xxh64_intdigest(node.namespace.to_bytes())
+            self._ends[node] = digest = [digest, *_chained(node.key, self._page_bytes, digest)][-1]
         return digest
 
     def unkept(self, node: Node) -> None:
@@ -103,16 +121,18 @@ class Gone:
 
     def find(self, key: bytes, page: int, namespace: Namespace) -> Left | None:
         """The latest end of a page of `key`, which the tree misses while it has those before; None if unknown."""
-        end, seed = (page + 1) * self._page_bytes, xxhash.xxh64_intdigest(namespace.to_bytes())
+        end = (page + 1) * self._page_bytes
         if len(key) < end:
             return None
-        *_, digest = _hashes(key[:end], self._page_bytes, seed)
-        found = self._new.get(digest) or self._old.get(digest)
-        return None if found is None else Left(*found)
+        *_, digest = _chained(key[:end], self._page_bytes, xxh64_intdigest(namespace.to_bytes()))
+        place = digest & self._mask
+        return Left(self._times[place], _WHYS[self._codes[place]]) if self._hashes[place] == digest else None
 
 
-def _hashes(run: bytes, page_bytes: int, digest: int) -> Iterator[int]:
+def _chained(run: bytes, page_bytes: int, digest: int) -> list[int]:
     """Hashes of whole pages, each chained to the one before; `digest`: of that before the first."""
+    chain = []
     for start in range(0, len(run) - page_bytes + 1, page_bytes):
-        digest = xxhash.xxh64_intdigest(run[start : start + page_bytes], digest)
-        yield digest
+        digest = xxh64_intdigest(run[start : start + page_bytes], digest)
+        chain.append(digest)
+    return chain

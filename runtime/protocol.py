@@ -200,6 +200,7 @@ class Lookup(msgspec.Struct):
         page_size: tokens in a page.
         other: int32, the first tokens with which another prompt of the same namespace goes on behind them.
         why: cause for which the first missing page left the cache, `gone_s` seconds ago; None: it is not known.
+        known_s: seconds for which such causes have been remembered, by then.
     """
 
     found: int
@@ -208,6 +209,7 @@ class Lookup(msgspec.Struct):
     other: bytes = b""
     why: WhyGone | None = None
     gone_s: float = 0.0
+    known_s: float = 0.0
 
 
 class TokenEvent(msgspec.Struct):

@@ -38,10 +38,21 @@ class PagedCache:
         policy = make_policy(config.eviction_policy, pool.num_pages)
         self.events = EventLog(pool.page_size * TOKEN_BYTES) if config.kv_events else None
         limits = Quotas(quotas or {}, config.tenant_quota) if quotas or config.tenant_quota else None
-        self.gone = Gone(pool.page_size * TOKEN_BYTES, clock)
-        watchers = (self.gone,) if self.events is None else (self.gone, self.events)
+        self.gone: Gone | None = None
+        watchers = () if self.events is None else (self.events,)
         self.tree = RadixTree(pool.page_size, policy, clock, limits, watchers)
-        self.pins = PinBoard(self.tree, int(config.pin_budget * pool.num_pages), clock, self.gone.unkept)
+        self.pins = PinBoard(self.tree, int(config.pin_budget * pool.num_pages), clock, self._expired)
+
+    def remember(self) -> Gone:
+        """The memory of what leaves the tree, which begins with the first call: evictions cost more with it."""
+        if self.gone is None:
+            self.gone = Gone(self.page_size * TOKEN_BYTES, self.tree.now)
+            self.tree.watch(self.gone)
+        return self.gone
+
+    def _expired(self, node: Node) -> None:
+        if self.gone is not None:
+            self.gone.unkept(node)
 
     @property
     def num_available(self) -> int:

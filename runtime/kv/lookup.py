@@ -27,14 +27,16 @@ def look_up(cache: PagedCache, key: bytes, namespace: Namespace, readable: int) 
         return Lookup(0, -1, page_size)
     # Its last token is computed in any case.
     match = cache.tree.match(key[:-TOKEN_BYTES], namespace)
-    left = cache.gone.find(key, len(match.pages), namespace)
+    gone, now_s = cache.remember(), cache.tree.now()
+    left = gone.find(key, len(match.pages), namespace)
     return Lookup(
         found=len(match.pages) * page_size + match.partial_rows,
         readable=readable,
         page_size=page_size,
         other=_other(cache, match, namespace),
         why=None if left is None else left.why,
-        gone_s=0.0 if left is None else cache.tree.now() - left.at_s,
+        gone_s=0.0 if left is None else now_s - left.at_s,
+        known_s=now_s - gone.since_s,
     )
 
 

@@ -81,7 +81,10 @@ class Inquiry:
             return Explanation(reason, message, length, output.cached_tokens, compared, parting, gone_s)
 
         if lookup is None:
-            return because("unavailable", "this prompt's KV is reused in other ways than by prefix: see `reuse`")
+            placed = isinstance(submission.prompt, PlacedPrompt) or output.reuse is not None
+            never = "the request ended before its prompt was looked up"
+            reused = "this prompt's KV is reused in other ways than by prefix: see `reuse`"
+            return because("unavailable", reused if placed else never)
         if lookup.readable < 0:
             return because("not_stored", "the prefix cache is off")
         if lookup.readable < min(lookup.found, length - 1):
@@ -96,10 +99,8 @@ class Inquiry:
         if lookup.why is not None:
             return because(*_left(lookup))
         if not lookup.found or not lookup.other:
-            known = (
-                f"the first {lookup.found} tokens were in the cache, and nothing behind them" if lookup.found else ""
-            )
-            return because("never_here", known or "nothing of this prompt is known to have been in the cache")
+            known = f"the first {lookup.found} tokens are" if lookup.found else "nothing of this prompt is"
+            return because("never_here", f"{known} in the cache; {_unknown(lookup)}")
         other = None if submission.namespace.tenant == PUBLIC else lookup.other
         parting = self._part(submission, lookup.found, other)
         return because(*_differs(parting, "the nearest cached prompt"), parting)
@@ -119,8 +120,8 @@ class Inquiry:
         if lookup.found < shared // lookup.page_size * lookup.page_size:
             if lookup.why is not None:
                 return because(*_left(lookup), parting)
-            unknown = "is not in the cache, nor known to have left it: it was not stored, or long ago"
-            return because("not_stored", f"{named} has the same first {shared} tokens; token {lookup.found} {unknown}")
+            missing = f"but the cache ends at token {lookup.found}; {_unknown(lookup)}"
+            return because("not_stored", f"{named} has the same first {shared} tokens, {missing}")
         if parting is None:
             return because("hit", f"all of {named} was read from the cache: {shared} tokens; what follows is new")
         return because(*_differs(parting, named), parting)
@@ -146,10 +147,17 @@ def _parting(
     return find_parting(tokenizer, submission.tokens, token, other, made)
 
 
+def _unknown(lookup: Lookup) -> str:
+    return f"no more of it has left within the {_seconds(lookup.known_s)} s that are remembered"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
+
+
 def _left(lookup: Lookup) -> tuple[Reason, str]:
     reason, text = LEFT[str(lookup.why)]
-    seconds = f"{lookup.gone_s:.1f}" if lookup.gone_s < 10 else f"{lookup.gone_s:.0f}"
-    return reason, f"what follows the first {lookup.found} tokens {text.format(seconds)}"
+    return reason, f"what follows the first {lookup.found} tokens {text.format(_seconds(lookup.gone_s))}"
 
 
 def _differs(parting: Parting, other: str) -> tuple[Reason, str]:

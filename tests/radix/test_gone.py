@@ -20,10 +20,10 @@ def key(*tokens: int) -> bytes:
 class Life:
     """A tree of pages of two tokens, its memory, and for every prompt ever inserted the latest end of each page."""
 
-    def __init__(self, seed: int, most: int = 1 << 15):
+    def __init__(self, seed: int, places: int = 1 << 20):
         self.now = 0.0
         self.draw = random.Random(seed)
-        self.gone = Gone(8, lambda: self.now, most)
+        self.gone = Gone(8, lambda: self.now, places)
         self.tree = RadixTree(2, clock=lambda: self.now, quotas=Quotas({"b": 12}), watchers=(self.gone,))
         self.prompts: dict[tuple[Namespace, bytes], None] = {}
         self.ends: dict[tuple[Namespace, bytes], Left] = {}
@@ -88,22 +88,21 @@ def test_a_page_that_was_never_there_is_unknown():
         assert life.gone.find(prompt, page, space) is None
 
 
-def test_the_memory_is_bounded_and_keeps_the_latest():
-    life = Life(0, most=16)
+def test_the_memory_is_bounded_and_the_latest_takes_the_place():
+    life = Life(0, places=8)
     for i in range(100):
         life.now += 1
         life.tree.insert(key(i, i), array("i", [i]), SPACES[0])
         life.tree.evict(1)
-        assert len(life.gone._new) + len(life.gone._old) <= 16
-        assert len(life.gone._ends) <= 3
-        known = [life.gone.find(key(n, n), 0, SPACES[0]) for n in range(i + 1)]
-        recent = known[-8:] if i > 8 else known
-        assert [left.at_s for left in recent] == [float(n + 1) for n in range(i + 1)][-len(recent) :]
-    assert known[0] is None
+        assert life.gone.find(key(i, i), 0, SPACES[0]) == Left(i + 1.0, "room")
+        assert len(life.gone._ends) <= 100, "a root each"
+    known = [left for n in range(100) if (left := life.gone.find(key(n, n), 0, SPACES[0]))]
+    assert 1 <= len(known) <= 8
 
 
-def test_the_hashes_of_a_long_conversation_are_let_go():
-    life = Life(0, most=64)
+def test_hashes_of_nodes_are_let_go(monkeypatch):
+    monkeypatch.setattr(gone, "_MOST_NODES", 8)
+    life = Life(0)
     for turn in range(1, 41):
         prompt = key(*range(2 * turn))
         held = life.tree.match(prompt, SPACES[0]).pages
@@ -112,14 +111,18 @@ def test_the_hashes_of_a_long_conversation_are_let_go():
         life.now += 1
         life.tree.evict(1)
         assert life.gone.find(key(*range(80)), turn - 1, SPACES[0]) == Left(life.now, "room")
-        assert len(life.gone._ends) <= 41
+        assert len(life.gone._ends) <= 40
     assert not any(node.key for node in life.gone._ends), "no text of a node that has left is held"
+    for i in range(30):
+        life.tree.insert(key(i, i), array("i", [i]), SPACES[0])
+        life.tree.evict(1)
+        assert len(life.gone._ends) <= 8
 
 
 def test_a_run_that_leaves_page_by_page_is_hashed_once(monkeypatch):
     life, hashed = Life(0), []
-    real = gone.xxhash.xxh64_intdigest
-    monkeypatch.setattr(gone.xxhash, "xxh64_intdigest", lambda *args: hashed.append(args) or real(*args))
+    real = gone.xxh64_intdigest
+    monkeypatch.setattr(gone, "xxh64_intdigest", lambda *args: hashed.append(args) or real(*args))
     life.tree.insert(key(*range(64)), array("i", range(32)), SPACES[0])
     for _ in range(20):
         life.tree.evict(1)
@@ -132,8 +135,9 @@ def test_a_run_that_leaves_page_by_page_is_hashed_once(monkeypatch):
     assert all(life.gone.find(key(*range(64)), page, SPACES[0]) for page in range(32))
 
 
-def test_books_of_many_cut_runs_are_let_go():
-    life = Life(0, most=64)
+def test_hashes_of_many_cut_runs_are_let_go(monkeypatch):
+    monkeypatch.setattr(gone, "_MOST_NODES", 8)
+    life = Life(0)
     for i in range(40):
         node, _ = life.tree.insert(key(i, 1, 2, 3), array("i", [2 * i, 2 * i + 1]), SPACES[0])
         life.tree.evict(1)

@@ -73,13 +73,15 @@ def test_no_other_namespace_is_looked_at():
 
 def test_what_left_and_when():
     cache = make_cache(pages=4, quotas={"t": 2})
+    now = 9.0
+    cache.tree._clock = cache.pins._clock = lambda: now
+    assert told(cache, 1, 2, 3).known_s == 0.0
     now = 10.0
-    cache.tree._clock = cache.gone._clock = cache.pins._clock = lambda: now
     keep(cache, 1, 2, 3, 4, namespace=T)
     keep(cache, 5, 6, 7, 8, namespace=T)
     now = 12.5
     lookup = told(cache, 1, 2, 3, 4, 5, namespace=T)
-    assert (lookup.found, lookup.why, lookup.gone_s) == (0, "quota", 2.5)
+    assert (lookup.found, lookup.why, lookup.gone_s, lookup.known_s) == (0, "quota", 2.5, 3.5)
     pinned = cache.pins.pin(array("i", [5, 6, 7, 8]), T, None, ttl_s=1.0)
     assert "pin" in pinned
     now = 14.0
@@ -93,6 +95,7 @@ def test_what_left_and_when():
 def test_a_prompt_may_end_within_a_page(prompt):
     cache = make_cache(page_size=4)
     keep(cache, 1, 2, 3, 4)
+    assert cache.gone is None, "nobody has asked"
     assert told(cache, *prompt).found == len(prompt) - 1
     cache.flush()
     assert told(cache, *prompt) == Lookup(0, len(prompt) - 1, 4)

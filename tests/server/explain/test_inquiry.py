@@ -36,6 +36,7 @@ def chat(client, *messages, **options) -> tuple[str, dict]:
 
 @pytest.fixture
 def clean(client):
+    chat(client, ASK, explain=True)  # what leaves is remembered from then on
     client.post("/flush_cache").raise_for_status()
     return client
 
