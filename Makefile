@@ -15,7 +15,7 @@ PIP := $(VENV)/bin/python -m pip install --disable-pip-version-check --progress-
 # Is there such an index? Seconds, where pip would try again for minutes.
 REACHES = $(VENV)/bin/python -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1] + "/torch/", timeout=5)' 2>/dev/null
 
-.PHONY: serve test lint mutants docs pins bench bench-prefix compose clean
+.PHONY: serve test clients lint mutants docs pins bench bench-prefix compose clean
 
 # A stamp for each part of the set-up: torch, what serving needs, and extras of pyproject.toml (bench, dev).
 $(VENV)/.torch:
@@ -49,6 +49,10 @@ test: $(VENV)/.dev
 	$(VENV)/bin/ramet fetch-model
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --hypothesis-profile=repeat $(ARGS)
 
+# make clients ARGS="openai_python codex": other people's clients, each in an environment of its own. Not in CI.
+clients: $(VENV)/.dev
+	$(VENV)/bin/python tests/clients/matrix.py --home $(VENV)/clients $(ARGS)
+
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -58,16 +62,18 @@ lint: $(VENV)/.dev
 mutants: $(VENV)/.mutants
 	$(VENV)/bin/python tests/mutants.py $(ROOM) $(ARGS)
 
-# The tables of options in server/README.md, between their two markers.
+# The tables of options and of other servers' fields in server/README.md, between their markers.
 docs: $(VENV)/.serve
 	env -u RAMET_CACHE -u XDG_CACHE_HOME $(VENV)/bin/ramet options > $(VENV)/options.md
-	sed -e '/^<!-- options/,/^<!-- end/{//!d;}' -e '/^<!-- options/r $(VENV)/options.md' server/README.md > $(VENV)/README.md
+	$(VENV)/bin/python -m server.fields > $(VENV)/fields.md
+	sed -e '/^<!-- options/,/^<!-- end/{//!d;}' -e '/^<!-- options/r $(VENV)/options.md' \
+	  -e '/^<!-- fields/,/^<!-- end/{//!d;}' -e '/^<!-- fields/r $(VENV)/fields.md' server/README.md > $(VENV)/README.md
 	cp $(VENV)/README.md server/README.md
 
 # The images' pins anew, with hashes: ARGS=--upgrade takes newer versions.
 pins: $(VENV)/.torch
 	$(PIP) --quiet uv
-	{ for group in "bench otel" build router; do $(PYTHON) docker/requirements.py $$group; done | grep -v '^torch'; \
+	{ for group in "bench otel tiers" build router; do $(PYTHON) docker/requirements.py $$group; done | grep -v '^torch'; \
 	  echo "$(TORCH)"; } | $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-package torch $(if $(filter torch%,$(TORCH)),--torch-backend cpu) --custom-compile-command "make pins" \
 	  --output-file docker/constraints.txt $(ARGS) -

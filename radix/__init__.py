@@ -1,11 +1,12 @@
 """The radix tree over token sequences: what is cached. Pure Python; can be lifted out and used alone."""
 
-from radix.events import Event, EventLog, Removed, Stored
-from radix.eviction import POLICIES, Policy, PolicyName, make_policy
+from radix.events import Event, EventLog, Eviction, Evictions, Removed, Stored
+from radix.eviction import Outlook, Policy
 from radix.gone import Gone, Left, WhyGone
 from radix.inspection import Block, NodeView, outline, view
 from radix.namespace import Namespace
 from radix.node import Meta, Node
+from radix.policies import POLICIES, PolicyName, make_policy
 from radix.quotas import Quotas
 from radix.stats import Stats
 from radix.tree import Match, RadixTree, Watcher, path
@@ -15,6 +16,8 @@ __all__ = [
     "Block",
     "Event",
     "EventLog",
+    "Eviction",
+    "Evictions",
     "Gone",
     "Left",
     "Match",
@@ -22,6 +25,7 @@ __all__ = [
     "Namespace",
     "Node",
     "NodeView",
+    "Outlook",
     "Policy",
     "PolicyName",
     "Quotas",

@@ -1,12 +1,15 @@
-"""KV events: blocks stored in and removed from the tree, under chained hashes."""
+"""Those who follow a tree: KV events of blocks under chained hashes, and a short memory of who was evicted and why."""
 
 from __future__ import annotations
 
 from array import array
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import xxhash
 
+from radix.eviction import Outlook, Policy
 from radix.namespace import Namespace
 from radix.node import Node
 from radix.stats import Cause
@@ -79,3 +82,54 @@ class EventLog:
         """All changes since the last call."""
         taken, self._pending = self._pending, []
         return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """Pages that left because others needed the room, or because of their tenant's quota.
+
+    Attributes:
+        at_s: the tree's clock then; idle_s: seconds since their last use.
+        cause: why somebody had to go.
+        pages: how many went, from the end of a run; kept_pages: how many of it stayed.
+        namespace: theirs.
+        outlook: why it was these, if the policy says.
+    """
+
+    at_s: float
+    idle_s: float
+    cause: Cause
+    pages: int
+    kept_pages: int
+    namespace: Namespace
+    outlook: Outlook | None
+
+
+class Evictions:
+    """A watcher that remembers the last evictions, without their tokens.
+
+    Args:
+        policy: the tree's.
+        clock: the tree's.
+        most: how many are remembered.
+
+    Attributes:
+        last: the oldest first.
+    """
+
+    def __init__(self, policy: Policy, clock: Callable[[], float], most: int = 50):
+        self._policy = policy
+        self._clock = clock
+        self.last: deque[Eviction] = deque(maxlen=most)
+
+    def stored(self, node: Node) -> None:
+        """Nobody leaves."""
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """Nobody leaves."""
+
+    def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
+        if cause != "flush":
+            now, pages = self._clock(), len(node.pages) - kept_pages
+            outlook = self._policy.outlook(node)
+            self.last.append(Eviction(now, now - node.used_s, cause, pages, kept_pages, node.namespace, outlook))

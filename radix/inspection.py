@@ -10,6 +10,7 @@ from heapq import heappop, heappush, nlargest
 from itertools import islice
 from typing import Any
 
+from radix.eviction import Outlook
 from radix.namespace import Namespace
 from radix.node import TOKEN_BYTES, Node
 from radix.tree import RadixTree
@@ -30,6 +31,7 @@ class NodeView:
         cost_s: seconds that computing it took.
         locked, pinned: whether live requests or pins keep it, and whether pins do.
         meta: `Meta.describe()` of its record, None if it has none.
+        outlook: what the eviction policy expects of it, None if nothing in particular.
         preview: int32 tokens at the run's start, as one bytes object.
     """
 
@@ -48,6 +50,7 @@ class NodeView:
     locked: bool
     pinned: bool
     meta: dict[str, Any] | None
+    outlook: Outlook | None
     preview: bytes
 
 
@@ -74,7 +77,7 @@ def view(
     """
     now = tree.now()
     nodes = islice(_breadth_first(tree, wanted, max_depth), skip, skip + limit)
-    return [_view(node, depth, start, now, preview_tokens) for node, depth, start in nodes]
+    return [_view(node, depth, start, now, tree.policy.outlook(node), preview_tokens) for node, depth, start in nodes]
 
 
 def _breadth_first(
@@ -91,7 +94,7 @@ def _breadth_first(
             queue.append((child, depth + 1, start + len(child.key) // TOKEN_BYTES))
 
 
-def _view(node: Node, depth: int, start: int, now: float, preview_tokens: int) -> NodeView:
+def _view(node: Node, depth: int, start: int, now: float, outlook: Outlook | None, preview_tokens: int) -> NodeView:
     parent = node.parent
     return NodeView(
         id=node.pages[0],
@@ -109,6 +112,7 @@ def _view(node: Node, depth: int, start: int, now: float, preview_tokens: int) -
         locked=node.refs > 0,
         pinned=node.pins > 0,
         meta=_describe(node),
+        outlook=outlook,
         preview=node.key[: preview_tokens * TOKEN_BYTES],
     )
 
@@ -130,6 +134,7 @@ class Block:
         idle_s: seconds since the last use of the node or of anything below.
         locked, pinned: whether live requests keep it, and whether pins do.
         meta: `Meta.describe()` of its record, None if it has none.
+        outlook: what the eviction policy expects of it, None if nothing in particular.
         preview: int32 tokens at the run's start, as one bytes object.
     """
 
@@ -145,6 +150,7 @@ class Block:
     locked: bool
     pinned: bool
     meta: dict[str, Any] | None
+    outlook: Outlook | None
     preview: bytes
 
 
@@ -239,5 +245,6 @@ class _Walk:
             locked=bool(self._locked[at]),
             pinned=at >= self._num_roots and node.pins > 0,
             meta=_describe(node),
+            outlook=self._tree.policy.outlook(node) if at >= self._num_roots else None,
             preview=node.key[: preview_tokens * TOKEN_BYTES],
         )

@@ -16,7 +16,13 @@ _SORT_FROM = 9
 
 
 class Meta(Protocol):
-    """A reuse strategy's record of a run's KV. The tree carries it, and shows it to operators."""
+    """A reuse strategy's record of a run's KV. The tree carries it, and shows it to operators.
+
+    `tokens`: of the whole entry to which the run belongs.
+    """
+
+    @property
+    def tokens(self) -> int: ...
 
     def describe(self) -> dict[str, Any]:
         """Plain values, as JSON has them."""
@@ -38,15 +44,15 @@ class Node:
         hits: uses that ran through the node after it was inserted.
         created_s, used_s: the tree's clock when the node was inserted, and at its last use.
         cost: what computing the run took, in any unit that is the same for all nodes (seconds, say).
-        heat, frequency: the eviction policy's own.
+        heat, record: the eviction policy's own.
         queued, tenant_queued: serials of the node's entries in the victim orders of the tree and of its tenant.
         owner: whose quota the pages count against; kept only by trees with quotas.
         meta: the record of the strategy that inserted the run; None: the KV depends on nothing but the tokens.
     """
 
     __slots__ = (
-        *("children", "cost", "created_s", "frequency", "heat", "hits", "key", "last_use", "meta", "namespace"),
-        *("only", "order", "owner", "pages", "parent", "pins", "queued", "refs", "tenant_queued", "used_s"),
+        *("children", "cost", "created_s", "heat", "hits", "key", "last_use", "meta", "namespace"),
+        *("only", "order", "owner", "pages", "parent", "pins", "queued", "record", "refs", "tenant_queued", "used_s"),
     )
 
     def __init__(self, key: bytes, pages: array[int], parent: Node | None, namespace: Namespace):
@@ -57,10 +63,11 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.only: Node | None = None
         self.order: SortedList | None = None
-        self.refs = self.pins = self.hits = self.frequency = 0
+        self.refs = self.pins = self.hits = 0
         self.last_use = self.queued = self.tenant_queued = 0
         self.cost = self.heat = self.created_s = self.used_s = 0.0
         self.meta: Meta | None = None
+        self.record: Any = None
 
     @property
     def is_free_leaf(self) -> bool:

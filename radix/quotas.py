@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from radix.eviction import LRU, Order
+from radix.eviction import LRU, Order, Victim
 from radix.namespace import Namespace
 from radix.node import Node
 
@@ -51,7 +51,7 @@ class Quotas:
                 self._victims[node.owner] = LRU(Order("tenant_queued"))
             self._victims[node.owner].enter(node)
 
-    def pop(self, owner: Namespace) -> Node | None:
+    def pop(self, owner: Namespace) -> Victim | None:
         """The owner's next victim; None if nothing of it can go."""
         victims = self._victims.get(owner.owner)
         return None if victims is None else victims.pop()

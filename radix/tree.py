@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from radix.eviction import LRU, Policy
+from radix.eviction import LRU, Policy, Victim
 from radix.namespace import Namespace
 from radix.node import TOKEN_BYTES, Meta, Node, common_tokens
 from radix.quotas import Quotas
@@ -327,12 +327,15 @@ class RadixTree:
 
     def flush(self) -> array[int]:
         """Give back every unreferenced page."""
-        return self._evict(self.num_pages, "flush", self.policy.pop)
+        return self._drop(*(child for root in self._roots.values() for child in root.children.values()))
 
     def drop(self, node: Node) -> array[int]:
         """Give back every unreferenced page of a node and of the nodes below it."""
+        return self._drop(node)
+
+    def _drop(self, *nodes: Node) -> array[int]:
         freed, now = array("i"), self._clock()
-        below = [node]
+        below = list(nodes)
         for above in below:
             below.extend(above.children.values())
         for last in reversed(below):
@@ -347,17 +350,18 @@ class RadixTree:
             return array("i")
         return self._evict(over, "quota", lambda: quotas.pop(owner))
 
-    def _evict(self, num_pages: int, cause: Cause, pop: Callable[[], Node | None]) -> array[int]:
+    def _evict(self, num_pages: int, cause: Cause, pop: Callable[[], Victim | None]) -> array[int]:
         freed, now = array("i"), self._clock()
-        while len(freed) < num_pages and (node := pop()) is not None:
-            self._trim(node, num_pages - len(freed), freed, now, cause)
+        while len(freed) < num_pages and (victim := pop()) is not None:
+            node, most = victim
+            self._trim(node, min(most, num_pages - len(freed)), freed, now, cause)
         return freed
 
     def _trim(self, node: Node, want: int, freed: array[int], now: float, cause: Cause) -> None:
-        want = min(want, len(node.pages))
         kept = len(node.pages) - want
         for watcher in self._watchers:
             watcher.leaving(node, kept, cause)
+        self.policy.leaving(node, kept)
         freed.extend(node.pages[kept:])
         self._book_eviction(node, want, now, cause)
         if kept:
@@ -389,7 +393,6 @@ class RadixTree:
         parent.detach(node.key[: self._page_bytes])
         node.parent = None
         self.num_nodes -= 1
-        self.policy.evicted(node)
         if parent.parent is not None:
             self.policy.absorb(parent, node)
             self._enqueue(parent)

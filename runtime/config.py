@@ -39,8 +39,9 @@ class ModelConfig(Section):
         "adapter's short name",
     )
     served_model_name: str | None = Field(
-        None, description="the model's name for clients; default: derived from --model"
+        None, description="the model's names for clients, separated by commas; default: derived from --model"
     )
+    any_model_name: bool = Field(False, description="serve requests for any model")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="type of weights and KV; auto: bfloat16, or float32 on a CPU without bfloat16 and native kernels",
@@ -71,7 +72,12 @@ class CacheConfig(Section):
     document_reuse: DocumentMethod = Field(
         "none", description="method for documents of requests without `reuse`; all but none are approximate"
     )
-    eviction_policy: PolicyName = Field("lru", description="which unreferenced pages go first when room is needed")
+    reasoning_cache: bool = Field(
+        False, description="requests without `reuse` share the pages of reasoning steps that repeat; approximate"
+    )
+    eviction_policy: PolicyName = Field(
+        "foresight", description="which unreferenced pages go first when room is needed"
+    )
     tenant_quota: int | None = Field(
         None,
         ge=1,
@@ -90,6 +96,30 @@ class CacheConfig(Section):
     kv_dtype: Literal["auto", "fp8"] = Field(
         "auto", description="auto: as --dtype; fp8: e4m3 without scales, half the memory (on CPUs computed by torch)"
     )
+
+
+class TierConfig(Section):
+    """Tiers: KV that outlives the pool."""
+
+    host_memory: float | None = Field(None, gt=0, description="GiB of memory for KV that the pool has no room for")
+    disk_cache: Path | None = Field(None, description="directory for KV that outlives the server")
+    disk_space: float = Field(10.0, gt=0, description="GiB that --disk-cache may take")
+    kv_store: str | None = Field(
+        None,
+        pattern=r"^(rediss?://|dir:).",
+        description="store of KV that replicas share: redis://HOST:PORT, rediss://... or dir:PATH",
+    )
+    kv_encryption_key_file: Path | None = Field(
+        None, description="file with a secret; KV on disks and in stores is encrypted with a key for each tenant"
+    )
+    prewarm: Path | None = Field(
+        None, description="JSONL of prompts (`text`, `input_ids` or `messages`) to compute or load at the start"
+    )
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a tier."""
+        return self.host_memory is not None or self.disk_cache is not None or self.kv_store is not None
 
 
 class SchedulerConfig(Section):
@@ -237,6 +267,7 @@ class Config(Section):
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     cache: CacheConfig = Field(default_factory=CacheConfig)
+    tiers: TierConfig = Field(default_factory=TierConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     diffusion: DiffusionConfig = Field(default_factory=DiffusionConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)

@@ -11,6 +11,9 @@ from runtime.errors import InvalidRequest
 Algorithm = Literal["low_confidence", "entropy", "maskgit_plus", "topk_margin", "origin"]
 DocumentMethod = Literal["none", "a3", "cacheblend", "prophetkv", "legolink", "pie", "full", "random"]
 
+# Fields of `SamplingParams` that constrain the output; they exclude each other.
+CONSTRAINTS = ("json_schema", "regex", "grammar")
+
 # Below this temperature the most likely token is certain.
 _LEAST_TEMPERATURE = 1e-4
 
@@ -43,6 +46,7 @@ class SamplingParams(BaseModel):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(-1, ge=-1, le=1 << 20, description="-1 or 0: all tokens")
     min_p: float = Field(0.0, ge=0, le=1)
+    typical_p: float = Field(1.0, gt=0, le=1, description="share of the tokens whose surprise is nearest to the mean")
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="counts output tokens")
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="counts output tokens")
     repetition_penalty: float = Field(1.0, ge=0.01, le=2, description="applies to prompt and output tokens")
@@ -58,20 +62,28 @@ class SamplingParams(BaseModel):
     regex: str | None = Field(
         None, min_length=1, max_length=1 << 13, description="regular expression for the whole output"
     )
+    grammar: str | None = Field(
+        None, min_length=1, max_length=1 << 16, description="EBNF (GBNF) or Lark grammar for the whole output"
+    )
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
     no_stop_trim: bool = Field(False, description="keep the stop string in the text")
 
     @field_validator("stop", "stop_token_ids", mode="before")
     @classmethod
     def _one_or_many(cls, value: object) -> object:
-        if value is None:
+        if value is None or value == "":
             return []
         return [value] if isinstance(value, str | int) else value
 
     @property
     def constrained(self) -> bool:
         """Whether the output follows a grammar."""
-        return self.json_schema is not None or self.regex is not None
+        return self.json_schema is not None or self.regex is not None or self.grammar is not None
+
+    @property
+    def constraint(self) -> str | None:
+        """The field that constrains the output, if one does."""
+        return next((name for name in CONSTRAINTS if getattr(self, name) is not None), None)
 
     @property
     def greedy(self) -> bool:
@@ -85,8 +97,9 @@ class SamplingParams(BaseModel):
 
     def check(self, vocab_size: int) -> None:
         """Raise InvalidRequest if a value does not fit the model or another value."""
-        if self.json_schema is not None and self.regex is not None:
-            raise InvalidRequest("json_schema and regex exclude each other", param="regex")
+        given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other", param=given[1])
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise InvalidRequest(
                 f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens, {self.max_new_tokens}",
@@ -195,13 +208,38 @@ class ReuseParams(BaseModel):
             raise InvalidRequest("k and ratio exclude each other", param="reuse.k")
 
 
+class ReasoningParams(BaseModel):
+    """Sharing of the KV of reasoning steps that repeat within an output (ReasonCache)."""
+
+    model_config = ConfigDict(extra="forbid", strict=False)
+
+    method: Literal["reasoncache"] = "reasoncache"
+    percentile: float = Field(
+        80, gt=0, le=100, description="pages are shared whose distance is among so many percent of the latest ones"
+    )
+    tau_max: float = Field(0.9, ge=0, le=1, description="similarity that a step must exceed where others are unlike it")
+    tau_min: float = Field(0.6, ge=0, le=1, description="likewise, where all others are like it")
+    rotation: Literal["stale", "moved"] = Field(
+        "stale", description="keys are read with the positions that they have (stale), or moved to their place"
+    )
+    across: bool = Field(False, description="steps are also compared with those of the tenant's other such requests")
+
+    def check(self) -> None:
+        """Raise InvalidRequest if the values do not fit each other."""
+        if self.tau_min > self.tau_max:
+            raise InvalidRequest(f"tau_min is {self.tau_min}, more than tau_max, {self.tau_max}", param="reuse.tau_min")
+
+
+AnyReuse = ReuseParams | ReasoningParams
+
+
 def _refuse_sampling(sampling: SamplingParams) -> None:
     """Raise InvalidRequest for sampling parameters that diffusion models do not support."""
     default = SamplingParams()
     if sampling.max_new_tokens == 0:
         raise InvalidRequest("max_new_tokens must be at least 1 for diffusion models", param="max_new_tokens")
     penalties = ("frequency_penalty", "presence_penalty", "repetition_penalty")
-    for name in ("min_p", "min_new_tokens", "json_schema", "regex", *penalties):
+    for name in ("min_p", "typical_p", "min_new_tokens", *CONSTRAINTS, *penalties):
         if getattr(sampling, name) != getattr(default, name):
             raise InvalidRequest(f"{name} is not supported for diffusion models", param=name)
 

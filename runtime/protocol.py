@@ -27,6 +27,9 @@ class AddRequest(msgspec.Struct, tag="add"):
         diffusion: `DiffusionParams.model_dump()`, filled, for a diffusion model.
         reuse: options of a reuse strategy, with its name as `method`; None: the model's default strategy.
         explain: whether its first event tells its `Lookup`.
+        store: whether the KV that it computes may outlive it.
+        keep: (tokens, seconds): the prompt's whole pages up to there are kept for its tenant, for that time from their
+            last use on, as far as the budget of pins allows.
     """
 
     rid: str
@@ -40,6 +43,8 @@ class AddRequest(msgspec.Struct, tag="add"):
     diffusion: dict[str, Any] | None = None
     reuse: dict[str, Any] | None = None
     explain: bool = False
+    store: bool = True
+    keep: list[tuple[int, float]] = []
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -49,10 +54,35 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class FlushCache(msgspec.Struct, tag="flush"):
-    """Drop the unreferenced pages of the tree; `pins`: the pinned ones, too. Answered by `Reply`."""
+    """Drop the unreferenced pages of the tree. Answered by `Reply`.
+
+    `pins`: the pinned ones, too; `tiers`: all that lies in tiers, too.
+    """
 
     call: int
     pins: bool = False
+    tiers: bool = False
+
+
+class EraseTenant(msgspec.Struct, tag="erase"):
+    """Drop a tenant's pages that no live request uses, its pins, and all that it has in tiers. Answered by `Reply`."""
+
+    call: int
+    tenant: str
+
+
+class AttachTier(msgspec.Struct, tag="attach"):
+    """Add a tier; `options`: fields of `TierConfig`. Answered by `Reply`: `{"tiers": names}` or `{"failed": why}`."""
+
+    call: int
+    options: dict[str, Any]
+
+
+class DetachTier(msgspec.Struct, tag="detach"):
+    """Leave a tier, whose blocks stay where they are. Answered by `Reply`: `{"found": bool}`."""
+
+    call: int
+    name: str
 
 
 class GetState(msgspec.Struct, tag="state"):
@@ -161,7 +191,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 
 Call = (
     FlushCache | GetState | AddPin | RemovePin | GetPins | GetCached | GetTree | GetOutline | GetRequests | OnNode
-    | Pause | Ping
+    | Pause | Ping | EraseTenant | AttachTier | DetachTier
 )  # fmt: skip
 Inbound = AddRequest | Abort | Call | Shutdown
 
@@ -212,13 +242,47 @@ class Lookup(msgspec.Struct):
     known_s: float = 0.0
 
 
+class Place(msgspec.Struct):
+    """A place up to which a prompt was to be kept.
+
+    Attributes:
+        tokens: the place.
+        ttl_s: seconds from the last use on.
+        kept: tokens that are kept, whole pages; 0: none.
+        reason: why none is.
+    """
+
+    tokens: int
+    ttl_s: float
+    kept: int = 0
+    reason: str | None = None
+
+
+class CacheBooks(msgspec.Struct):
+    """Books of a prompt's tokens: read + created + input are all of them.
+
+    Attributes:
+        read: read from the cache.
+        created: computed now and kept, by seconds to live: of several kept places, a token counts for the longest.
+        input: computed now and not kept.
+        places: those of the request, in order.
+    """
+
+    read: int
+    created: dict[float, int]
+    input: int
+    places: list[Place]
+
+
 class TokenEvent(msgspec.Struct):
     """One request's results of a step; exactly one event of a request has `finish` set, its last.
 
-    `cached_tokens` counts prompt tokens whose KV came from the cache at first admission. Times are seconds:
+    `cached_tokens` counts prompt tokens whose KV came from the cache at first admission, `loaded_tokens` those of them
+    that had been loaded from a tier for this request, by tier. Times are seconds:
     `queue_s` from arrival in the engine to first admission, `prefill_s` from there to the first token. For
     diffusion models, `reuse` describes the reused KV, and `canvas` holds all output positions, if they were asked for.
     `lookup` is on the first event of a request that asks for it, unless its KV is reused in other ways than by prefix.
+    The first event of a request with places to keep has their `cache`.
     """
 
     rid: str
@@ -227,11 +291,13 @@ class TokenEvent(msgspec.Struct):
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     cached_tokens: int = 0
+    loaded_tokens: dict[str, int] = {}
     queue_s: float = 0.0
     prefill_s: float = 0.0
     reuse: dict[str, Any] | None = None
     canvas: list[int] | None = None
     lookup: Lookup | None = None
+    cache: CacheBooks | None = None
 
 
 class StepEvents(msgspec.Struct, tag="events"):

@@ -14,7 +14,7 @@ import torch
 
 from radix import Namespace, Node
 from runtime.params import SamplingParams
-from runtime.protocol import Lookup
+from runtime.protocol import CacheBooks, Lookup, Place
 
 if TYPE_CHECKING:
     from runtime.reuse.strategy import Strategy
@@ -118,6 +118,8 @@ class Request:
         owner: whose quota the pages count against that the request leaves in the tree.
         entry_tokens: int32, tokens of the prompt whose KV the request reads from entries, beside `tokens`.
         owed: rows of entries that it has yet to encode before its own.
+        keep: places up to which its prompt is to be kept, and has not been yet.
+        books: of its prompt, until an event tells them.
         max_tokens: length of prompt and output at which the request ends, without `entry_tokens`.
         prompt_logprobs_from: the first prompt index whose log-probability is still owed; None: none is.
         counts: int64 [vocab], how often each token was generated, and `prompt_ids`, those of the prompt; on the
@@ -128,6 +130,8 @@ class Request:
         turn: serial of the last step in which this request took its turn, see `Strategy.takes_turns`.
         cached_tokens: prompt tokens found in the cache at the first admission; -1 before.
         explain, lookup: whether its look-up at the first admission is told, and that, until an event tells it.
+        store: whether what it computes may outlive it.
+        loaded: tokens that were loaded for it before it was admitted, by tier; num_loads: how often it waited for some.
         row_layers: rows x layers computed so far.
         arrival_s, admitted_s, first_token_s: engine clock, seconds.
     """
@@ -148,6 +152,8 @@ class Request:
     reuse: Any = None
     entry_tokens: array[int] = field(default_factory=lambda: array("i"))
     owed: int = 0
+    keep: list[Place] = field(default_factory=list)
+    books: CacheBooks | None = None
     canvas: Any = None
     logprobs: int | None = None
     prompt_logprobs_from: int | None = None
@@ -161,6 +167,9 @@ class Request:
     cached_tokens: int = -1
     explain: bool = False
     lookup: Lookup | None = None
+    store: bool = True
+    loaded: dict[str, int] = field(default_factory=dict)
+    num_loads: int = 0
     row_layers: int = 0
     arrival_s: float = 0.0
     admitted_s: float = 0.0
@@ -190,6 +199,15 @@ class Request:
     def num_output(self) -> int:
         """Tokens generated so far."""
         return len(self.sequence.tokens) - self.prompt_len
+
+    @property
+    def loaded_tokens(self) -> dict[str, int]:
+        """Those of `cached_tokens` that were loaded for this request, by tier."""
+        left, found = max(self.cached_tokens, 0), {}
+        for tier, tokens in self.loaded.items():
+            found[tier] = min(tokens, left)
+            left -= found[tier]
+        return {tier: tokens for tier, tokens in found.items() if tokens}
 
     @property
     def wants_tokens(self) -> bool:

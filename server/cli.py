@@ -158,6 +158,18 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     return 0
 
 
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    from server.tiers.command import add_arguments
+
+    add_arguments(parser)
+
+
+def _cache(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from server.tiers.command import run
+
+    return run(arguments)
+
+
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     if missing := [name for name in _BENCH_PACKAGES if find_spec(name) is None]:
         parser.exit(1, f"ramet: benchmarks need {', '.join(missing)}: pip install 'ramet[bench]'\n")
@@ -210,6 +222,7 @@ _COMMANDS: dict[str, Command] = {
     "explain": ("show where two requests' prompts part, so that the cache cannot help", _add_explain, _explain),
     "fetch-model": ("fetch and convert a model, and print its directory", lambda p: add_options(p, "model"), _fetch),
     "profile": ("measure how a model's KV can be reused, for tables that the engine reads", _add_profile, _profile),
+    "cache": ("look into a disk cache, check it, make room in it, carry it elsewhere", _add_cache, _cache),
     "bench": ("measure a server or this machine", _add_bench, _bench),
     "options": ("print the options of `serve` as tables in Markdown", lambda parser: None, _options),
 }

@@ -9,11 +9,14 @@ from fastapi import Depends, Request
 
 from runtime.config import Config
 from runtime.frontend.async_engine import AsyncEngine
+from runtime.models.resolve import known_names
 from server.admin.metrics import Metrics
 from server.auth.keys import PUBLIC, Tenant
 from server.documents.store import DocumentStore
 from server.explain.answers import Answers
+from server.http.errors import NotFound
 from server.http.gate import Gate
+from server.responses.store import ResponseStore
 from server.schemas.store import SchemaStore
 
 
@@ -27,6 +30,15 @@ class Context:
     schemas: SchemaStore
     documents: DocumentStore
     answers: Answers
+    responses: ResponseStore
+
+    def check_model(self, name: str | None) -> None:
+        """Raise NotFound unless this is a name of the served model; no name is one."""
+        own = self.engine.info.name
+        if not name or self.config.model.any_model_name or name in (own, *known_names(self.config.model)):
+            return
+        message = f"the model {name!r} does not exist; this server has {own!r}"
+        raise NotFound(message, param="model", code="model_not_found")
 
     def tenant_name(self, account: str) -> str:
         """A tenant of the cache as the operator calls its key; empty on an open server."""

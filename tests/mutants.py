@@ -43,6 +43,7 @@ LONG = (
     "test_inspection.py::test_a_large_tree_is_walked_in_steps_and_may_change_meanwhile",
     "test_namespace.py::test_different_namespaces_never_hash_alike",
     "test_quotas.py::TestTenants::runTest",
+    "test_foresight.py::test_foresight_equals_its_plain_model_over_a_long_time",
     "test_watcher.py::test_every_page_that_leaves_was_seen_with_its_tokens",
 )
 

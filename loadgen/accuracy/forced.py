@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,21 +27,21 @@ class Ask(NamedTuple):
 _UNLIKELY = -1e4
 
 
-class _Forcing(Decoding):
-    """Another decoding, but the requests in `answers` are given these tokens, whatever the logits say.
+class Forcing(Decoding):
+    """Another decoding, but the first tokens of the requests in `answers` are given, whatever the logits say.
 
     So the tokens come one by one, behind the rows that a method has chosen without having seen them.
 
     Attributes:
         answers: tokens by request id.
-        kept: float32 [vocab] for each token so far, the logits that it was not chosen from.
+        watch: called with the request's id, the token's number and the logits [vocab] that it was not chosen from.
     """
 
-    def __init__(self, inner: Decoding):
+    def __init__(self, inner: Decoding, watch: Callable[[str, int, torch.Tensor], None]):
         super().__init__()
         self._inner = inner
         self.answers: dict[str, list[int]] = {}
-        self.kept: dict[str, list[torch.Tensor]] = {}
+        self.watch = watch
 
     def open(self, request: Request, asked: dict[str, Any]) -> None:
         self._inner.open(request, asked)
@@ -54,12 +54,12 @@ class _Forcing(Decoding):
     ) -> tuple[list[Request], Sampled | None]:
         forced = logits.clone()
         for item, place in zip(work, places, strict=True):
-            answer = self.answers.get(item.request.rid)
-            if answer is not None and item.samples and place[0].start < place[0].stop:
-                row, kept = place[0].stop - 1, self.kept.setdefault(item.request.rid, [])
-                kept.append(logits[row].clone())
+            answer, number = self.answers.get(item.request.rid, []), item.request.num_output
+            if item.samples and place[0].start < place[0].stop and number < len(answer):
+                row = place[0].stop - 1
+                self.watch(item.request.rid, number, logits[row])
                 forced[row] = _UNLIKELY
-                forced[row, answer[len(kept) - 1]] = 0
+                forced[row, answer[number]] = 0
         return self._inner.choose(work, places, forced)
 
     def book(
@@ -78,7 +78,8 @@ class Asker(Drive):
 
     def __init__(self, path: Path, **options: Any):
         super().__init__(path, overlap="off", **options)
-        self._forcing = self.core.decoding = _Forcing(self.core.decoding)
+        self._kept: dict[str, list[torch.Tensor]] = {}
+        self._forcing = self.core.decoding = Forcing(self.core.decoding, self._keep)
 
     def forced(self, asks: Sequence[Ask], answers: Sequence[list[int]]) -> list[torch.Tensor]:
         """Log-probabilities, float32 [n, vocab], of all tokens in the place of each of an answer's n tokens."""
@@ -90,7 +91,10 @@ class Asker(Drive):
         said = self._run()
         assert [said[rid] for rid in rids] == list(answers)
         self._forcing.answers.clear()
-        return [torch.stack(self._forcing.kept.pop(rid)).log_softmax(-1) for rid in rids]
+        return [torch.stack(self._kept.pop(rid)).log_softmax(-1) for rid in rids]
+
+    def _keep(self, rid: str, number: int, logits: torch.Tensor) -> None:
+        self._kept.setdefault(rid, []).append(logits.clone())
 
     def greedy(self, asks: Sequence[Ask], output: int) -> list[list[int]]:
         """The most likely tokens behind each prompt, up to an end of text."""

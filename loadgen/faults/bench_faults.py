@@ -23,6 +23,7 @@ from loadgen.faults.retraction import retraction
 from loadgen.faults.server import Finding, running_server
 from loadgen.faults.signals import signals
 from loadgen.faults.soak import soak
+from loadgen.faults.tiers import tiers
 from loadgen.http import options
 from loadgen.http.files import write_json
 from loadgen.http.tables import make_table, wide_console
@@ -50,6 +51,7 @@ CASES = {
     "pages": Case(pages, _POOL),
     "amplify": Case(amplify, _POOL),
     "retraction": Case(retraction),
+    "tiers": Case(tiers),
     # Equal answers are promised in float32. The pool is too small for the load, so that requests are retracted.
     "soak": Case(soak, ("--pool-tokens", "1024", "--max-running", "20", "--dtype", "float32", "--debug-invariants")),
 }

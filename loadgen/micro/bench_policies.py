@@ -1,4 +1,4 @@
-"""`ramet bench policies`: hit ratio of every eviction policy on a recorded trace of prefix-chained block hashes.
+"""`ramet bench policies`: hits of every eviction policy on recorded and on synthetic traces of block hashes.
 
 It replays hours of a server's cache in seconds, in process, without a server.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
 
@@ -17,40 +17,77 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from loadgen.micro.stress import STRESS, Trace, stress_trace
 from radix import POLICIES, PolicyName, RadixTree, make_policy
 
-Trace = list[tuple[float, array]]  # seconds since the start and int32 block ids, for every request
+QUARTERS = 4
+BOUND, INFINITE = "offline bound", "infinite"
+# Of a stress trace's distinct blocks.
+_SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a replay found, by quarter of the trace: blocks asked for and cached, operations needed and saved."""
+
+    blocks: list[int] = field(default_factory=lambda: [0] * QUARTERS)
+    hits: list[int] = field(default_factory=lambda: [0] * QUARTERS)
+    operations: list[float] = field(default_factory=lambda: [0.0] * QUARTERS)
+    saved: list[float] = field(default_factory=lambda: [0.0] * QUARTERS)
+
+    @property
+    def hit_ratio(self) -> float:
+        return sum(self.hits) / sum(self.blocks)
+
+    @property
+    def saved_ratio(self) -> float:
+        return sum(self.saved) / sum(self.operations)
+
+    def by_quarter(self) -> list[float]:
+        return [hits / max(blocks, 1) for hits, blocks in zip(self.hits, self.blocks, strict=True)]
+
+    def add(self, quarter: int, blocks: int, hits: int) -> None:
+        """Count a prompt whose first `hits` blocks were cached."""
+        self.blocks[quarter] += blocks
+        self.hits[quarter] += hits
+        self.operations[quarter] += operations(0, blocks)
+        self.saved[quarter] += operations(0, hits)
+
+
+Figures = dict[str, list[Tally]]  # by policy, for each capacity
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The benchmark's options."""
-    parser.add_argument("trace", help="JSONL whose lines have timestamp (ms) and hash_ids, as Mooncake's have")
+    parser.add_argument("traces", nargs="*", help="JSONL whose lines have timestamp (ms) and hash_ids, as Mooncake's")
     parser.add_argument(
         "--capacities", type=int, nargs="+", default=[1000, 3000, 5000, 10000, 30000], help="blocks in the cache"
     )
-    parser.add_argument(
-        "--parts", type=int, default=1, help="also cut the trace into that many parts, each replayed alone"
-    )
+    parser.add_argument("--stress", nargs="*", choices=STRESS, default=list(STRESS), help="synthetic traces, too")
+    parser.add_argument("--seed", type=int, default=0, help="of the synthetic traces")
     parser.add_argument("--plot", metavar="FILE", help="write the plot as PNG or SVG")
     parser.add_argument("--json", metavar="FILE", help="write the figures")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replay and print a table for the whole trace, and one for each of its parts."""
-    trace = read_trace(Path(arguments.trace))
-    pieces = {"whole": trace}
-    if arguments.parts > 1:
-        size = math.ceil(len(trace) / arguments.parts)
-        pieces |= {f"part {i + 1}": trace[i * size : (i + 1) * size] for i in range(arguments.parts)}
-    figures: dict[str, dict[str, list[float]]] = {}
-    for name, piece in pieces.items():
-        figures[name] = _measure(piece, arguments.capacities, name)
-        _print(name, piece, figures[name], arguments.capacities)
+    """Replay all traces; print two tables for each that was recorded, and one of all synthetic ones."""
+    recorded = {Path(path).stem: read_trace(Path(path)) for path in arguments.traces}
+    synthetic = {name: stress_trace(name, arguments.seed) for name in arguments.stress}
+    sizes = {name: list(arguments.capacities) for name in recorded}
+    sizes |= {name: capacities_of(trace) for name, trace in synthetic.items()}
+    found = {name: measure(trace, sizes[name], name) for name, trace in (recorded | synthetic).items()}
+    for name, trace in recorded.items():
+        _print_trace(name, trace, found[name], sizes[name])
+    if synthetic:
+        _print_stress({name: found[name] for name in synthetic})
     if arguments.plot:
-        _plot(figures["whole"], arguments.capacities, arguments.plot)
+        _plot(found, sizes, arguments.plot)
     if arguments.json:
-        record = {"trace": Path(arguments.trace).name, "capacities": arguments.capacities, "hit_ratio": figures}
-        Path(arguments.json).write_text(json.dumps(record, indent=1) + "\n")
+        record = {
+            name: {"capacities": sizes[name], **{policy: [asdict(t) for t in row] for policy, row in figures.items()}}
+            for name, figures in found.items()
+        }
+        Path(arguments.json).write_text(json.dumps(record) + "\n")
     return 0
 
 
@@ -65,23 +102,34 @@ def read_trace(path: Path) -> Trace:
     return trace
 
 
-def _measure(trace: Trace, capacities: Sequence[int], name: str) -> dict[str, list[float]]:
+def capacities_of(trace: Trace) -> list[int]:
+    """Sizes of interest: shares of the distinct blocks, none too small for the longest prompt."""
+    distinct = len({block for _, blocks in trace for block in blocks})
+    return [max(int(share * distinct), *(len(blocks) for _, blocks in trace)) for share in _SHARES]
+
+
+def measure(trace: Trace, capacities: Sequence[int], name: str) -> Figures:
+    """Every policy at every size, the bound, and a cache without limits."""
     work = [(policy, capacity) for policy in POLICIES for capacity in capacities]
-    found: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+    found: Figures = {policy: [] for policy in POLICIES}
     for policy, capacity in track(work, description=f"replaying {name}"):
         found[policy].append(replay(trace, policy, capacity))
-    found["offline bound"] = [offline_bound(trace, capacity) for capacity in capacities]
-    unlimited = replay(trace, "lru", sum(len(blocks) for _, blocks in trace))
-    found["infinite"] = [unlimited] * len(capacities)
+    found[BOUND] = [offline_bound(trace, capacity) for capacity in capacities]
+    found[INFINITE] = [replay(trace, "lru", sum(len(blocks) for _, blocks in trace))] * len(capacities)
     return found
 
 
-def replay(trace: Trace, policy: PolicyName, capacity: int) -> float:
-    """Share of the requested blocks that a cache of `capacity` blocks had."""
+def operations(start: int, end: int) -> float:
+    """Of computing these blocks of a prompt: a constant part, and one for attention that grows with the depth."""
+    return (end - start) + (end * (end - 1) - start * (start - 1)) / 2 / 64
+
+
+def replay(trace: Trace, policy: PolicyName, capacity: int) -> Tally:
+    """What a cache of `capacity` blocks had."""
     now = 0.0
     tree = RadixTree(1, make_policy(policy, capacity), lambda: now)
-    free, hits, total, next_page = capacity, 0, 0, 0
-    for now, blocks in trace:  # noqa: B007 - the tree's clock reads it
+    free, next_page, tally = capacity, 0, Tally()
+    for number, (now, blocks) in enumerate(trace):  # noqa: B007 - the tree's clock reads it
         key = blocks.tobytes()
         match = tree.match(key)
         node = tree.lock_match(match)
@@ -91,30 +139,34 @@ def replay(trace: Trace, policy: PolicyName, capacity: int) -> float:
         if fresh > free:
             free += len(tree.evict(fresh - free))
         pages = match.pages + array("i", range(next_page, next_page + fresh))
-        # The cost of a block grows with what stands before it: a constant part and one for attention.
-        cost = sum(1.0 + (hit + i) / 64 for i in range(fresh))
-        tree.insert(key, pages, cost=cost)
+        tree.insert(key, pages, cost=operations(hit, hit + fresh))
         tree.unlock(node)
         free, next_page = free - fresh, (next_page + fresh) % (1 << 30)
-        hits, total = hits + hit, total + len(blocks)
-    return hits / total
+        tally.add(number * QUARTERS // len(trace), len(blocks), hit)
+    return tally
 
 
-def offline_bound(trace: Trace, capacity: int) -> float:
-    """Belady with bypass: evict what is needed last, or do not admit the newcomer. No online policy is better."""
-    accesses = [block for _, blocks in trace for block in blocks]
+def offline_bound(trace: Trace, capacity: int) -> Tally:
+    """Belady with bypass: evict what is needed last, or do not admit the newcomer. No online policy has more hits.
+
+    Blocks are not bound to their prefixes here, so that operations saved have no such bound.
+    """
+    following = _next_uses([block for _, blocks in trace for block in blocks])
     cached: dict[int, int] = {}
     farthest: list[tuple[int, int]] = []
-    hits = 0
-    for block, following in zip(accesses, _next_uses(accesses), strict=True):
-        hits += block in cached
-        cached[block] = following
-        heappush(farthest, (-following, block))
-        while len(cached) > capacity:
-            use, victim = heappop(farthest)
-            if cached.get(victim) == -use:
-                del cached[victim]
-    return hits / len(accesses)
+    tally = Tally()
+    for number, (_, blocks) in enumerate(trace):
+        hits = 0
+        for block in blocks:
+            hits += block in cached
+            cached[block] = use = next(following)
+            heappush(farthest, (-use, block))
+            while len(cached) > capacity:
+                use, victim = heappop(farthest)
+                if cached.get(victim) == -use:
+                    del cached[victim]
+        tally.add(number * QUARTERS // len(trace), len(blocks), hits)
+    return tally
 
 
 def _next_uses(accesses: Sequence[int]) -> Iterator[int]:
@@ -125,31 +177,59 @@ def _next_uses(accesses: Sequence[int]) -> Iterator[int]:
     return iter(following)
 
 
-def _print(name: str, trace: Trace, figures: dict[str, list[float]], capacities: Sequence[int]) -> None:
+def _print_trace(name: str, trace: Trace, figures: Figures, capacities: Sequence[int]) -> None:
     blocks = sum(len(blocks) for _, blocks in trace)
-    table = Table(title=f"hit ratio in %, {name} trace: {len(trace)} requests, {blocks} blocks")
-    table.add_column("blocks in the cache")
-    for capacity in capacities:
-        table.add_column(f"{capacity}", justify="right")
-    for policy, values in figures.items():
-        table.add_row(policy, *(f"{100 * value:.1f}" for value in values))
+    whole = _table(f"{name}: {len(trace)} requests, {blocks} blocks; % of the blocks, of the operations", capacities)
+    quarters = _table(f"{name}: hit ratio in % by quarter", capacities)
+    for policy, row in figures.items():
+        whole.add_row(f"{policy}: hits", *(f"{100 * one.hit_ratio:.1f}" for one in row))
+        for quarter, ratios in enumerate(zip(*(one.by_quarter() for one in row), strict=True), 1):
+            quarters.add_row(f"{policy}, {quarter}", *(f"{100 * ratio:.1f}" for ratio in ratios))
+    for policy, row in figures.items():
+        if policy != BOUND:
+            whole.add_row(f"{policy}: saved", *(f"{100 * one.saved_ratio:.1f}" for one in row))
+    Console().print(whole, quarters)
+
+
+def _table(title: str, columns: Sequence[object]) -> Table:
+    table = Table("blocks in the cache", title=title)
+    for column in columns:
+        table.add_column(f"{column}", justify="right")
+    return table
+
+
+def _print_stress(found: dict[str, Figures]) -> None:
+    table = _table("hit ratio in %, and points ahead of lru", [f"{share:.0%}" for share in _SHARES])
+    table.columns[0].header = "trace, share of its blocks"
+    for name, figures in found.items():
+        table.add_row(name, *(f"{100 * one.hit_ratio:.1f}" for one in figures["lru"]), style="bold")
+        for policy in (*POLICIES, BOUND):
+            if policy != "lru":
+                pairs = zip(figures[policy], figures["lru"], strict=True)
+                table.add_row(f"  {policy}", *(f"{100 * (one.hit_ratio - lru.hit_ratio):+.2f}" for one, lru in pairs))
     Console().print(table)
 
 
-def _plot(figures: dict[str, list[float]], capacities: Sequence[int], path: str) -> None:
+def _plot(found: dict[str, Figures], sizes: dict[str, list[int]], path: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for policy, values in figures.items():
-        style = {"offline bound": "k--", "infinite": "k:"}.get(policy, "o-")
-        axes.plot(capacities, [100 * value for value in values], style, label=policy, markersize=4)
-    axes.set(
-        xscale="log", xlabel="blocks in the cache", ylabel="hit ratio, %", title="Prefix cache hit ratio by policy"
-    )
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=130)
+    columns = min(len(found), 4)
+    rows = -(-len(found) // columns)
+    figure, grid = plt.subplots(rows, columns, figsize=(3.6 * columns, 2.9 * rows), layout="constrained", squeeze=False)
+    for axes in grid.flat[len(found) :]:
+        axes.remove()
+    for axes, (name, figures) in zip(grid.flat, found.items(), strict=False):
+        for policy, row in figures.items():
+            style = {BOUND: "k--", INFINITE: "k:"}.get(policy, "o-")
+            axes.plot(sizes[name], [100 * one.hit_ratio for one in row], style, label=policy, markersize=3)
+        axes.set(xscale="log", title=name)
+        axes.set_ylim(bottom=0)
+        axes.xaxis.set_minor_formatter("")
+        axes.grid(alpha=0.3)
+    grid[0][0].legend(fontsize=7)
+    figure.supxlabel("blocks in the cache")
+    figure.supylabel("hit ratio, %")
+    figure.savefig(path, dpi=110)

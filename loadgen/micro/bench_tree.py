@@ -6,17 +6,17 @@ import argparse
 import gc
 import random
 import statistics
-import time
 import tracemalloc
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from time import monotonic
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from loadgen.micro.timing import timed
-from radix import Gone, RadixTree
+from radix import POLICIES, Gone, PolicyName, RadixTree, Watcher, make_policy
 from radix.node import TOKEN_BYTES
 
 PROMPT_TOKENS = 4096
@@ -40,12 +40,14 @@ def run(arguments: argparse.Namespace) -> int:
             values = statistics.quantiles(seconds, n=10)
             table.add_row(name, f"{page_size}", f"{1e6 * statistics.median(seconds):.1f}", f"{1e6 * values[8]:.1f}")
     console.print(table)
-    table = Table(title="eviction, microseconds a call, and memory")
-    for column in ("leaves", "remembered", "evict one p50", "p90", "evict all, per leaf", "bytes a node"):
+    table = Table(title="insertion and eviction of a leaf of two pages, microseconds a call, and memory")
+    for column in ("policy", "leaves", "insert p50", "mean", "evict p50", "p90", "mean", "flush, per leaf", "bytes"):
         table.add_column(column, justify="right")
-    for leaves in arguments.leaves:
-        for remembered in (False, True):
-            table.add_row(f"{leaves}", "yes" if remembered else "no", *_eviction(draw, leaves, remembered))
+    for policy in POLICIES:
+        for leaves in arguments.leaves:
+            table.add_row(policy, f"{leaves}", *_eviction(draw, policy, leaves))
+    for leaves in arguments.leaves:  # as servers remember what has left, once they are asked to explain misses
+        table.add_row("lru, remembered", f"{leaves}", *_eviction(draw, "lru", leaves, [Gone(TOKEN_BYTES, monotonic)]))
     console.print(table)
     return 0
 
@@ -103,13 +105,13 @@ def _lock_unlock(tree: RadixTree, key: bytes) -> float:
     return timed(both)
 
 
-def _eviction(draw: random.Random, leaves: int, remembered: bool) -> Iterable[str]:
-    """Leaves of two pages below the root; after each eviction another leaf comes in, so that their number stays.
+def _eviction(draw: random.Random, policy: PolicyName, leaves: int, watchers: Sequence[Watcher] = ()) -> Iterable[str]:
+    """Leaves below the root; after each eviction another one comes in, so that their number stays.
 
-    `remembered`: by hashes of what has left, as servers do to explain misses.
+    There are so many that the policy has learned by the time of the first eviction.
     """
     tracemalloc.start()
-    tree = RadixTree(1, watchers=(Gone(TOKEN_BYTES, time.monotonic),) if remembered else ())
+    tree = RadixTree(1, make_policy(policy, leaves), watchers=watchers)
     keys = [array("i", [i, draw.randrange(1 << 17)]).tobytes() for i in range(leaves + 2000)]
     before = tracemalloc.get_traced_memory()[0]
     for i in range(leaves):
@@ -117,10 +119,15 @@ def _eviction(draw: random.Random, leaves: int, remembered: bool) -> Iterable[st
     memory = (tracemalloc.get_traced_memory()[0] - before) / leaves
     tracemalloc.stop()
     gc.collect()
-    times = []
-    for i in track(range(leaves, leaves + 2000), description=f"evicting from {leaves}"):
-        times.append(timed(lambda: tree.evict(2)))
-        tree.insert(keys[i], array("i", [2 * i, 2 * i + 1]))
+    evicted, inserted = [], []
+    for i in track(range(leaves, leaves + 2000), description=f"{policy}: evicting from {leaves}"):
+        evicted.append(timed(lambda: tree.evict(2)))
+        pages = array("i", [2 * i, 2 * i + 1])
+        inserted.append(timed(lambda key=keys[i], pages=pages: tree.insert(key, pages)))  # type: ignore[misc]
     everything = timed(tree.flush) / leaves
-    values = statistics.quantiles(times, n=10)
-    return f"{1e6 * statistics.median(times):.1f}", f"{1e6 * values[8]:.1f}", f"{1e6 * everything:.1f}", f"{memory:.0f}"
+    return *_numbers(inserted, p90=False), *_numbers(evicted), f"{1e6 * everything:.1f}", f"{memory:.0f}"
+
+
+def _numbers(seconds: list[float], p90: bool = True) -> Iterable[str]:
+    values = (statistics.median(seconds), statistics.quantiles(seconds, n=10)[8], statistics.fmean(seconds))
+    return (f"{1e6 * value:.1f}" for value in (values if p90 else values[::2]))

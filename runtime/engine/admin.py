@@ -14,8 +14,12 @@ from radix.stats import Histogram
 from runtime.engine.scheduler import Scheduler
 from runtime.errors import InvalidRequest
 from runtime.kv.cache import PagedCache
+from runtime.kv.tiers.tiers import Tiers
 from runtime.protocol import (
+    AttachTier,
     Call,
+    DetachTier,
+    EraseTenant,
     FlushCache,
     GetCached,
     GetOutline,
@@ -43,7 +47,9 @@ class _Core(Protocol):
     strategies: dict[str, Strategy]
     requests: dict[str, Request]
     counters: dict[str, int]
+    step_rows: Histogram
     paused: bool
+    tiers: Tiers | None
 
     def strategy_of(self, asked: dict[str, Any]) -> Strategy: ...
 
@@ -59,6 +65,9 @@ class Admin:
         self._core = core
         self._walk: _Walk | None = None
         self._answers: dict[type, Callable[[Any], dict[str, Any]]] = {
+            AttachTier: lambda _: {"failed": "the server was started without tiers, and has no digest of its weights"},
+            DetachTier: lambda _: {"found": False},
+            EraseTenant: lambda message: self.erase(message.tenant),
             FlushCache: lambda message: self.flush(message.pins),
             GetCached: self._cached,
             GetOutline: lambda message: self.outline(message.limit, message.preview_tokens, message.anew),
@@ -88,12 +97,24 @@ class Admin:
             "live_tokens": cache.tree.num_pages * cache.page_size,
         }
 
+    def erase(self, tenant: str) -> dict[str, Any]:
+        """Drop a tenant's pins, and its pages that no live request uses. Tokens dropped."""
+        cache = self._core.cache
+        for strategy in self._core.strategies.values():
+            strategy.flush()
+        for pin in [pin for pin in cache.pins.pins.values() if pin.namespace.tenant == tenant]:
+            cache.pins.unpin(pin.id)
+        roots = [root for namespace, root in cache.tree.roots() if namespace.tenant == tenant]
+        pages = sum(cache.drop(node) for root in roots for node in list(root.children.values()))
+        return {"erased_tokens": pages * cache.page_size}
+
     def pins(self) -> dict[str, Any]:
-        """All pins, and the tokens of their budget that they hold."""
+        """All pins, sums of what tenants keep, and the tokens of the budget that these hold together."""
         board, page_size = self._core.cache.pins, self._core.cache.page_size
         board.expire()
         return {
             "pins": [board.describe(pin) for pin in board.pins.values()],
+            "kept": board.describe_kept(),
             "pinned_tokens": self._core.cache.tree.num_pinned_pages * page_size,
             "budget_tokens": board.budget_pages * page_size,
         }
@@ -140,6 +161,8 @@ class Admin:
     def outline(self, limit: int, preview_tokens: int, anew: bool) -> dict[str, Any]:
         """Advance a walk over the tree, or begin one: `{"blocks": None}` until it has reached its end.
 
+        Then there are the last evictions, too.
+
         With `anew`, an unfinished walk is dropped: the tree has changed since.
         """
         if self._walk is None or anew:
@@ -148,7 +171,8 @@ class Admin:
             next(self._walk)
         except StopIteration as end:
             self._walk = None
-            return {"blocks": [asdict(block) for block in end.value]}
+            evictions = [asdict(eviction) for eviction in self._core.cache.evictions.last]
+            return {"blocks": [asdict(block) for block in end.value], "evictions": evictions}
         return {"blocks": None}
 
     def _find(self, page: int, start: int) -> Node | None:
@@ -165,12 +189,8 @@ class Admin:
         return {"found": False} if node is None else {"found": True, **self._core.cache.pins.pin_node(node)}
 
     def _unpin(self, node: Node | None) -> dict[str, Any]:
-        """Remove every pin that keeps a node: `{"found", "pins": their ids}`."""
-        board = self._core.cache.pins
-        kept = [] if node is None else [pin.id for pin in board.pins.values() if node in path(pin.node)]
-        for pin_id in kept:
-            board.unpin(pin_id)
-        return {"found": node is not None, "pins": kept}
+        """Remove every pin that keeps a node: `{"found", "pins": their ids}`; tenants keep it no more, either."""
+        return {"found": node is not None, "pins": [] if node is None else self._core.cache.pins.unpin_node(node)}
 
     def _drop(self, node: Node | None) -> dict[str, Any]:
         """Evict a node and everything below it that neither live requests nor pins keep: `{"found", "tokens"}`."""
@@ -191,6 +211,7 @@ class Admin:
             "retracted_requests": core.scheduler.num_retracted,
             "running": len(core.scheduler.running),
             "waiting": len(core.scheduler.waiting) + len(core.scheduler.blocked),
+            "blocked": len(core.scheduler.blocked),
             "paused": int(core.paused),
             "pages_total": cache.pool.num_pages,
             "pages_free": cache.allocator.num_free,
@@ -201,10 +222,16 @@ class Admin:
             "pins": len(cache.pins.pins),
             "pins_refused": cache.pins.num_refused,
             "pins_broken": cache.pins.num_broken,
+            "keeps": len(cache.pins.keeps.keeps),
+            "keeps_refused": cache.pins.num_unkept,
+            "keeps_broken": cache.pins.num_displaced,
             "tree_nodes": tree.num_nodes,
+            **({} if core.tiers is None else core.tiers.state()),
             "idle_before_evict_s": _plain(stats.idle_s),
             "lifetime_s": _plain(stats.lifetime_s),
             "reuse_gap_s": _plain(stats.reuse_gap_s),
+            "step_rows": _plain(core.step_rows),
+            **{name: value for strategy in core.strategies.values() for name, value in strategy.figures().items()},
         }
 
 

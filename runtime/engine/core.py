@@ -12,14 +12,17 @@ from typing import Any
 import torch
 
 from radix import Namespace
+from radix.stats import Histogram
 from runtime.batch import ForwardBatch
 from runtime.config import Config
 from runtime.diffusion.decoding import CanvasDecoding
 from runtime.engine.admin import Admin
 from runtime.engine.in_flight import InFlight
+from runtime.engine.keeping import keep_prompt
 from runtime.engine.pinning import Pinning
 from runtime.engine.scheduler import Scheduler
-from runtime.errors import EngineDead, InvalidRequest, RametError
+from runtime.engine.tiering import Tiering
+from runtime.errors import EngineDead, InvalidRequest, ModelError, RametError
 from runtime.execution.device import choose_device, choose_overlap, is_lost, is_out_of_memory
 from runtime.execution.parallel.driver import open_executor
 from runtime.kv.cache import PagedCache
@@ -35,6 +38,7 @@ from runtime.protocol import (
     Inbound,
     ModelInfo,
     Outbound,
+    Place,
     Reply,
     Shutdown,
     StepEvents,
@@ -46,6 +50,7 @@ from runtime.reuse.build import build
 from runtime.reuse.fusion.strategy import Fusion
 from runtime.reuse.modules.strategy import Modules
 from runtime.reuse.prefix import PrefixStrategy
+from runtime.reuse.reasoning.strategy import ReasonCache
 from runtime.reuse.strategy import Strategy
 from runtime.sampling.batched import make_sampler
 from runtime.sampling.decoding import Decoding, NextToken
@@ -59,6 +64,12 @@ _COUNTED = (
     *("queries", "hits", "queried_tokens", "cached_tokens", "generation_tokens", "prefill_tokens", "steps"),
     "row_layers",
 )
+# Wait for KV from a tier that may come at once: of an engine with nothing to run, and of one that runs as a share of
+# its last step.
+_LOAD_WAIT_S, _LOAD_SHARE = 0.002, 0.02
+
+# Bounds of the histogram of a step's token rows.
+_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class EngineCore:
@@ -79,12 +90,15 @@ class EngineCore:
         self.config = config
         self.executor = open_executor(config, path)
         self.cache = PagedCache(self.executor.pool, config.cache, quotas)
-        self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens)
+        self.tiering = Tiering(self, path) if config.tiers.any and self.cache.enabled else None
+        self.tiers = None if self.tiering is None else self.tiering.tiers
+        self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens, self.tiers)
         self.info = self._describe_model(path)
         self.counters = dict.fromkeys(_COUNTED, 0)
         self.strategies: dict[str, Strategy] = {}
         self.decoding = self._open_model(path)
         self.counters |= self.decoding.counters
+        self.step_rows = Histogram(_ROWS)
         self.decoding.counters = self.counters
         self.overlap = self.info.diffusion is None and choose_overlap(config, choose_device(config.model))
         eos = self.info.eos_token_ids
@@ -97,7 +111,10 @@ class EngineCore:
         self.admin = Admin(self)
         self._in_flight: InFlight | None = None
         self._serial = 0
+        self._step_s = 0.0
         self._pinning = Pinning(self)
+        if self.tiering is not None:
+            self.tiering.recall()
 
     def _describe_model(self, path: Path) -> ModelInfo:
         executor, spec = self.executor, self.executor.spec
@@ -122,8 +139,11 @@ class EngineCore:
             self.add_strategy(PrefixStrategy(self.cache, spec.num_layers))
             self.add_strategy(Modules(self.cache, spec.num_layers, self.info))
             self.add_strategy(Fusion(self.cache, executor, self.info))
+            self.add_strategy(ReasonCache(self.cache, executor, lambda: Tokenizer.load(path)))
             sampler = make_sampler(executor.backend_name, spec.vocab_size, executor.device, executor.argmax)
             return NextToken(sampler)
+        if self.config.cache.reasoning_cache:
+            raise ModelError("--reasoning-cache is for causal models, and this is a diffusion model")
         bicache = BiCache.load(self.config.diffusion, path, spec, self.cache)
         self.add_strategy(bicache)
         self.info.diffusion = bicache.info
@@ -161,6 +181,8 @@ class EngineCore:
 
     def close(self) -> None:
         """End the processes and close the sockets that belong to this engine."""
+        if self.tiering is not None:
+            self.tiering.close()
         self.executor.close()
         if self.publisher is not None:
             self.publisher.close()
@@ -168,7 +190,12 @@ class EngineCore:
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return (bool(self.requests) and not self.paused) or self._in_flight is not None
+        return (bool(self.requests) and not self.paused) or self._in_flight is not None or self.loading
+
+    @property
+    def loading(self) -> bool:
+        """Whether tiers are waited for."""
+        return self.tiering is not None and self.tiering.busy
 
     # -- messages --------------------------------------------------------------------------------------------
 
@@ -180,11 +207,15 @@ class EngineCore:
             return StepEvents(self.abort(message.rid))
         if isinstance(message, AddPin):
             return self._pinning.pin(message)
-        return None if isinstance(message, Shutdown) else self.admin.handle(message)
+        if isinstance(message, Shutdown):
+            return None
+        answer = self.admin.handle(message)
+        return answer if self.tiering is None else self.tiering.handle(message, answer)
 
     def take_replies(self) -> list[Reply]:
         """Answers to calls that took some steps, since the last call."""
-        return self._pinning.take_replies()
+        replies = [reply for reply in self._pinning.take_replies() if reply.call > 0]
+        return replies + ([] if self.tiering is None else self.tiering.take_replies())
 
     def add(self, message: AddRequest) -> StepEvents | None:
         """Accept a request; the front end has checked that it can be served and that its id is new."""
@@ -227,6 +258,8 @@ class EngineCore:
             logprobs=message.logprobs,
             prompt_logprobs_from=message.prompt_logprobs_from,
             priority=message.priority,
+            store=message.store,
+            keep=[Place(end, ttl_s) for end, ttl_s in sorted(message.keep)],
             serial=self._serial,
             explain=message.explain,
             arrival_s=time.monotonic(),
@@ -260,9 +293,10 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """Run one step, or read the one that was launched before; returns its events."""
-        if self.cache.pins.pins:
-            self.cache.pins.expire()
+        self.cache.pins.expire()
         events = self._take_grammars() if self.grammars.open else []
+        if self.loading:
+            self._take_loads()
         flight, self._in_flight = self._in_flight, None
         if flight is not None and any(self._is_live(item) for item in flight.work):
             for item in flight.work:
@@ -271,6 +305,8 @@ class EngineCore:
         else:
             work = [] if self.paused else self.scheduler.schedule()
             if not work:
+                if self.tiers is not None and self.loading:
+                    self.tiers.wait(_LOAD_WAIT_S)
                 return events
             self._note_admitted(work)
             events += self._compute(work)
@@ -288,6 +324,21 @@ class EngineCore:
                 self.counters["hits"] += request.cached_tokens > 0
                 self.counters["queried_tokens"] += request.num_prompt
                 self.counters["cached_tokens"] += request.cached_tokens
+                if self.tiers is not None:
+                    for segment in request.segments:
+                        self.tiers.used(segment.node)
+
+    def _take_loads(self) -> None:
+        """Wake the requests whose KV has come; those that arrived just now may get it at once."""
+        assert self.tiers is not None
+        patience_s = min(_LOAD_WAIT_S, _LOAD_SHARE * self._step_s) if self.scheduler.running else _LOAD_WAIT_S
+        for load in self.tiers.poll(patience_s):
+            for part in load.parts:
+                for strategy in self.strategies.values():
+                    strategy.restored(part.run.tokens, part.run.namespace)
+            self.scheduler.loaded(load)
+            if self.tiering is not None:
+                self.tiering.loaded(load)
 
     def _is_live(self, item: Work) -> bool:
         return self.requests.get(item.request.rid) is item.request
@@ -305,6 +356,7 @@ class EngineCore:
             self._in_flight = None
             return self._compute_less([item for item in work if self._is_live(item)], error)
         self.counters["steps"] += 1
+        self.step_rows.add(flight.num_rows)
         return self._book(flight, tokens)
 
     def _launch(self, work: list[Work], before: InFlight | None = None) -> InFlight:
@@ -314,6 +366,8 @@ class EngineCore:
         if before is not None:
             in_order = sorted(range(len(work)), key=lambda i: places[i][0].start)
             batch.tokens = before.tokens_of([work[i].request for i in in_order])
+        if self.tiers is not None:
+            self.tiers.settle([group.kv_write for group in batch.groups])
         logits = self.executor.run(batch)
         chosen = self.decoding.choose(work, places, logits)
         return InFlight(work, places, saved, logits, len(batch.tokens), started, *chosen)
@@ -358,7 +412,10 @@ class EngineCore:
     def _book(self, flight: InFlight, tokens: Mapping[Request, int | RametError]) -> list[TokenEvent]:
         """Book a step that was read, for the requests that are still live; returns its events."""
         logprobs = flight.logprobs()
-        row_s = (time.monotonic() - flight.started) / flight.num_rows
+        self._step_s = time.monotonic() - flight.started
+        row_s = self._step_s / flight.num_rows
+        if self.tiers is not None and any(item.prefills for item in flight.work):
+            self.tiers.computed(flight.num_rows, self._step_s)
         events: list[TokenEvent] = []
         for item, places, saved in zip(flight.work, flight.places, flight.saved, strict=True):
             if not self._is_live(item):
@@ -373,6 +430,8 @@ class EngineCore:
             if not request.strategy.book(item, saved, row_s * item.num_rows):
                 self.scheduler.computed(request)
                 continue
+            if request.keep:
+                keep_prompt(request, self.cache)
             if prefills:
                 self.scheduler.computed(request)
             elif self.scheduler.blocked:
@@ -384,6 +443,7 @@ class EngineCore:
                 continue
             if event is not None:
                 event.lookup, request.lookup = request.lookup, None
+                event.cache, request.books = request.books, None
                 self.counters["generation_tokens"] += len(event.tokens)
                 events += [event] if event.finish is None else self._end(request, event.finish, event)
         return events

@@ -15,14 +15,14 @@ from runtime.frontend.output import Output, Prompt, Submission, prompts_of
 from runtime.frontend.processor import Frontend
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import ReuseParams, SamplingParams
+from runtime.params import AnyReuse, ReasoningParams, ReuseParams, SamplingParams
 from runtime.protocol import FlushCache, GetState, Inbound, Reply, Shutdown, StepEvents
 from runtime.reuse.fusion.plan import Planner
 from runtime.reuse.modules.schema import Mode, Schema
 from runtime.sampling.grammar import check_grammar
 
 Sampling = SamplingParams | dict[str, Any] | None
-Reuse = ReuseParams | dict[str, Any] | None
+Reuse = AnyReuse | dict[str, Any] | None
 
 
 class Engine:
@@ -53,9 +53,11 @@ class Engine:
         self.tokenizer = Tokenizer.load(path, self.config.model.chat_template)
         self._inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        planner = Planner.load(self.config.cache.document_reuse, path)
-        limits = self.config.scheduler
-        self._frontend = Frontend(self.info, self.tokenizer, self._inbox.put, limits, bounded=False, planner=planner)
+        cache, limits = self.config.cache, self.config.scheduler
+        planner = Planner.load(cache.document_reuse, path)
+        self._frontend = Frontend(
+            self.info, self.tokenizer, self._inbox.put, limits, False, planner, cache.reasoning_cache
+        )
         self._replies: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
         self._calls = 0
         self._dead: EngineDead | None = None
@@ -79,7 +81,8 @@ class Engine:
         Args:
             prompts: text, token ids, `Segments` with documents or prompts of a `schema`, one or several.
             sampling: parameters for all prompts, or for each; `SamplingParams` or their fields as a dict.
-            reuse: of the documents in the prompts; `ReuseParams` or their fields; default: `document_reuse`.
+            reuse: of the documents in the prompts, or of reasoning steps; `ReuseParams`, `ReasoningParams` or their
+                fields; default: `document_reuse` or `reasoning_cache`.
 
         Raises:
             InvalidRequest: if a prompt can never be served; then none is.
@@ -243,7 +246,7 @@ def make_submissions(
     if len(sampling) != len(several):
         raise ValueError(f"{len(several)} prompts, but {len(sampling)} sampling parameters")
     if isinstance(reuse, dict):
-        reuse = ReuseParams(**reuse)
+        reuse = ReasoningParams(**reuse) if reuse.get("method") == "reasoncache" else ReuseParams(**reuse)
     return [Submission(p, _sampling(s), reuse=reuse) for p, s in zip(several, sampling, strict=True)]
 
 

@@ -123,7 +123,8 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
         steps = core.counters["steps"]
         out(StepEvents(core.step()))
         settle()
-        wait_ms = idle_ms if not core.busy else 0 if core.counters["steps"] > steps else _NOTHING_TO_RUN_MS
+        runs = core.counters["steps"] > steps or core.loading
+        wait_ms = idle_ms if not core.busy else 0 if runs else _NOTHING_TO_RUN_MS
 
 
 def _end_with_parent() -> None:

@@ -9,7 +9,12 @@ from runtime.config import SchedulerConfig
 from runtime.engine.blocked import Blocked
 from runtime.engine.queue import WaitingQueue
 from runtime.kv.cache import PagedCache
+from runtime.kv.tiers.loads import Load
+from runtime.kv.tiers.tiers import Tiers
 from runtime.request import Request, Status, Work
+
+# How often a request waits for KV from a tier: what came may be evicted again before the request is admitted.
+_MOST_LOADS = 4
 
 
 class Scheduler:
@@ -22,10 +27,13 @@ class Scheduler:
 
     Requests whose rows cannot be cut into chunks take turns: each step has those that have waited longest for one,
     while their rows fit into the budget, and one at least.
+
+    Requests that are about to wait are blocked first on KV that tiers have for them.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: PagedCache, step_tokens: int):
+    def __init__(self, config: SchedulerConfig, cache: PagedCache, step_tokens: int, tiers: Tiers | None = None):
         """`step_tokens`: rows of a step, unless configured."""
+        self.tiers = tiers
         self.config = config
         self.step_tokens = config.step_tokens or step_tokens
         self._chunk_tokens = config.chunk_tokens or self.step_tokens
@@ -41,6 +49,9 @@ class Scheduler:
     def add(self, request: Request, blocked_on: Hashable = None) -> None:
         """Queue a request, or block it until an event, see `Blocked`."""
         self._too_few = None
+        if blocked_on is None and self.tiers is not None and request.num_loads < _MOST_LOADS:
+            blocked_on = self.tiers.ask(request.strategy.reads(request), request.owner)
+            request.num_loads += blocked_on is not None
         if blocked_on is None:
             request.status = Status.WAITING
             self.waiting.add(request)
@@ -71,6 +82,14 @@ class Scheduler:
         self.wake(request, request.sequence.num_computed)
         self.waiting.computed(request)
 
+    def loaded(self, load: Load) -> None:
+        """Queue the requests that waited for KV from a tier."""
+        for request in self.blocked.wake(load):
+            if request.cached_tokens < 0:
+                for tier, tokens in load.tokens.items():
+                    request.loaded[tier] = request.loaded.get(tier, 0) + tokens
+            self.add(request)
+
     def schedule(self) -> list[Work]:
         """The work of the next step; empty only if nothing can run."""
         while True:
@@ -81,8 +100,8 @@ class Scheduler:
             has_room = self._admit(work, budget)
             if len(work) < len(self.running):
                 self._take_turns(work)
-            # Where nothing runs, only pins can stand in the way of a live request.
-            if work or has_room or not self.cache.pins.yield_one():
+            # Where nothing runs and nothing is loaded, only pins can stand in the way of a live request.
+            if work or has_room or self.cache.held or not self.cache.pins.yield_one():
                 return work
 
     def follow(self, work: Sequence[Work]) -> list[Work]:
@@ -168,7 +187,7 @@ class Scheduler:
             found = request.strategy.find(request)
             if self.waiting.rank_again(request, found.tokens):
                 continue
-            alike = [other for other in computing if other.strategy is request.strategy]
+            alike = [other for other in computing if other.strategy is request.strategy and other.store]
             if (peer := request.strategy.peer(request, found, alike)) is not None:
                 self._block(request, *peer)
                 continue

@@ -161,7 +161,8 @@ def capture(compute: Callable[[], torch.Tensor], memory: Any, device: torch.devi
             compute()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=memory):
+        # Reasoning steps are compared in another thread, whose allocations are no part of the capture.
+        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
             result = compute()
 
     def replay() -> torch.Tensor:

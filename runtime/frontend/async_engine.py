@@ -31,7 +31,10 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import (
     Abort,
     AddPin,
+    AttachTier,
     Call,
+    DetachTier,
+    EraseTenant,
     Failed,
     FlushCache,
     GetCached,
@@ -120,8 +123,11 @@ class AsyncEngine:
                 await self._start_process(path, directory)
         except (OSError, zmq.ZMQError) as error:
             raise ModelError(f"the engine process cannot be started: {error}") from None
-        planner = Planner.load(self.config.cache.document_reuse, path)
-        self._frontend = Frontend(self.info, self.tokenizer, self._send, self.config.scheduler, planner=planner)
+        cache, limits = self.config.cache, self.config.scheduler
+        planner = Planner.load(cache.document_reuse, path)
+        self._frontend = Frontend(
+            self.info, self.tokenizer, self._send, limits, planner=planner, reasoning=cache.reasoning_cache
+        )
         self._reader = asyncio.create_task(self._read())
         self._watch = asyncio.create_task(self._watchdog.watch(lambda: self._call(Ping), self._kill))
 
@@ -313,9 +319,24 @@ class AsyncEngine:
         """Abort a submission, or all (None); their last Outputs have finish type "abort"."""
         self._running().abort(rid)
 
-    async def flush_cache(self, pins: bool = False) -> dict[str, Any]:
-        """Drop cached pages that no live request uses. Returns {"flushed_tokens": int, "live_tokens": int}."""
-        return await self._call(lambda call: FlushCache(call, pins))
+    async def flush_cache(self, pins: bool = False, tiers: bool = False) -> dict[str, Any]:
+        """Drop cached pages that no live request uses. Returns {"flushed_tokens": int, "live_tokens": int}.
+
+        With `tiers`, also what lies in tiers; then "erased_blocks" by tier, None for one that failed.
+        """
+        return await self._call(lambda call: FlushCache(call, pins, tiers))
+
+    async def erase_tenant(self, account: str) -> dict[str, Any]:
+        """Drop a tenant's pins and cached pages, and all that it has in tiers."""
+        return await self._call(lambda call: EraseTenant(call, account))
+
+    async def attach_tier(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Add a tier; `options`: of `TierConfig`. {"tiers": names}, or {"failed": why}."""
+        return await self._call(lambda call: AttachTier(call, options))
+
+    async def detach_tier(self, name: str) -> bool:
+        """Leave a tier once all is written that is queued for it; False if there is none of that name."""
+        return (await self._call(lambda call: DetachTier(call, name)))["found"]
 
     async def pin(self, prefix: Submission, name: str | None, ttl_s: float | None) -> dict[str, Any]:
         """Keep the whole pages of a prefix in the cache, computed now if they are not there; describes the pin.
@@ -377,12 +398,15 @@ class AsyncEngine:
         """A page of the tree's nodes as dicts of `radix.NodeView`; `asked`: the fields of `GetTree`."""
         return (await self._call(lambda call: GetTree(call, **asked)))["nodes"]
 
-    async def outline(self, limit: int, preview_tokens: int) -> list[dict[str, Any]]:
-        """The tree in at most `limit` blocks as dicts of `radix.Block`, with `parent` as a place in the list."""
+    async def outline(self, limit: int, preview_tokens: int) -> dict[str, Any]:
+        """The tree in at most `limit` `blocks` as dicts of `radix.Block`, with `parent` as a place in the list.
+
+        And the last `evictions`, as dicts of `radix.Eviction`.
+        """
         answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens, anew=True))
         while answer["blocks"] is None:
             answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens))
-        return answer["blocks"]
+        return answer
 
     async def requests(self, limit: int) -> list[dict[str, Any]]:
         """The live requests, oldest first."""

@@ -11,7 +11,7 @@ import threading
 from multiprocessing.connection import wait
 
 from runtime.errors import InvalidRequest, Overloaded
-from runtime.params import SamplingParams
+from runtime.params import CONSTRAINTS, SamplingParams
 from runtime.sampling.grammar import check_grammar, too_slow
 
 
@@ -26,7 +26,7 @@ class GrammarProcesses:
 
     def check(self, params: SamplingParams) -> None:
         """As `check_grammar`. Blocks. Raises InvalidRequest for a grammar that takes longer than the limit, too."""
-        name = "regex" if params.regex is not None else "json_schema"
+        name = params.constraint or ""
         try:
             process = self._idle.pop() if self._idle else self._start()
             if process.poll() is not None:
@@ -37,7 +37,7 @@ class GrammarProcesses:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.stdin.write(params.model_dump_json(include={"json_schema", "regex"}).encode() + b"\n")
+            process.stdin.write(params.model_dump_json(include={*CONSTRAINTS}).encode() + b"\n")
             process.stdin.flush()
             if not wait([process.stdout.fileno()], self._timeout_s):
                 raise too_slow(name, self._timeout_s, name)

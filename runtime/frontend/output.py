@@ -8,14 +8,27 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from radix import Namespace
-from runtime.params import DiffusionParams, ReuseParams, SamplingParams
-from runtime.protocol import Finish, Lookup, TokenLogprob
+from runtime.params import AnyReuse, DiffusionParams, SamplingParams
+from runtime.protocol import CacheBooks, Finish, Lookup, TokenLogprob
 from runtime.reuse.fusion.plan import DocumentPrompt
 from runtime.reuse.fusion.prompt import Segments
 from runtime.reuse.modules.compile import ModulePrompt
 
+# Most places up to which a prompt is kept.
+MAX_PLACES = 4
+
 PlacedPrompt = ModulePrompt | DocumentPrompt
-Prompt = str | list[int] | Segments | PlacedPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class KeptText:
+    """A text whose beginnings are kept: (characters, seconds), see `Submission.keep`."""
+
+    text: str
+    keep: list[tuple[int, float]]
+
+
+Prompt = str | KeptText | list[int] | Segments | PlacedPrompt
 Logprobs = list[TokenLogprob] | None
 
 
@@ -30,7 +43,7 @@ def new_rid() -> str:
 
 def prompts_of(given: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """The prompts as a list, and whether a list was given. A list of integers is one prompt, of token ids."""
-    if isinstance(given, str | Segments | PlacedPrompt) or (given and isinstance(given[0], int)):
+    if isinstance(given, str | KeptText | Segments | PlacedPrompt) or (given and isinstance(given[0], int)):
         return [given], False  # type: ignore[list-item]
     return list(given), True  # type: ignore[arg-type]
 
@@ -54,9 +67,14 @@ class Submission:
         shared_text: renders the prompt's beginning that other requests share, if it has one, for `diffusion` without
             `prefix_tokens`.
         num_characters: of a prompt that is still to be rendered, about.
-        reuse: of a prompt's documents; None: the server's default.
         explain: whether Outputs tell the prompt's look-up in the cache.
         tokens: int32, the prompt's own, once it is submitted.
+        reuse: of a prompt's documents, or of reasoning steps; None: the server's default.
+        store: whether the KV that it computes may outlive it.
+        keep: (tokens, seconds), MAX_PLACES at most: the prompt's first tokens are kept for that time from their last
+            use on. Those of a `KeptText` are known once it is tokenized.
+        last_tokens: only so many last tokens of a text or of ids are the prompt; -1: as many as fit; None: all.
+        show_tokens: whether the stream of Outputs holds the prompt's tokens.
     """
 
     prompt: Prompt | Callable[[], Prompt]
@@ -71,9 +89,13 @@ class Submission:
     diffusion: DiffusionParams | None = None
     shared_text: Callable[[], str | None] | None = None
     num_characters: int = 0
-    reuse: ReuseParams | None = None
     explain: bool = False
     tokens: bytes = b""
+    reuse: AnyReuse | None = None
+    store: bool = True
+    keep: list[tuple[int, float]] = field(default_factory=list)
+    last_tokens: int | None = None
+    show_tokens: bool = False
 
     @property
     def expected_tokens(self) -> int:
@@ -102,11 +124,13 @@ class Output:
             `completion_tokens` are this one's. `new_token_ids`: the new ones.
         logprobs: for `new_token_ids`, if requested; `prompt_logprobs`: on the first Output, if requested.
         prompt_tokens, cached_tokens, completion_tokens: counts; cached tokens are prompt tokens read from the cache.
+        loaded_tokens: those of the cached ones that had to be loaded first, by tier.
         finish: set on the last Output of a completion only.
         queue_s, prefill_s, e2e_s: seconds waiting, from admission to the first token, and since submission.
-        reuse: on the shared prefix of a diffusion model, on modules or documents: what was reused.
+        reuse: on the shared prefix of a diffusion model, on modules, documents or reasoning steps: what was reused.
         canvas: all output positions of a diffusion model, decided or masked, if requested.
         lookup: of the prompt in the cache, if requested, and if its KV is reused by prefix.
+        cache: books of the prompt, if places of it are to be kept.
     """
 
     index: int
@@ -128,6 +152,8 @@ class Output:
     reuse: dict[str, Any] | None = None
     canvas: list[int] | None = None
     lookup: Lookup | None = None
+    loaded_tokens: dict[str, int] = field(default_factory=dict)
+    cache: CacheBooks | None = None
 
 
 def join_logprobs(first: Logprobs, later: Logprobs) -> Logprobs:

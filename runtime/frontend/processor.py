@@ -13,10 +13,10 @@ from runtime.config import SchedulerConfig
 from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.detokenizer import TextStream
 from runtime.frontend.limits import RequestLimits
-from runtime.frontend.output import Output, PlacedPrompt, Submission
+from runtime.frontend.output import MAX_PLACES, KeptText, Output, PlacedPrompt, Submission
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import DiffusionParams, ReuseParams
-from runtime.protocol import Abort, AddRequest, Finish, Inbound, Lookup, ModelInfo, TokenEvent, TokenLogprob
+from runtime.params import DiffusionParams, ReasoningParams, ReuseParams
+from runtime.protocol import Abort, AddRequest, CacheBooks, Finish, Inbound, Lookup, ModelInfo, TokenEvent, TokenLogprob
 from runtime.reuse.fusion.plan import DocumentPrompt, Planner, refuse_reuse
 from runtime.reuse.fusion.prompt import Segments
 from runtime.reuse.modules.compile import ModulePrompt
@@ -41,10 +41,12 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] | None = None
     cached_tokens: int = 0
+    loaded_tokens: dict[str, int] = field(default_factory=dict)
     queue_s: float = 0.0
     prefill_s: float = 0.0
     reuse: dict[str, Any] | None = None
     lookup: Lookup | None = None
+    cache: CacheBooks | None = None
 
 
 class Frontend:
@@ -57,6 +59,7 @@ class Frontend:
         config: limits on lengths and on open requests.
         bounded: whether requests over the limit on open ones are refused.
         planner: chooses how documents are reused.
+        reasoning: whether requests that ask for no reuse share reasoning steps, where that can be.
     """
 
     def __init__(
@@ -67,11 +70,13 @@ class Frontend:
         config: SchedulerConfig,
         bounded: bool = True,
         planner: Planner = _NO_REUSE,
+        reasoning: bool = False,
     ):
         self._config = config
         self._admission = RequestLimits(config)
         self._bounded = bounded
         self._planner = planner
+        self._reasoning = reasoning
         self.info = info
         self.tokenizer = tokenizer
         self._send = send
@@ -106,23 +111,22 @@ class Frontend:
             submission.reuse.check()
         if isinstance(prompt, Segments):
             prompt = submission.prompt = self._place_documents(submission, prompt)
-        elif not isinstance(prompt, DocumentPrompt):
+        elif not isinstance(prompt, DocumentPrompt) and isinstance(submission.reuse, ReuseParams):
             refuse_reuse(submission.reuse)
+        if isinstance(submission.reuse, ReasoningParams) and (reason := self._no_reasoning(submission)):
+            raise InvalidRequest(f"reasoning steps are not shared {reason}", param="reuse")
         if isinstance(prompt, ModulePrompt):
             return self._check_modules(submission, prompt)
         if isinstance(prompt, DocumentPrompt):
             self._check_documents(submission, prompt)
             prompt = prompt.tokens
-        if isinstance(prompt, str):
-            self.check_text(len(prompt), "prompt")
-        tokens = (
-            self.tokenizer.encode(prompt, add_special_tokens=submission.add_special_tokens)
-            if isinstance(prompt, str)
-            else prompt
-        )
+        tokens = self._tokenize(submission, prompt) if isinstance(prompt, str | KeptText) else prompt
+        if submission.last_tokens is not None:
+            tokens = self._truncated(tokens, submission)
         if not tokens:
             raise InvalidRequest("the prompt is empty", param="prompt")
         self.check_ids(tokens, "prompt")
+        self._check_places(submission, len(tokens))
         sampling.check(self.info.vocab_size)
         start = submission.prompt_logprobs_from
         if start is not None and not 0 <= start < len(tokens):
@@ -140,6 +144,40 @@ class Frontend:
         self._check_length(len(tokens), sampling.max_new_tokens)
         return tokens
 
+    def _tokenize(self, submission: Submission, prompt: str | KeptText) -> list[int]:
+        """The tokens of a text; the submission learns which of them are to be kept."""
+        text, keep = (prompt, []) if isinstance(prompt, str) else (prompt.text, prompt.keep)
+        self.check_text(len(text), "prompt")
+        special = submission.add_special_tokens
+        if not keep:
+            return self.tokenizer.encode(text, add_special_tokens=special)
+        tokens, places = self.tokenizer.encode_with_places(text, [end for end, _ in keep], special)
+        submission.keep = [(place, ttl_s) for place, (_, ttl_s) in zip(places, keep, strict=True)]
+        return tokens
+
+    def _check_places(self, submission: Submission, length: int) -> None:
+        """Raise InvalidRequest for places to keep that a prompt of `length` tokens does not have."""
+        if len(submission.keep) > MAX_PLACES:
+            message = f"a prompt is kept up to {MAX_PLACES} places, not {len(submission.keep)}"
+            raise InvalidRequest(message, param="keep")
+        if not all(0 <= place <= length and ttl_s > 0 for place, ttl_s in submission.keep):
+            message = "a place to keep lies within the prompt, and its time is longer than none"
+            raise InvalidRequest(message, param="keep")
+
+    def _truncated(self, tokens: list[int], submission: Submission) -> list[int]:
+        """The last tokens of a prompt. Raises InvalidRequest for one with documents."""
+        last = submission.last_tokens
+        assert last is not None
+        if isinstance(submission.prompt, DocumentPrompt):
+            raise InvalidRequest("a prompt with documents is not truncated", param="last_tokens")
+        if last == -1:
+            new = submission.sampling.max_new_tokens
+            room = min(self.info.context_length, self.info.pool_tokens) - (1 if new is None else new)
+            last = max(min(room, self._config.max_prompt_tokens or room), 1)
+        left_out = max(len(tokens) - last, 0)
+        submission.keep = [(max(place - left_out, 0), ttl_s) for place, ttl_s in submission.keep]
+        return tokens[left_out:]
+
     def _check_modules(self, submission: Submission, prompt: ModulePrompt) -> list[int]:
         """The own tokens of a prompt that imports modules. Raises InvalidRequest if it can never be served."""
         if self.info.diffusion is not None:
@@ -153,10 +191,30 @@ class Frontend:
     def _place_documents(self, submission: Submission, prompt: Segments) -> DocumentPrompt:
         """The tokens of a prompt with documents, and how these are reused. Raises InvalidRequest."""
         self.check_text(prompt.num_characters, "prompt")
-        asked = submission.reuse
+        asked = None if isinstance(submission.reuse, ReasoningParams) else submission.reuse
         if asked is None and (self.info.diffusion is not None or submission.prompt_logprobs_from is not None):
             asked = _NONE  # the default is for those that it can serve
         return self._planner.plan(prompt.tokenize(self.tokenizer, submission.add_special_tokens), asked)
+
+    def _no_reasoning(self, submission: Submission) -> str | None:
+        """The reason for which a submission's reasoning steps cannot be shared; None: they can."""
+        prompt = submission.prompt
+        if self.info.diffusion is not None:
+            return "by a diffusion model"
+        if submission.prompt_logprobs_from is not None:
+            return "where log-probabilities of the prompt are wanted"
+        if isinstance(prompt, ModulePrompt) or (isinstance(prompt, DocumentPrompt) and prompt.names):
+            return "behind modules or documents"
+        return None
+
+    def _reuse_of(self, submission: Submission) -> dict[str, Any] | None:
+        """The field `reuse` of an encoded submission's messages."""
+        asked = submission.reuse
+        if asked is None and self._reasoning and self._no_reasoning(submission) is None:
+            asked = ReasoningParams()
+        if isinstance(asked, ReasoningParams):
+            return asked.model_dump()
+        return submission.prompt.reuse if isinstance(submission.prompt, PlacedPrompt) else None
 
     def _check_documents(self, submission: Submission, prompt: DocumentPrompt) -> None:
         """Raise InvalidRequest if the documents' reuse can never be served."""
@@ -260,6 +318,7 @@ class Frontend:
         fields = sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
         if sampling.max_new_tokens is None:
             fields["max_new_tokens"] = self._most_output(length, length if placed is None else placed.stop)
+        reuse = self._reuse_of(submission)
         self._by_submission[submission.key] = rids = set()
         self._serial += 1
         for choice in range(sampling.n):
@@ -282,8 +341,10 @@ class Frontend:
                     prompt_logprobs_from=submission.prompt_logprobs_from if choice == 0 else None,
                     priority=submission.priority,
                     diffusion=None if submission.diffusion is None else submission.diffusion.model_dump(),
-                    reuse=None if placed is None else placed.reuse,
                     explain=submission.explain and choice == 0,
+                    reuse=reuse,
+                    store=submission.store,
+                    keep=[] if choice else submission.keep,
                 )
             )
 
@@ -328,6 +389,8 @@ class Frontend:
             choice.prompt_logprobs = (choice.prompt_logprobs or []) + event.prompt_logprobs
         choice.cached_tokens = event.cached_tokens or choice.cached_tokens
         choice.lookup = event.lookup or choice.lookup
+        choice.loaded_tokens = event.loaded_tokens or choice.loaded_tokens
+        choice.cache = event.cache or choice.cache
         if not event.tokens and event.finish is None and event.canvas is None:
             return
         if event.finish is not None and event.finish.type == "error":
@@ -367,6 +430,7 @@ class Frontend:
             prompt_logprobs=prompt_logprobs,
             prompt_tokens=choice.prompt_tokens,
             cached_tokens=choice.cached_tokens,
+            loaded_tokens=choice.loaded_tokens,
             completion_tokens=len(choice.tokens),
             finish=finish,
             queue_s=choice.queue_s,
@@ -375,6 +439,7 @@ class Frontend:
             reuse=choice.reuse,
             canvas=event.canvas,
             lookup=choice.lookup,
+            cache=choice.cache,
         )
 
     def _begin(self, choice: Choice) -> None:

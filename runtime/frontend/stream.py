@@ -18,6 +18,9 @@ class OutputStream:
 
     For a reader slower than the engine, successive Outputs of a completion are merged. Reading raises RametError, such
     as EngineDead, if a completion fails; an aborted completion ends with an Output.
+
+    Attributes:
+        prompts: tokens of the submissions that show them, by `index` of their Outputs.
     """
 
     def __init__(self, frontend: Frontend, in_turn: InTurn = asyncio.to_thread):
@@ -27,12 +30,15 @@ class OutputStream:
         self._queue: asyncio.Queue[Output | RametError] = asyncio.Queue()
         self._ready: deque[Output | RametError] = deque()
         self._submissions: list[Submission] = []
+        self.prompts: dict[int, list[int]] = {}
         self._open = 0
         self.timer: asyncio.TimerHandle | None = None
 
     def submit(self, submission: Submission, tokens: list[int]) -> None:
         """Add a submission; `index` of its Outputs counts the calls. Raises InvalidRequest, Overloaded, RateLimited."""
         self._frontend.submit(submission, tokens, len(self._submissions), self._queue.put_nowait)
+        if submission.show_tokens:
+            self.prompts[len(self._submissions)] = tokens
         self._submissions.append(submission)
         self._open += submission.sampling.n
 

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from radix import EventLog, Gone, Namespace, Node, Quotas, RadixTree, make_policy, path
+from radix import EventLog, Evictions, Gone, Namespace, Node, Quotas, RadixTree, make_policy, path
 from radix.node import TOKEN_BYTES
 from runtime.config import CacheConfig
 from runtime.kv.allocator import PageAllocator
@@ -21,6 +21,10 @@ class PagedCache:
 
     Every page is free, held by the tree, or private to a live request. Pages move one way: a request fills private
     pages, `commit` hands the full ones to the tree, eviction frees them.
+
+    Attributes:
+        on_distrust: called with a node whose KV may be damaged, with all below it.
+        held: paths that are locked, and pages, for KV that is being loaded.
     """
 
     def __init__(
@@ -32,6 +36,8 @@ class PagedCache:
     ):
         """`quotas`: pages by tenant; other tenants have the configured quota."""
         self.pool = pool
+        self.held: list[Segment] = []
+        self.on_distrust: Callable[[Node], None] | None = None
         self.page_size = pool.page_size
         self.enabled = config.prefix_cache
         self.allocator = PageAllocator(pool.num_pages)
@@ -39,7 +45,8 @@ class PagedCache:
         self.events = EventLog(pool.page_size * TOKEN_BYTES) if config.kv_events else None
         limits = Quotas(quotas or {}, config.tenant_quota) if quotas or config.tenant_quota else None
         self.gone: Gone | None = None
-        watchers = () if self.events is None else (self.events,)
+        self.evictions = Evictions(policy, clock)
+        watchers = (self.evictions,) if self.events is None else (self.evictions, self.events)
         self.tree = RadixTree(pool.page_size, policy, clock, limits, watchers)
         self.pins = PinBoard(self.tree, int(config.pin_budget * pool.num_pages), clock, self._expired)
 
@@ -129,6 +136,12 @@ class PagedCache:
         self.allocator.release(pages)
         return len(pages)
 
+    def distrust(self, node: Node) -> None:
+        """Drop a node and its subtree, whose KV may be damaged, here and in tiers."""
+        if self.on_distrust is not None:
+            self.on_distrust(node)
+        self.drop(node)
+
     def allocate(
         self, count: int, behind: array[int], owner: Namespace, cached: int | None = None
     ) -> array[int] | None:
@@ -153,11 +166,12 @@ class PagedCache:
         live = list(live)
         tree = [page for node in self.tree.nodes() for page in node.pages]
         private = [page for request in live for page in request.sequence.pages]
-        private += [page for r in live for s in r.segments if s.node is None for page in s.pages]
+        segments = [*(segment for request in live for segment in request.segments), *self.held]
+        private += [page for segment in segments if segment.node is None for page in segment.pages]
         assert not set(tree) & set(private), "a page has two owners"
         self.allocator.check(tree + private)
-        for segment in (segment for request in live for segment in request.segments if segment.node is not None):
+        for segment in (segment for segment in segments if segment.node is not None):
             held = {page for node in path(segment.node) for page in node.pages}
             assert held.issuperset(segment.pages), "a segment reads pages that its node does not lock"
-        if not any(segment.node for request in live for segment in request.segments):
+        if not any(segment.node for segment in segments):
             assert self.tree.num_locked_pages == self.tree.num_pinned_pages, "an idle node is locked"

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
+import numpy as np
 import torch
+
+
+class OtherPools(Protocol):
+    """Pools of other ranks, which do what this one does."""
+
+    def copy_rows(self, source_page: int, target_page: int, rows: int) -> None: ...
+
+    def gather(self, pages: Sequence[int], mine: torch.Tensor) -> torch.Tensor:
+        """What `KVPool.read_pages` returns in all ranks, in their order, on this one's device."""
+
+    def scatter(self, pages: Sequence[int], theirs: Sequence[np.ndarray]) -> None:
+        """Fill pages; any thread may call it."""
 
 
 class KVPool:
@@ -13,7 +27,9 @@ class KVPool:
     Attributes:
         k, v: [layers, num_pages * page_size, kv_heads, head_dim]; row `page * page_size + r` is row r of a page. Keys
             are stored rotated for the position at which they were computed.
-        on_copy: called with the arguments of `copy_rows`, for pools elsewhere that hold the other heads of these pages.
+        before_write: called with the pages that are to be written, by any thread.
+        others: pools elsewhere that hold the other heads of these pages.
+        ranks: number of these pools, this one too.
     """
 
     def __init__(
@@ -33,7 +49,15 @@ class KVPool:
         shape = (num_layers, (num_pages + spare_pages) * page_size, num_kv_heads, head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
-        self.on_copy: Callable[[int, int, int], None] | None = None
+        self.before_write: Callable[[Iterable[int]], None] | None = None
+        self.others: OtherPools | None = None
+        self.ranks = 1
+        self._pages = [t.view(torch.uint8).view(num_layers, num_pages + spare_pages, -1) for t in (self.k, self.v)]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page's K and V over all layers and ranks."""
+        return self.ranks * sum(half.shape[0] * half.shape[2] for half in self._pages)
 
     @staticmethod
     def bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -50,8 +74,45 @@ class KVPool:
 
     def copy_rows(self, source_page: int, target_page: int, rows: int) -> None:
         """Copy the first `rows` rows of a page into another, in all layers (copy on write)."""
-        if self.on_copy is not None:
-            self.on_copy(source_page, target_page, rows)
+        if self.others is not None:
+            self.others.copy_rows(source_page, target_page, rows)
+        if self.before_write is not None:
+            self.before_write((target_page,))
         source, target = source_page * self.page_size, target_page * self.page_size
         for tensor in (self.k, self.v):
             tensor[:, target : target + rows] = tensor[:, source : source + rows]
+
+    def read_pages(self, pages: Sequence[int]) -> torch.Tensor:
+        """A copy of pages, uint8 [2 * ranks, layers, pages, bytes], on the pool's device."""
+        shape = (2, len(self._pages[0]), len(pages), self._pages[0].shape[2])
+        found = torch.empty(shape, dtype=torch.uint8, device=self.k.device)
+        for half, own in zip(found, self._pages, strict=True):
+            for at, first, stop in _runs(pages):
+                half[:, at : at + stop - first] = own[:, first:stop]
+        return found if self.others is None else self.others.gather(pages, found)
+
+    def write_pages(self, pages: Sequence[int], data: memoryview | np.ndarray, skipped: int = 0) -> None:
+        """Fill pages with the bytes that `read_pages` of a pool of this shape returned for `skipped` others and them.
+
+        Raises ValueError if the bytes are fewer or more.
+        """
+        if self.before_write is not None:
+            self.before_write(pages)
+        shape = (self.ranks, 2, len(self._pages[0]), skipped + len(pages), self._pages[0].shape[2])
+        mine, *theirs = np.frombuffer(data, dtype=np.uint8).reshape(shape)[:, :, :, skipped:]
+        if self.others is not None:
+            self.others.scatter(pages, theirs)
+        on_host = self.k.device.type == "cpu"
+        for half, own in zip(mine if on_host else torch.tensor(mine, device=self.k.device), self._pages, strict=True):
+            target = own.numpy() if on_host else own
+            for at, first, stop in _runs(pages):
+                target[:, first:stop] = half[:, at : at + stop - first]
+
+
+def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Runs of consecutive pages: the place of the first one among `pages`, it, and the page behind the last one."""
+    at = 0
+    for place in range(1, len(pages) + 1):
+        if place == len(pages) or pages[place] != pages[place - 1] + 1:
+            yield at, pages[at], pages[place - 1] + 1
+            at = place

@@ -6,6 +6,7 @@ Nobody can guess a mark, so that no text of a user is taken for the template's, 
 from __future__ import annotations
 
 import secrets
+from bisect import bisect
 from collections.abc import Sequence
 
 
@@ -23,3 +24,21 @@ def cut(text: str, marks: Sequence[str]) -> list[str] | None:
         if not found or mark in text:
             return None
     return [*pieces, text]
+
+
+def new_place() -> str:
+    """A mark that is found again even where the template escapes what it writes."""
+    return secrets.token_hex(16)
+
+
+def find_place(text: str, marked: str, mark: str) -> int:
+    """Characters of a text before a mark of `new_place` that another rendering of it holds; 0 if it is left out there.
+
+    A template may trim a content, and so write it in another way before a mark: then the place is where that begins.
+    """
+    before, found, _ = marked.partition(mark)
+    if not found:
+        return 0
+    if text.startswith(before):
+        return len(before)
+    return bisect(range(1, len(before) + 1), 0, key=lambda length: not text.startswith(before[:length]))

@@ -47,13 +47,23 @@ def resolve_model(config: ModelConfig) -> Path:
 
 
 def model_name(config: ModelConfig, path: Path) -> str:
-    """The model's name for clients."""
-    if config.served_model_name:
-        return config.served_model_name
+    """The model's first name for clients."""
+    if names := served_names(config):
+        return names[0]
     given = Path(config.model).expanduser()
     if given.is_file():
         return given.stem
     return path.resolve().name if given.is_dir() else config.model
+
+
+def served_names(config: ModelConfig) -> list[str]:
+    """The names of `--served-model-name`, which are listed to clients."""
+    return [name for part in (config.served_model_name or "").split(",") if (name := part.strip())]
+
+
+def known_names(config: ModelConfig) -> list[str]:
+    """The names by which clients may ask for the model: those listed, the path or the hub's name, and its last part."""
+    return [*served_names(config), config.model, Path(config.model).name]
 
 
 def _from_file(path: Path, cache_dir: Path) -> Path:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,15 @@ class Tokenizer:
             # Unlike `encode`, this releases the interpreter lock; megabytes take seconds.
             return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def encode_with_places(
+        self, text: str, places: list[int], add_special_tokens: bool = True
+    ) -> tuple[list[int], list[int]]:
+        """As `encode`, and for each place, in characters, the number of leading tokens that end there or before."""
+        with _no_panic():
+            encoding = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        ends = list(accumulate((end for _, end in encoding.offsets), max))
+        return encoding.ids, [bisect_right(ends, place) for place in places]
+
     def encode_each(self, texts: list[str]) -> list[list[int]]:
         """Token ids of many texts, each alone and without special tokens around it."""
         with _no_panic():
@@ -126,6 +137,11 @@ class Tokenizer:
         token = None if unknown is None else self.token_to_id(unknown)
         return self.encode(" ", add_special_tokens=False)[-1] if token is None else token
 
+    def describe(self) -> dict[str, Any]:
+        """The fields of tokenizer_config.json, with special tokens as texts, and the chat template."""
+        names = {name: value for name, value in self._config.items() if name not in _TOKEN_NAMES}
+        return {**names, **dict.fromkeys(_TOKEN_NAMES[:3]), **self._token_names(), "chat_template": self.chat_template}
+
     # -- chat ------------------------------------------------------------------------------------------------
 
     def apply_chat_template(
@@ -133,9 +149,11 @@ class Tokenizer:
         messages: list[dict[str, Any]],
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt of a conversation, including special tokens (encode it with `add_special_tokens=False`).
+
+        `variables`: of the template, such as `enable_thinking`; those of the other arguments stay theirs.
 
         Raises:
             InvalidRequest: if the model has no template, or the template refuses the messages.
@@ -148,7 +166,7 @@ class Tokenizer:
                 {
                     **self._token_names(),
                     "documents": None,
-                    **variables,
+                    **(variables or {}),
                     "messages": messages,
                     "tools": tools,
                     "add_generation_prompt": add_generation_prompt,

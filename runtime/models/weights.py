@@ -6,6 +6,7 @@ import zlib
 from pathlib import Path
 
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
@@ -14,6 +15,7 @@ from runtime.models.shards import Shard
 from runtime.models.spec import ModelSpec, read_json
 
 _BAR_FROM_BYTES = 1 << 30
+_DIGESTED_BYTES = 1 << 24
 # Other types (float8, integers) are quantised and need scales.
 _DTYPES = ("F32", "BF16", "F16", "F64")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -48,6 +50,16 @@ def load_weights(
     if shard is not None and spec.tie_embeddings:
         weights["lm_head.weight"] = shard.head(weights["model.embed_tokens.weight"]).clone()
     return weights
+
+
+def digest_weights(directory: Path, spec: ModelSpec) -> str:
+    """A digest of all bytes of the files from which `load_weights` reads. Raises ModelError."""
+    state = xxhash.xxh3_128()
+    for path in sorted(_locate(directory, [spec.stored_name(name) for name in spec.expected_tensors()])):
+        with path.open("rb") as file:
+            while data := file.read(_DIGESTED_BYTES):
+                state.update(data)
+    return state.hexdigest()
 
 
 def random_weights(

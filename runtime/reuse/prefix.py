@@ -9,7 +9,7 @@ import torch
 from radix import Match, path
 from runtime.kv.lookup import look_up
 from runtime.request import Request, Segment, Work
-from runtime.reuse.strategy import Found, Strategy
+from runtime.reuse.strategy import Found, Run, Strategy
 
 
 class PrefixStrategy(Strategy):
@@ -20,6 +20,7 @@ class PrefixStrategy(Strategy):
     """
 
     name = "prefix"
+    keeps_prompts = True
 
     def find(self, request: Request) -> Found:
         """The last token is never matched: its logits are wanted."""
@@ -27,6 +28,9 @@ class PrefixStrategy(Strategy):
             return Found(0, Match())
         match = self.cache.tree.match(request.key(self._most(request)), request.namespace)
         return Found(len(match.pages) * self.cache.page_size + match.partial_rows, match)
+
+    def reads(self, request: Request) -> list[Run]:
+        return [Run(request.tokens[: self._most(request)], request.namespace)]
 
     def _most(self, request: Request) -> int:
         """Tokens that may be matched."""
@@ -71,6 +75,7 @@ class PrefixStrategy(Strategy):
             cache.tree.unlock(node)
             return False
         cache.tree.use(node)
+        cache.pins.renew(node, request.owner)
         whole = len(match.pages) * cache.page_size
         request.segments = [Segment(match.pages, whole, node=node)] if node is not None else []
         sequence.start, sequence.pages, sequence.num_computed, sequence.seconds = whole, fresh, whole + rows, 0.0
@@ -93,7 +98,7 @@ class PrefixStrategy(Strategy):
         cache, sequence = self.cache, request.sequence
         full = sequence.num_computed // cache.page_size
         before = sequence.start // cache.page_size
-        if not cache.enabled or full <= before:
+        if not (cache.enabled and request.store) or full <= before:
             return
         own = request.segments[:1] if sequence.start else []
         segment = own[0] if own else Segment(sequence.pages[:0], 0)
@@ -117,4 +122,4 @@ class PrefixStrategy(Strategy):
         tops = [top for segment in request.segments for top in list(path(segment.node))[-1:]]
         self.cache.release(request)
         for node in tops:
-            self.cache.drop(node)
+            self.cache.distrust(node)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from radix import Namespace
+from radix.node import Meta
 from runtime.batch import causal_visible
 from runtime.kv.cache import PagedCache
 from runtime.request import Request, Segment, Work
@@ -36,11 +37,16 @@ class Found:
 
 
 class Run(NamedTuple):
-    """Tokens int32 under which KV lies in the tree, from the root of a namespace on."""
+    """Tokens int32 under which KV lies in the tree, from the root of a namespace on.
+
+    `meta`: of an entry; `whole`: whether a part of it is of no use.
+    """
 
     tokens: array[int]
     namespace: Namespace
     name: str | None = None
+    meta: Any = None
+    whole: bool = False
 
 
 class Strategy(ABC):
@@ -53,10 +59,12 @@ class Strategy(ABC):
         name: the `method` by which a request asks for it.
         takes_turns: whether the rows of a request's step see each other, so that a step cannot be cut into chunks.
             Such requests take turns; the others are prefilled in the order of their admission.
+        keeps_prompts: whether the KV of a computed prompt lies in the tree under the prompt's own tokens.
         counted, counters: names and values of the strategy's own counters.
     """
 
     name: ClassVar[str]
+    keeps_prompts: ClassVar[bool] = False
     takes_turns: ClassVar[bool] = False
     counted: ClassVar[tuple[str, ...]] = ()
 
@@ -88,6 +96,17 @@ class Strategy(ABC):
             InvalidRequest: for fields that do not fit.
         """
         return [Run(tokens, namespace)]
+
+    def reads(self, request: Request) -> list[Run]:
+        """The runs that a waiting request would read, where they exist. A tier may have what the tree lacks."""
+        return []
+
+    def restored(self, tokens: array[int], namespace: Namespace) -> None:  # noqa: B027
+        """Take note of a run of which all or some has come into the tree from a tier."""
+
+    def meta_of(self, namespace: Namespace, described: dict[str, Any]) -> Meta | None:
+        """The record of an entry of this strategy, from how it described itself; None if it is none."""
+        return None
 
     @abstractmethod
     def find(self, request: Request) -> Found:
@@ -200,6 +219,10 @@ class Strategy(ABC):
 
     def flush(self) -> None:  # noqa: B027
         """Drop what the strategy keeps beside the tree, as the cache is flushed."""
+
+    def figures(self) -> dict[str, float]:
+        """Figures of its own besides counters, for operators."""
+        return {}
 
     def phase(self, request: Request) -> str:
         """The phase of a running request, for people."""

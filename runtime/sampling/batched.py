@@ -11,7 +11,7 @@ import torch
 from runtime.execution.flashinfer_package import load_flashinfer
 from runtime.execution.transfers import upload
 from runtime.request import Request
-from runtime.sampling.sampler import Sampler, race
+from runtime.sampling.sampler import Sampler, keep_typical, race
 
 
 def make_sampler(
@@ -50,6 +50,9 @@ class BatchedSampler(Sampler):
             probs = self._kernels.top_k_renorm_probs(probs, upload(top_k, logits.device))
         if any(p.top_p < 1 for p in params):
             probs = self._kernels.top_p_renorm_probs(probs, self._column([p.top_p for p in params]))
+        for row, p in enumerate(params):
+            if p.typical_p < 1:
+                probs[row] = keep_typical(probs[row], p.typical_p)
         if any(p.min_p > 0 for p in params):
             least = self._column([p.min_p for p in params])[:, None] * probs.amax(-1, keepdim=True)
             probs = probs.masked_fill(probs < least, 0)

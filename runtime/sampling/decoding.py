@@ -88,6 +88,7 @@ class Decoding(ABC):
             tokens,
             finish,
             cached_tokens=max(request.cached_tokens, 0),
+            loaded_tokens=request.loaded_tokens if request.loaded else {},
             queue_s=request.admitted_s - request.arrival_s,
             prefill_s=max(request.first_token_s - request.admitted_s, 0.0),
             reuse=request.strategy.report(request),

@@ -1,4 +1,4 @@
-"""Grammars that constrain the output (JSON schema, regular expression), compiled by llguidance."""
+"""Grammars that constrain the output (JSON schema, regular expression, EBNF, Lark), compiled by llguidance."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
 
 from runtime.errors import InvalidRequest, RametError
 from runtime.params import SamplingParams
@@ -40,10 +41,9 @@ _MAX_MESSAGE = 300
 
 def check_grammar(params: SamplingParams) -> None:
     """Raise InvalidRequest for a schema or an expression that cannot be compiled within the limits."""
-    source = _source(params)
+    name, source = params.constraint, _source(params)
     if source is None:
         return
-    name = "regex" if params.regex is not None else "json_schema"
     if problem := LLMatcher.validate_grammar(source, limits=_LIMITS):
         if problem.startswith("WARNING"):
             return
@@ -55,9 +55,15 @@ def too_slow(what: str, timeout_s: float, param: str | None = None) -> InvalidRe
 
 
 def _source(params: SamplingParams) -> str | None:
-    """llguidance's source of the request's grammar, if any. Raises InvalidRequest if the schema is not JSON."""
+    """llguidance's source of the request's grammar, if any. Raises InvalidRequest if it cannot be read."""
     if params.regex is not None:
         return LLMatcher.grammar_from_regex(params.regex)
+    if params.grammar is not None:
+        try:
+            return LLMatcher.grammar_from_lark(any_to_lark(params.grammar))
+        except (ValueError, RecursionError, IndexError) as error:
+            message = f"grammar is neither EBNF nor Lark: {_first_line(str(error))}"
+            raise InvalidRequest(message, param="grammar") from None
     if params.json_schema is None:
         return None
     try:

@@ -209,7 +209,7 @@ def race(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 
 
 def filter_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The distribution [vocab] after temperature, then top-k, top-p and min-p; dropped tokens have probability 0."""
+    """The distribution [vocab] after temperature, then top-k, top-p, typical-p and min-p; dropped tokens have 0."""
     probs = (logits / params.divisor).softmax(-1)
     if 0 < params.top_k < len(probs):
         values, tokens = probs.topk(params.top_k)
@@ -219,9 +219,26 @@ def filter_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         values, tokens = probs.sort(descending=True)
         kept = values.masked_fill(values.cumsum(0) - values >= params.top_p, 0)
         probs = torch.zeros_like(probs).scatter_(0, tokens, kept)
+    if params.typical_p < 1:
+        probs = keep_typical(probs, params.typical_p)
     if params.min_p > 0:
         probs = probs.masked_fill(probs < params.min_p * probs.max(), 0)
     return probs
+
+
+def keep_typical(probs: torch.Tensor, mass: float) -> torch.Tensor:
+    """Locally typical sampling (Meister et al., 2023): only tokens whose surprise is nearest to the entropy.
+
+    Args:
+        probs: [vocab]; dropped tokens have 0.
+        mass: share of the sum of `probs` that the kept tokens reach.
+    """
+    probs = probs / probs.sum()
+    surprise = -probs.log()  # infinite for dropped tokens, which come last
+    entropy = (probs * surprise).nansum()
+    tokens = (surprise - entropy).abs().argsort(stable=True)
+    values = probs[tokens]
+    return torch.zeros_like(probs).scatter_(0, tokens, values.masked_fill(values.cumsum(0) - values >= mass, 0))
 
 
 def _mix(seed: int, place: int) -> int:

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi import Path as PathParameter
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 
 from radix import Namespace
+from runtime.config import TierConfig
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import Prompt, Submission
 from runtime.params import SamplingParams
@@ -24,6 +25,7 @@ from server.http.errors import NotFound
 from server.http.sse import while_there
 from server.http.wire import Body, CacheSalt, Text, TokenIds
 from server.openai.types import Message, Messages
+from server.store import Conflict
 
 router = APIRouter(prefix="/cache", tags=["cache"])
 
@@ -84,8 +86,10 @@ def _named(name: str, context: Context) -> Tenant:
 
 @router.get("/pins", responses=examples.PINS)
 async def pins(context: Ctx) -> dict[str, Any]:
-    """All pins, the tokens they hold, and the budget."""
-    return await context.engine.pins()
+    """All pins, sums of what tenants keep, the tokens that both hold, and the budget."""
+    found = await context.engine.pins()
+    kept = [{**entry, "tenant": context.tenant_name(entry["tenant"])} for entry in found["kept"]]
+    return {**found, "kept": kept}
 
 
 @router.delete("/pins/{pin_id}", responses=examples.SUCCESS)
@@ -127,6 +131,65 @@ async def _on_node(context: Context, verb: Literal["pin", "unpin", "drop"], page
     if not done["found"]:
         raise NotFound(f"there is no such node at page {page}", param="page", code="node_not_found")
     return done
+
+
+class TierRequest(Body):
+    """A tier: `space` for `host`, `space` and `path` for `disk`, `address` for `store`."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"path": "/var/cache/ramet", "space": 50}})
+
+    space: float | None = Field(None, gt=0, le=1 << 20, description="GiB")
+    path: Text | None = Field(None, min_length=1)
+    address: Text | None = Field(None, description="redis://HOST:PORT, rediss://... or dir:PATH")
+
+
+TierName = Literal["host", "disk", "store"]
+# Fields of a `TierRequest` by tier, and the options for which they stand.
+_TIER_OPTIONS: dict[str, dict[str, str]] = {
+    "host": {"space": "host_memory"},
+    "disk": {"path": "disk_cache", "space": "disk_space"},
+    "store": {"address": "kv_store"},
+}
+
+
+@router.get("/tiers", responses=examples.TIERS)
+async def tiers(context: Ctx) -> dict[str, Any]:
+    """The tiers below the pool, in the order in which they are asked."""
+    state = await context.engine.state()
+    return {name: state.get(name, {}) for name in ("tiers", "loaded_tokens_by_tier")}
+
+
+@router.put("/tiers/{name}", responses=examples.ATTACHED)
+async def attach_tier(context: Ctx, name: TierName, body: TierRequest) -> dict[str, Any]:
+    """Attach a tier while serving. 409 if there is one of its name, or it cannot be used."""
+    names, given = _TIER_OPTIONS[name], body.model_dump(exclude_none=True)
+    if given.keys() != names.keys():
+        raise InvalidRequest(f"a tier {name} takes {' and '.join(names)}", param=next(iter(given), "space"))
+    try:
+        options = TierConfig(**{names[field]: value for field, value in given.items()})
+    except ValidationError as error:
+        raise InvalidRequest(error.errors()[0]["msg"], param="address") from None
+    done = await context.engine.attach_tier(options.model_dump(mode="json"))
+    if "failed" in done:
+        raise Conflict(done["failed"], code="tier_not_attached")
+    return done
+
+
+@router.delete("/tiers/{name}", responses=examples.SUCCESS)
+async def detach_tier(context: Ctx, name: TierName) -> dict[str, Any]:
+    """Leave a tier, once all is written that is queued for it. Its blocks stay where they are."""
+    if not await context.engine.detach_tier(name):
+        raise NotFound(f"there is no tier {name}", param="name", code="tier_not_found")
+    return {"success": True}
+
+
+@router.delete("/tenants/{name}", responses=examples.ERASED)
+async def erase_tenant(context: Ctx, name: str) -> dict[str, Any]:
+    """Drop all that a key's tenant has in the cache and in every tier, pins too, but for live requests' pages.
+
+    A tier that failed is null in `erased_blocks`; it is erased before its next use.
+    """
+    return await context.engine.erase_tenant(_named(name, context).account)
 
 
 @router.get("/stats", responses=examples.STATS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
 
@@ -48,8 +49,13 @@ async def shutdown(context: Ctx) -> dict[str, Any]:
 @router.get("/server_info", responses=examples.SERVER_INFO)
 @router.get("/get_server_info", include_in_schema=False)
 async def server_info(context: Ctx) -> dict[str, Any]:
-    """Version, configuration, model, and the engine's counters and gauges."""
+    """Version, configuration, model, and the engine's counters and gauges; SGLang's fields for routers."""
+    info, options = context.engine.info, context.config
     return {
+        **{"model_path": info.path, "tokenizer_path": info.path, "served_model_name": info.name},
+        **{"tp_size": options.model.tensor_parallel, "dp_size": 1, "disaggregation_mode": "null"},
+        **{"context_length": info.context_length, "page_size": info.page_size},
+        **{"max_total_num_tokens": info.pool_tokens, "max_running_requests": options.scheduler.max_running},
         "version": version("ramet"),
         "model": msgspec.to_builtins(context.engine.info),
         "config": context.config.model_dump(mode="json"),
@@ -57,10 +63,31 @@ async def server_info(context: Ctx) -> dict[str, Any]:
     }
 
 
+@router.get("/v1/loads", responses=examples.LOADS)
+async def loads(context: Ctx) -> dict[str, Any]:
+    """How busy the server is, as SGLang says it to routers."""
+    state, options = await context.engine.state(), context.config.scheduler
+    used, page_size = state["pages_private"] + state["pages_locked"], context.engine.info.page_size
+    running, waiting, speed = state["running"], state["waiting"], context.metrics.now()["tokens_per_s"]
+    shares = {"token_usage": used / state["pages_total"], "utilization": running / options.max_running}
+    hit_rate = state["cached_tokens"] / (state["queried_tokens"] or 1)
+    load = {
+        **{"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting, "gen_throughput": speed},
+        **{"num_used_tokens": used * page_size, "max_total_num_tokens": context.engine.info.pool_tokens, **shares},
+        **{"cache_hit_rate": hit_rate, "max_running_requests": options.max_running},
+    }
+    total = {"total_running_reqs": running, "total_waiting_reqs": waiting, "total_reqs": running + waiting}
+    mean = {"avg_token_usage": shares["token_usage"], "avg_throughput": speed, "avg_utilization": shares["utilization"]}
+    return {
+        **{"timestamp": datetime.now(UTC).isoformat(), "version": version("ramet")},
+        **{"dp_rank_count": 1, "loads": [load], "aggregate": total | mean},
+    }
+
+
 @router.post("/flush_cache", responses=examples.FLUSHED)
-async def flush_cache(context: Ctx, pins: bool = False) -> dict[str, Any]:
-    """Drop every cached page that no live request uses; pinned pages only with `?pins=true`."""
-    return {"success": True, **await context.engine.flush_cache(pins)}
+async def flush_cache(context: Ctx, pins: bool = False, tiers: bool = False) -> dict[str, Any]:
+    """Drop every cached page that no live request uses; pinned ones with `?pins=true`, tiers with `?tiers=true`."""
+    return {"success": True, **await context.engine.flush_cache(pins, tiers)}
 
 
 @router.post("/abort_request", responses=examples.SUCCESS)

@@ -33,7 +33,8 @@ _MOST_VIEWERS = 32
 _REST = 10
 _COUNTED = ("running", "waiting", "pages_total", "pages_free", "pages_tree", "pages_private", "pages_locked",
             "pages_pinned", "pins", "tree_nodes", "queried_tokens", "cached_tokens", "prompt_tokens",
-            "generation_tokens", "requests", "evicted_tokens", "retracted_requests")  # fmt: skip
+            "generation_tokens", "requests", "evicted_tokens", "retracted_requests",
+            "substituted_pages", "saved_pages")  # fmt: skip
 
 
 @router.get("/")
@@ -126,7 +127,7 @@ class Feed:
                 for request in requests:
                     request["rid"] = request["rid"].rpartition("/")[0]  # drop the engine's choice and serial number
                     request["tenant"] = self._context.tenant_name(request["tenant"])
-                counted = {name: state[name] for name in _COUNTED}
+                counted = {name: state.get(name, 0) for name in _COUNTED}
                 self._figures = {"at_s": time.time(), **counted, **self._context.metrics.now(), "requests": requests}
                 self._figures_s = time.monotonic()
             return self._figures
@@ -138,8 +139,12 @@ class Feed:
     async def _walk_tree(self) -> None:
         begin = time.monotonic()
         try:
-            blocks = await self._context.engine.outline(_MOST_BLOCKS, _PREVIEW_TOKENS)
-            tree = {"blocks": [self._show(block) for block in blocks], **await self._context.engine.pins()}
+            outline = await self._context.engine.outline(_MOST_BLOCKS, _PREVIEW_TOKENS)
+            tree = {
+                "blocks": [self._show(block) for block in outline["blocks"]],
+                "evictions": [self._named(eviction) for eviction in outline["evictions"]],
+                **await self._context.engine.pins(),
+            }
         except RametError:
             return  # the engine died; the figures report it
         end = time.monotonic()
@@ -152,8 +157,11 @@ class Feed:
         text = self._decode(tuple(tokens)) if tokens else ""
         # Whole seconds suffice for the colour; fractions would make every tree differ.
         idle = round(block["idle_s"])
-        tenant = self._context.tenant_name(Namespace(*block["namespace"]).tenant)
-        return block | {"namespace": tenant, "idle_s": idle, "preview": text}
+        return self._named(block) | {"idle_s": idle, "preview": text}
+
+    def _named(self, shown: dict[str, Any]) -> dict[str, Any]:
+        """With the tenant's name instead of the namespace."""
+        return shown | {"namespace": self._context.tenant_name(Namespace(*shown["namespace"]).tenant)}
 
     @lru_cache(4 * _MOST_BLOCKS)  # noqa: B019 (one feed lives as long as its server)
     def _decode(self, tokens: tuple[int, ...]) -> str:

@@ -12,6 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from runtime.frontend.output import Output
 from server.http.rate import Rate, Recent
 
+_TOKENS = tuple(scale * 10**power for power in range(6) for scale in (1, 2, 5))
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
 
 # Engine state -> (help, names); the client library adds `_total` to counters.
@@ -20,7 +22,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "generation_tokens": ("Generated tokens", ("sglang:generation_tokens", "vllm:generation_tokens")),
     "cached_tokens": (
         "Prompt tokens read from the cache",
-        ("sglang:cached_tokens", "vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_hits"),
+        ("sglang:cached_tokens", "vllm:prefix_cache_hits", "vllm:gpu_prefix_cache_hits", "vllm:prompt_tokens_cached"),
     ),
     "queries": ("Requests looked up in the cache", ("ramet:prefix_cache_requests",)),
     "hits": ("Requests that found something in the cache", ("ramet:prefix_cache_request_hits",)),
@@ -37,6 +39,8 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "retracted_requests": ("Requests that gave up their pages", ("vllm:num_preemptions",)),
     "pins_refused": ("Pins refused over the budget", ("ramet:pins_refused",)),
     "pins_broken": ("Pins that yielded to a live request", ("ramet:pins_broken",)),
+    "keeps_refused": ("Prefixes that were to be kept for a time and are not", ("ramet:keeps_refused",)),
+    "keeps_broken": ("Kept prefixes that yielded before their time was over", ("ramet:keeps_broken",)),
     "steps": ("Engine steps", ("ramet:steps",)),
     "denoise_steps": ("Denoising steps of all requests", ("ramet:denoise_steps",)),
     "refreshes": ("Denoising steps that refreshed a shared prefix", ("ramet:prefix_refreshes",)),
@@ -45,6 +49,16 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "encoded_documents": ("Chunks of documents encoded", ("ramet:encoded_documents",)),
     "fused_rows": ("Rows of documents that were chosen to be computed again", ("ramet:fused_rows",)),
     "partial_matches": ("Requests that reused the beginning of a longer encoding", ("ramet:partial_matches",)),
+    "substituted_pages": ("Pages of reasoning steps that were replaced by others", ("ramet:substituted_pages",)),
+    "phase_misses": (
+        "Pages of reasoning steps that were not, where the steps begin at different rows of a page",
+        ("ramet:reasoning_phase_misses",),
+    ),
+    "deferred_evaluations": (
+        "Comparisons of reasoning steps that were put off for lack of CPU time",
+        ("ramet:reasoning_deferred",),
+    ),
+    "reasoning_seconds": ("CPU seconds of the comparison of reasoning steps", ("ramet:reasoning_cpu_seconds",)),
     "prefill_tokens": ("Token rows computed by prefill", ("ramet:prefill_tokens",)),
 }
 _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -61,19 +75,22 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pages_private": ("Pages private to live requests", ("ramet:pages_private",)),
     "pages_locked": ("Pages of the tree that live requests use", ("ramet:pages_locked",)),
     "pages_pinned": ("Pages of the tree that are pinned", ("ramet:pages_pinned",)),
+    "saved_pages": ("Pages that live requests save by shared reasoning steps", ("ramet:saved_pages",)),
     "pins": ("Pins", ("ramet:pins",)),
+    "keeps": ("Prefixes that tenants keep for a time", ("ramet:keeps",)),
     "tree_nodes": ("Nodes of the tree", ("ramet:tree_nodes",)),
     "connections": ("Open connections, this one too", ("ramet:connections",)),
 }
 
 
-# Seconds, one observation per page.
+# Of pages, in seconds; of steps, in tokens.
 _HISTOGRAMS: dict[str, tuple[str, str]] = {
     "idle_before_evict_s": (
         "Seconds from a page's last use to its eviction",
         "vllm:kv_block_idle_before_evict_seconds",
     ),
     "lifetime_s": ("Seconds from a page's insertion to its eviction", "vllm:kv_block_lifetime_seconds"),
+    "step_rows": ("Token rows of a step", "vllm:iteration_tokens_total"),
     "reuse_gap_s": ("Seconds between two uses of a prefix", "vllm:kv_block_reuse_gap_seconds"),
 }
 
@@ -101,6 +118,11 @@ class Metrics:
         self._tpot = self._histograms(
             "Seconds per output token after the first", "vllm:request_time_per_output_token_seconds"
         )
+        self._prompt = self._histograms("Prompt tokens of a request", "vllm:request_prompt_tokens", buckets=_TOKENS)
+        self._generation = self._histograms(
+            "Generated tokens of a completion", "vllm:request_generation_tokens", buckets=_TOKENS
+        )
+        self._http = Counter("http_requests", "HTTP requests", ["handler", "method", "status"], registry=self._registry)
         self._success = Counter(
             "vllm:request_success", "Finished requests", [*self._labels, "finished_reason"], registry=self._registry
         )
@@ -111,11 +133,16 @@ class Metrics:
             registry=self._registry,
         ).labels(**self._labels)
 
-    def _histograms(self, text: str, *names: str) -> list[Histogram]:
+    def _histograms(self, text: str, *names: str, buckets: tuple[float, ...] = _SECONDS) -> list[Histogram]:
         return [
-            Histogram(name, text, list(self._labels), registry=self._registry, buckets=_SECONDS).labels(**self._labels)
+            Histogram(name, text, list(self._labels), registry=self._registry, buckets=buckets).labels(**self._labels)
             for name in names
         ]
+
+    def count_request(self, method: str, path: str, status: int) -> None:
+        """Count an HTTP request; `path`: of its route, so that no client can make up labels."""
+        known = method if method in _METHODS else "other"
+        self._http.labels(handler=path, method=known, status=f"{status // 100}xx").inc()
 
     def observe(self, output: Output, previous_s: float | None) -> None:
         """Record an Output; `previous_s` is the `e2e_s` of the completion's previous tokens, None before the first."""
@@ -133,6 +160,9 @@ class Metrics:
 
     def _observe_end(self, output: Output) -> None:
         assert output.finish is not None
+        _observe(self._generation, output.completion_tokens)
+        if output.choice == 0:
+            _observe(self._prompt, output.prompt_tokens)
         decode_s = max(output.e2e_s - output.queue_s - output.prefill_s, 0.0)
         _observe(self._e2e, output.e2e_s)
         _observe(self._decode, decode_s)
@@ -171,6 +201,7 @@ class Metrics:
                     yield metric
         if self._state:
             yield self._evictions()
+            yield self._waiting()
             yield from self._engine_histograms()
 
     def _evictions(self) -> Metric:
@@ -179,6 +210,15 @@ class Metrics:
         )
         for cause, tokens in self._state["evicted_tokens_by_cause"].items():
             family.add_metric([*self._labels.values(), cause], tokens)
+        return family
+
+    def _waiting(self) -> Metric:
+        family = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason", "Requests that wait, by reason", labels=[*self._labels, "reason"]
+        )
+        blocked = self._state["blocked"]
+        for reason, count in (("capacity", self._state["waiting"] - blocked), ("deferred", blocked)):
+            family.add_metric([*self._labels.values(), reason], count)
         return family
 
     def _engine_histograms(self) -> Iterator[Metric]:

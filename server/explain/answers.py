@@ -75,9 +75,9 @@ class Answers:
         found = kept.get(answer) or kept.get(_PREFIX.sub("", answer, count=1))
         return None if found is None or found.at_s + TTL_S <= self._clock() else found
 
-    def add(self, submission: Submission) -> EarlyParting | None:
+    def add(self, submission: Submission, answer: str | None = None) -> EarlyParting | None:
         """Remember a submission's prompt; its early parting from recent ones, if that has become a habit."""
-        account, rid = submission.account, submission.rid
+        account, rid = submission.account, answer or submission.rid
         asked = Asked(submission.namespace, submission.tokens, self._clock())
         kept = self._by_account.setdefault(account, OrderedDict())
         recent = (other.tokens for other in reversed(kept.values()) if other.namespace == asked.namespace)

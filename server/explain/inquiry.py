@@ -168,12 +168,18 @@ def _differs(parting: Parting, other: str) -> tuple[Reason, str]:
 
 
 async def remember(
-    context: Context, outputs: OutputStream, submission: Submission, conversation: MakeConversation = plain_text
+    context: Context,
+    outputs: OutputStream,
+    submission: Submission,
+    conversation: MakeConversation = plain_text,
+    answer: str | None = None,
 ) -> None:
     """Remember a submitted prompt for comparisons; a habit of parting early is counted, and logged once."""
     if isinstance(submission.prompt, PlacedPrompt) and submission.prompt.reuse is not None:
         return  # its own tokens are not all that it reads
-    parting = context.answers.add(submission)
+    if not submission.store:
+        return
+    parting = context.answers.add(submission, answer)
     if parting is None:
         return
     context.metrics.early_partings.inc()

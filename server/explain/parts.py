@@ -37,12 +37,14 @@ class Conversation:
         turns: the chat template's dicts.
         tools: as `render` takes them.
         example: any tool, to recognise where tools would be described.
+        numbers: the request's message of which each turn is a part; None: turns are messages.
     """
 
     render: Callable[[list[dict[str, Any]], list[Any]], str]
     turns: list[dict[str, Any]]
     tools: list[Any]
     example: Any
+    numbers: Sequence[int] | None = None
     _marked: list[int] = field(init=False)
     _marks: list[str] = field(init=False)
 
@@ -97,12 +99,15 @@ class Conversation:
         """The part of a content, or for a place behind the last one, of that."""
         index = self._marked[min(place, len(self._marked) - 1)]
         leading = all(turn["role"] == "system" for turn in self.turns[: index + 1])
-        return Part("system") if leading else Part("message", index=index)
+        return Part("system") if leading else self._message(index)
+
+    def _message(self, turn: int) -> Part:
+        return Part("message", index=turn if self.numbers is None else self.numbers[turn])
 
     def _caller(self, place: int) -> Part:
         """The last message with calls before a place."""
         stop = self._marked[place] if place < len(self._marked) else len(self.turns)
-        return Part("message", index=max((i for i in range(stop) if self.turns[i].get("tool_calls")), default=0))
+        return self._message(max((i for i in range(stop) if self.turns[i].get("tool_calls")), default=0))
 
     def _pieces(self, turns: Sequence[dict[str, Any]], tools: list[Any]) -> list[str] | None:
         """The template's text before, between and behind the contents; None if it changes them."""

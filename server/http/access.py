@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,6 +17,10 @@ from server.http.errors import error_response
 log = logging.getLogger("ramet.access")
 
 ID_HEADER = b"x-request-id"
+# Anthropic's clients read the other one.
+ID_HEADERS = (ID_HEADER, b"request-id")
+# The client left before a response started.
+_GONE = 499
 # Characters of a path in the log.
 _MOST_PATH = 256
 # Request ids that are taken from clients and proxies; others could forge log lines.
@@ -23,10 +28,15 @@ _ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 class AccessLog:
-    """ASGI middleware, the outermost one."""
+    """ASGI middleware, the outermost one.
 
-    def __init__(self, app: ASGIApp):
+    Args:
+        count: is called for every request with its method, the route's path and the status.
+    """
+
+    def __init__(self, app: ASGIApp, count: Callable[[str, str, int], None]):
         self.app = app
+        self.count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application; an exception is logged once, and answered with 500 if no response has started."""
@@ -40,7 +50,7 @@ class AccessLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], (ID_HEADER, rid.encode())]}
+                message = {**message, "headers": [*message["headers"], *((name, rid.encode()) for name in ID_HEADERS)]}
             await send(message)
 
         try:
@@ -48,9 +58,10 @@ class AccessLog:
         except Exception:
             log.exception("%s %s failed", scope["method"], _path(scope))
             if not status:
-                await error_response(RametError("an internal error occurred"))(scope, receive, tell)
+                await error_response(RametError("an internal error occurred"), scope["path"])(scope, receive, tell)
         finally:
-            _write(scope, status, time.monotonic() - started_s)
+            self.count(scope["method"], getattr(scope.get("route"), "path", "none"), status or _GONE)
+            _write(scope, status or _GONE, time.monotonic() - started_s)
 
 
 def _rid_of(scope: Scope) -> str:
@@ -63,8 +74,6 @@ def _path(scope: Scope) -> str:
 
 
 def _write(scope: Scope, status: int, seconds: float) -> None:
-    # 499: the client left before a response started.
-    status = status or 499
     client = (scope.get("client") or ("-",))[0]
     tenant = getattr(scope.get("state", {}).get("tenant"), "name", "")
     path = _path(scope)

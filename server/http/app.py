@@ -9,10 +9,11 @@ from types import ModuleType
 
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.routing import APIRoute
 
 from runtime.config import Config
 from runtime.frontend.async_engine import AsyncEngine
-from server import admin, documents, http, openai, schemas
+from server import admin, anthropic, documents, http, openai, responses, schemas
 from server.admin import dashboard
 from server.admin.metrics import Metrics
 from server.auth.keys import Guard, Tenant, admin_paths
@@ -28,6 +29,7 @@ from server.http.limits import BodyLimit
 from server.http.openapi import describe_keys
 from server.http.pages import Hosts, Origins
 from server.http.traces import add_traces
+from server.responses.store import ResponseStore
 from server.schemas.store import SchemaStore
 
 
@@ -47,12 +49,15 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate:
         redirect_slashes=False,  # a redirect would lead where the client's Host header says
     )
     options = config.server
-    metrics, stores = Metrics(engine.info.name), (SchemaStore(), DocumentStore(), Answers())
+    metrics = Metrics(engine.info.name)
+    stores = (SchemaStore(), DocumentStore(), Answers(), ResponseStore())
     app.state.context = Context(engine, config, metrics, tenants, gate or Gate(), *stores)
     app.state.feed = dashboard.Feed(app.state.context)
     operators = find_routers(admin)
-    for router in [router for room in (http, openai, schemas, documents) for router in find_routers(room)] + operators:
+    rooms = (http, openai, responses, anthropic, schemas, documents)
+    for router in [router for room in rooms for router in find_routers(room)] + operators:
         app.include_router(router)
+        _add_heads(app, router)
     errors.install(app)
     if tenants:
         describe_keys(app)
@@ -66,8 +71,17 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     if options.otlp_endpoint:
         add_traces(app, options.otlp_endpoint)
-    app.add_middleware(AccessLog)
+    app.add_middleware(AccessLog, count=metrics.count_request)
     return app
+
+
+def _add_heads(app: FastAPI, router: APIRouter) -> None:
+    """Answer HEAD where GET is answered, but for the endless stream of events."""
+    for route in router.routes:
+        if isinstance(route, APIRoute) and route.methods == {"GET"} and route.path != "/dashboard/events":
+            app.add_api_route(
+                route.path, route.endpoint, methods=["HEAD"], include_in_schema=False, response_model=None
+            )
 
 
 def _split(names: str | None) -> list[str]:

@@ -58,12 +58,12 @@ class Door:
             await self._refuse(error, scope, receive, send, unread=body is None and _announces_body(headers))
             return
         if b"content-type" not in headers:
-            scope = {**scope, "headers": [*scope["headers"], (b"content-type", JSON)]}
+            scope["headers"] = [*scope["headers"], (b"content-type", JSON)]
         await self.app(scope, _replay(body, receive), send)
 
     async def _refuse(self, error: RametError, scope: Scope, receive: Receive, send: Send, unread: bool) -> None:
         """Send the error. A connection with an unread body is read on for a while, and closed: it may never end."""
-        response = error_response(error)
+        response = error_response(error, scope["path"])
         if not unread:
             await response(scope, receive, send)
             return

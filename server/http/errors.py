@@ -1,8 +1,11 @@
-"""The error schema of all routes: `{"error": {"message", "type", "param", "code"}}`."""
+"""The error schema of all routes: `{"error": {"message", "type", "param", "code"}}`.
+
+On Anthropic's routes it has their types, and a type and an id around it.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -11,6 +14,7 @@ from pydantic import AfterValidator, BaseModel
 from starlette.exceptions import HTTPException
 
 from runtime.errors import InvalidRequest, Overloaded, RametError
+from runtime.logs import request_id
 
 RETRY_AFTER_S = 1
 
@@ -21,6 +25,13 @@ _NO_OBJECT = ("missing", "model_attributes_type", "model_type")
 _MAX_NAME = 100
 # Messages quote requests, which may be megabytes long.
 _MAX_MESSAGE = 500
+# Beginning of the paths of Anthropic's routes, and its types of errors.
+_MESSAGES = "/v1/messages"
+_MESSAGE_TYPES = {
+    **{401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error"},
+    **{409: "conflict_error", 413: "request_too_large", 429: "rate_limit_error", 500: "api_error"},
+    503: "overloaded_error",
+}
 _BRANCHES = frozenset(("str", "int", "float", "bool", "list", "dict"))
 
 
@@ -39,6 +50,14 @@ class ErrorBody(BaseModel):
     """The body of every error response."""
 
     error: ErrorDetail
+
+
+class MessageError(BaseModel):
+    """The body of every error response of Anthropic's routes."""
+
+    type: Literal["error"]
+    error: ErrorDetail
+    request_id: str
 
 
 class NotFound(RametError):
@@ -67,27 +86,35 @@ def error_body(error: RametError) -> dict[str, Any]:
     return {"error": detail.model_dump()}
 
 
-def error_response(error: RametError) -> JSONResponse:
-    """The HTTP response of an error, with Retry-After and X-Should-Retry where they apply."""
+def message_error(error: RametError, status: int | None = None) -> dict[str, Any]:
+    """The body of an error of Anthropic's routes."""
+    body = error_body(error)
+    body["error"]["type"] = _MESSAGE_TYPES.get(status or error.status, "invalid_request_error")
+    return {"type": "error", **body, "request_id": request_id.get()}
+
+
+def error_response(error: RametError, path: str = "", status: int | None = None) -> JSONResponse:
+    """The HTTP response of an error on a path, with Retry-After and X-Should-Retry where they apply."""
     headers = {"Retry-After": str(RETRY_AFTER_S)} if error.status in (429, 503) else {}
     if error.status in _NOT_AGAIN or isinstance(error, Overloaded):
         headers["X-Should-Retry"] = "false"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(error_body(error), status_code=error.status, headers=headers)
+    body = message_error(error, status) if path.startswith(_MESSAGES) else error_body(error)
+    return JSONResponse(body, status_code=status or error.status, headers=headers)
 
 
 def install(app: FastAPI) -> None:
     """Register handlers that answer errors in the schema; `AccessLog` answers unexpected ones."""
 
     @app.exception_handler(RametError)
-    async def _ramet(_: Request, error: RametError) -> JSONResponse:
-        return error_response(error)
+    async def _ramet(request: Request, error: RametError) -> JSONResponse:
+        return error_response(error, request.url.path)
 
     @app.exception_handler(RequestValidationError)
-    async def _validation(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def _validation(request: Request, error: RequestValidationError) -> JSONResponse:
         message, param = _first_problem(error)
-        return error_response(InvalidRequest(message, param=param))
+        return error_response(InvalidRequest(message, param=param), request.url.path)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
@@ -96,8 +123,10 @@ def install(app: FastAPI) -> None:
             404: f"there is no route {request.url.path}",
             405: f"{request.method} is not allowed on {request.url.path}",
         }
-        body = error_body(InvalidRequest(messages.get(error.status_code, str(error.detail))))
-        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+        told = InvalidRequest(messages.get(error.status_code, str(error.detail)))
+        response = error_response(told, request.url.path, error.status_code)
+        response.headers.update(error.headers or {})
+        return response
 
 
 def _first_problem(error: RequestValidationError) -> tuple[str, str | None]:

@@ -55,15 +55,41 @@ CHAT = _responses(
     {**_CHAT, "object": "chat.completion.chunk", "choices": [{**_END, "delta": {"content": "Hello!"}}]},
 )
 
+_ANSWER = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Hello!"}]}
+_RESPONSE: dict[str, Any] = {
+    **{"id": "resp_98eecf86d5da", "object": "response", "created_at": 1767225600, "status": "completed"},
+    **{"model": "smollm2-135m-instruct", "output": [_ANSWER]},
+}
+RESPONSES = _responses(_RESPONSE, {"type": "response.output_text.delta", "sequence_number": 4, "delta": "Hello!"})
+RESPONSE = answers(_RESPONSE)
+DELETED = answers({"id": "resp_98eecf86d5da", "object": "response", "deleted": True})
+INPUT_TOKENS = answers({"object": "response.input_tokens", "input_tokens": 12})
+_COUNTS = {
+    **{"input_tokens": 12, "cache_creation_input_tokens": 1024, "cache_read_input_tokens": 4096, "output_tokens": 2},
+    **{"cache_creation": {"ephemeral_5m_input_tokens": 1024, "ephemeral_1h_input_tokens": 0}},
+    "service_tier": "standard",
+    "breakpoints": [{"tokens": 5125, "kept_tokens": 5120, "ttl_s": 300.0, "reason": None}],
+}
+_MESSAGE: dict[str, Any] = {
+    **{"id": "msg_98eecf86d5da", "type": "message", "role": "assistant", "model": "smollm2-135m-instruct"},
+    **{"content": [{"type": "text", "text": "Hello!"}], "stop_reason": "end_turn", "stop_sequence": None},
+    "usage": _COUNTS,
+}
+_DELTA = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "Hello!"}}
+MESSAGE = _responses(_MESSAGE, _DELTA)
+COUNTED = answers({"input_tokens": 5132})
+
 _MODEL: dict[str, Any] = {
     "id": "smollm2-135m-instruct",
-    **{"object": "model", "created": 1767225600, "owned_by": "ramet", "max_model_len": 8192},
+    **{"object": "model", "created": 1767225600, "owned_by": "ramet", "root": "smollm2-135m-instruct"},
+    **{"parent": None, "max_model_len": 8192},
 }
 MODEL = answers(_MODEL)
 MODELS = answers({"object": "list", "data": [_MODEL]})
 _PIN = {"id": "pin-1", "name": "system", "tokens": 512, "hits": 1, "expires_in_s": 3600}
 PIN = answers(_PIN)
-PINS = answers({"pins": [_PIN], "pinned_tokens": 512, "budget_tokens": 23296})
+_KEPT = {"tenant": "alice", "prefixes": 3, "tokens": 4096}
+PINS = answers({"pins": [_PIN], "kept": [_KEPT], "pinned_tokens": 4608, "budget_tokens": 23296})
 _SCHEMA: dict[str, Any] = {
     **{"id": "cities", "object": "schema", "mode": "independent", "length": 128, "tokens": 190},
     **{"pins": [], "expires_in_s": None},
@@ -86,6 +112,13 @@ SUCCESS = answers({"success": True})
 STOPPING = answers({"success": True}, 202)
 UNPINNED = answers({"unpinned": 1})
 EVICTED = answers({"evicted_tokens": 512})
+ERASED = answers({"erased_tokens": 4096, "erased_blocks": {"host": 85, "disk": 85}})
+_TIER = {
+    **{"bytes": 93716480, "blocks": 85, "capacity": 8589934592, "queued_bytes": 0, "open": True},
+    **{"latency_s": 0.0002, "bytes_per_s": 2.1e9, "counts": {"hits": 170, "misses": 3, "written": 85}},
+}
+TIERS = answers({"tiers": {"host": _TIER}, "loaded_tokens_by_tier": {"host": 4096}})
+ATTACHED = answers({"tiers": ["host", "disk"]})
 FLUSHED = answers({"success": True, "flushed_tokens": 4096, "live_tokens": 0})
 _STATE = {
     **{"requests": 10, "running": 0, "waiting": 0, "queried_tokens": 5120, "cached_tokens": 4096},
@@ -95,6 +128,7 @@ STATS = answers(_STATE)
 _NODE = {
     **{"id": 0, "parent": None, "depth": 1, "start": 0, "tokens": 512, "pages": 32, "children": 2, "hits": 7},
     **{"idle_s": 3.5, "age_s": 60.0, "cost_s": 0.4, "locked": False, "pinned": True, "meta": None, "tenant": "alice"},
+    "outlook": {"kind": "first turn", "age": 12, "promise": 0.004},
 }
 TREE = answers({"nodes": [_NODE], "next_cursor": None})
 PAUSED = answers({"paused": True})
@@ -110,13 +144,17 @@ MODEL_INFO = answers(
 )
 SERVER_INFO = answers(
     {
-        "version": "0.1.0",
+        **{"model_path": "smollm2-135m-instruct", "served_model_name": "smollm2-135m-instruct", "version": "0.1.0"},
         "model": {"name": "smollm2-135m-instruct", "dtype": "bfloat16", "pool_tokens": 46592, "page_size": 16},
         "config": {"scheduler": {"max_running": 64}, "server": {"port": 30000}},
         "state": _STATE,
     }
 )
 TOKENS = answers({"tokens": [504, 3575, 282, 4649, 314], "count": 5, "max_model_len": 8192})
-TEXT = answers({"text": "The capital of France is"})
+TEXT = answers({"text": "The capital of France is", "prompt": "The capital of France is"})
+TOKENIZER = answers({"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|im_end|>", "chat_template": "{% for ... %}"})
+VERSION = answers({"version": "0.1.0"})
+_LOAD = {"dp_rank": 0, "num_running_reqs": 3, "num_waiting_reqs": 0, "token_usage": 0.1}
+LOADS = answers({"version": "0.1.0", "dp_rank_count": 1, "loads": [_LOAD], "aggregate": {"total_reqs": 3}})
 _RUNNING = "sglang:num_running_reqs"
 METRICS = says(f'# TYPE {_RUNNING} gauge\n{_RUNNING}{{model_name="smollm2-135m-instruct"}} 0.0\n')

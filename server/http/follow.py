@@ -23,6 +23,7 @@ async def open_outputs(
     names: Mapping[str, str],
     timeout_s: float | None,
     conversation: MakeConversation = plain_text,
+    answer: str | None = None,
 ) -> OutputStream:
     """Submit while the client is there; errors name the request's fields.
 
@@ -30,6 +31,7 @@ async def open_outputs(
         names: the request's fields by the engine's parameters, where their names differ.
         timeout_s: the request's own timeout; `--max-timeout` may be shorter.
         conversation: that a single submission renders, for reports of prompts that keep missing the cache.
+        answer: the answer's id for later comparisons, unless it ends with the submission's `rid`.
 
     Raises:
         RametError: as `AsyncEngine.open`, Overloaded while the server stops, ClientGone.
@@ -42,8 +44,8 @@ async def open_outputs(
         param = names.get(error.param, error.param) if error.param else None
         raise InvalidRequest(error.message, param=param, code=error.code) from None
     try:
-        for submission in submissions:
-            await remember(context, outputs, submission, conversation)
+        for index, submission in enumerate(submissions):
+            await remember(context, outputs, submission, conversation, None if index else answer)
     except BaseException:
         outputs.close()
         raise

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field
@@ -14,13 +14,13 @@ from runtime.errors import InvalidRequest
 from runtime.frontend.output import Output, Prompt, Submission, new_rid, prompts_of
 from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import SamplingParams
+from runtime.params import ReuseParams, SamplingParams
 from runtime.protocol import TokenLogprob
 from server.auth.keys import Asker, CacheScope, Tenant
 from server.context import Context, Ctx
 from server.documents.wire import SegmentPrompts, compile_segments, count_characters
 from server.explain.inquiry import Inquiry, ask, explained
-from server.http import examples
+from server.http import examples, fields
 from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone
@@ -28,6 +28,7 @@ from server.http.wire import (
     AnswerId,
     Body,
     CacheSalt,
+    CacheUse,
     Diffusion,
     Explain,
     IdPrompts,
@@ -50,8 +51,9 @@ MAX_REPEATED = 1 << 16
 class GenerateRequest(Body):
     """One prompt or several; exactly one of `text`, `input_ids`, `segments` and `pml`."""
 
-    # Fields that SGLang's clients and router send.
-    IGNORED = frozenset({"log_metrics", "background"})
+    IGNORED = fields.OPERATION
+    NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.MODEL
+    ALIASES: ClassVar[Mapping[str, str]] = {"extra_key": "cache_salt", "return_prompt_token_ids": "return_token_ids"}
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -59,23 +61,28 @@ class GenerateRequest(Body):
         }
     )
 
+    model: Text | None = Field(None, description="default: the one that is served")
     text: OneOrMany[Text] | None = None
     input_ids: IdPrompts | None = None
     pml: OneOrMany[Text] | None = Field(
         None, description="prompts that import modules of a schema: <prompt schema=...>"
     )
     segments: SegmentPrompts | None = Field(None, description="prompts of texts and documents, in order")
-    reuse: Reuse | None = Field(None, description="of documents; default: --document-reuse")
+    reuse: Reuse | None = Field(
+        None, description="of documents, or of reasoning steps; default: --document-reuse or --reasoning-cache"
+    )
     sampling_params: OneOrMany[Sampling] = Field(default_factory=Sampling)
     stream: bool = False
     return_logprob: bool = False
     logprob_start_len: int = Field(-1, ge=-1, description="position from which prompt tokens are reported; -1: none")
     top_logprobs_num: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
     return_text_in_logprobs: bool = False
+    return_token_ids: bool = Field(False, description="the prompt's tokens in meta_info")
     rid: OneOrMany[Rid] | None = None
     priority: Priority = 0
     cache_salt: CacheSalt | None = None
     cache_scope: CacheScope = "private"
+    cache: CacheUse = Field(default_factory=CacheUse)
     timeout_s: Timeout | None = None
     explain: Explain = False
     comparison_response_id: AnswerId | None = None
@@ -121,6 +128,8 @@ def submissions_of(body: GenerateRequest, tenant: Tenant, context: Context) -> t
             priority=tenant.priority(body.priority),
             diffusion=body.diffusion,
             reuse=body.reuse,
+            store=body.cache.store,
+            show_tokens=body.return_token_ids,
         )
         for prompt, count, params, rid in zip(prompts, characters, sampling, rids, strict=True)
     ]
@@ -131,7 +140,7 @@ def _prompts(
     body: GenerateRequest, account: str, context: Context
 ) -> tuple[Sequence[Prompt | Callable[[], Prompt]], list[int], bool]:
     """The prompts, the characters of each (0: they are known), and whether it was a list. Raises InvalidRequest."""
-    if body.pml is not None and body.reuse is not None:
+    if body.pml is not None and isinstance(body.reuse, ReuseParams):
         raise InvalidRequest("reuse is for prompts with documents, and pml has none", param="reuse")
     if body.segments is not None:
         is_list = isinstance(body.segments[0], list) if body.segments else True
@@ -156,6 +165,7 @@ def _for_each(value: Any, count: int, param: str) -> list[Any]:
 @router.post("/generate", response_model=None, responses=examples.GENERATE)
 async def generate(body: GenerateRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """Complete one prompt or several; with `stream`, as server-sent events that end with `[DONE]`."""
+    context.check_model(body.model)
     submissions, is_list = submissions_of(body, tenant, context)
     if body.stream and not context.config.server.incremental_output:
         for submission in submissions:
@@ -172,7 +182,7 @@ async def _answer(
 ) -> dict[str, Any] | list[dict[str, Any]]:
     logprobs: dict[tuple[int, int], _Logprobs] = defaultdict(lambda: _Logprobs(body, context.engine.tokenizer))
     done = await collect(outputs, context.metrics, lambda output: logprobs[output.index, output.choice].add(output))
-    answers = [_result(o, o.text, o.token_ids, logprobs[o.index, o.choice]) for o in done]
+    answers = [_result(o, o.text, o.token_ids, logprobs[o.index, o.choice], outputs.prompts) for o in done]
     for output, answer in zip(done, answers, strict=True):
         answer["meta_info"] |= await explained(inquiry, outputs, output)
     return answers if is_list else answers[0]
@@ -207,9 +217,9 @@ async def _events(
         await write_logprobs(outputs, own.add, output)
         _check_repeated(body, own.num_tokens)
         if incremental:
-            event = _result(output, output.delta, output.new_token_ids, own)
+            event = _result(output, output.delta, output.new_token_ids, own, outputs.prompts)
         else:
-            event = _result(output, output.text, output.token_ids[: output.completion_tokens], own)
+            event = _result(output, output.text, output.token_ids[: output.completion_tokens], own, outputs.prompts)
         event["meta_info"] |= await explained(inquiry, outputs, output)
         event["delta"] = output.delta
         if output.canvas is not None:
@@ -220,7 +230,9 @@ async def _events(
         yield event
 
 
-def _result(output: Output, text: str, token_ids: list[int], logprobs: _Logprobs) -> dict[str, Any]:
+def _result(
+    output: Output, text: str, token_ids: list[int], logprobs: _Logprobs, prompts: dict[int, list[int]]
+) -> dict[str, Any]:
     finish = output.finish
     reason: dict[str, Any] | None = None
     if finish is not None:
@@ -231,21 +243,32 @@ def _result(output: Output, text: str, token_ids: list[int], logprobs: _Logprobs
             reason["matched"] = finish.matched
         if finish.message is not None:
             reason["message"] = finish.message
-    meta = {
+    meta: dict[str, Any] = {
         "id": output.rid,
         "finish_reason": reason,
         "prompt_tokens": output.prompt_tokens,
         "completion_tokens": output.completion_tokens,
         "cached_tokens": output.cached_tokens,
+        **by_tier(output),
         "queue_time": output.queue_s,
         "prefill_time": output.prefill_s,
         "e2e_latency": output.e2e_s,
     }
+    if finish is not None and output.index in prompts:
+        meta["prompt_token_ids"] = prompts[output.index]
     if output.reuse is not None and "strategy" not in output.reuse:
         meta |= output.reuse
     elif output.reuse is not None and finish is not None:  # not in every event: it names all modules or documents
         meta["reuse"] = output.reuse
     return {"text": text, "output_ids": list(token_ids), "meta_info": meta | logprobs.fields()}
+
+
+def by_tier(output: Output) -> dict[str, Any]:
+    """The field `cached_tokens_by_tier`, where a tier below the pool had some of them."""
+    if not output.loaded_tokens:
+        return {}
+    in_pool = output.cached_tokens - sum(output.loaded_tokens.values())
+    return {"cached_tokens_by_tier": {"pool": in_pool, **output.loaded_tokens}}
 
 
 class _Logprobs:

@@ -1,13 +1,13 @@
-"""Routes for health, the model and its tokenizer."""
+"""Routes for health, the model and the version."""
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
-from pydantic import ConfigDict
 
 from runtime.errors import EngineDead, Overloaded
 from runtime.frontend.output import Submission
@@ -17,7 +17,6 @@ from server.context import Ctx
 from server.http import examples
 from server.http.follow import collect
 from server.http.sse import unless_gone
-from server.http.wire import Body, IdPrompts, OneOrMany, Text
 
 router = APIRouter(tags=["server"])
 
@@ -26,23 +25,6 @@ _PROBE_S = 60.0
 _PROBE_PRIORITY = 1 << 30
 
 
-class TokenizeRequest(Body):
-    model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The capital of France is"}})
-
-    model: str | None = None
-    prompt: OneOrMany[Text]
-    add_special_tokens: bool = True
-
-
-class DetokenizeRequest(Body):
-    model_config = ConfigDict(json_schema_extra={"example": {"tokens": [504, 3575, 282, 4649, 314]}})
-
-    model: str | None = None
-    tokens: IdPrompts
-    skip_special_tokens: bool = True
-
-
-@router.head("/health", include_in_schema=False)
 @router.get("/health", response_class=PlainTextResponse, responses=examples.OK)
 async def health(context: Ctx) -> Response:
     """200 while the engine process runs, else 503."""
@@ -51,7 +33,6 @@ async def health(context: Ctx) -> Response:
     return PlainTextResponse("ok")
 
 
-@router.head("/ready", include_in_schema=False)
 @router.get("/ready", response_class=PlainTextResponse, responses=examples.OK)
 async def ready(context: Ctx) -> Response:
     """200 while new requests are served; 503 without an engine, while it is paused or hangs, and during a stop."""
@@ -86,8 +67,10 @@ async def health_generate(request: Request, context: Ctx, asker: Asker) -> Respo
 async def model_info(context: Ctx, asker: Asker) -> dict[str, Any]:
     """The loaded model; its directory only for admin keys."""
     info = context.engine.info
+    path = info.path if asker.admin else info.name
     return {
-        "model_path": info.path if asker.admin else info.name,
+        "model_path": path,
+        "tokenizer_path": path,
         "served_model_name": info.name,
         "architecture": info.architecture,
         "is_generation": True,
@@ -99,32 +82,7 @@ async def model_info(context: Ctx, asker: Asker) -> dict[str, Any]:
     }
 
 
-@router.post("/tokenize", response_model=None, responses=examples.TOKENS)
-async def tokenize(request: Request, context: Ctx, body: TokenizeRequest, asker: Asker) -> Response:
-    """Token ids of one text or several."""
-    single = isinstance(body.prompt, str)
-    texts: list[str] = [body.prompt] if single else body.prompt  # type: ignore[list-item, assignment]
-
-    async def work() -> dict[str, Any]:
-        tokens = await context.engine.tokenize(asker.account, texts, body.add_special_tokens)
-        counts = [len(ids) for ids in tokens]
-        return {
-            "tokens": tokens[0] if single else tokens,
-            "count": counts[0] if single else counts,
-            "max_model_len": context.engine.info.context_length,
-        }
-
-    return await unless_gone(request, work())
-
-
-@router.post("/detokenize", response_model=None, responses=examples.TEXT)
-async def detokenize(request: Request, context: Ctx, body: DetokenizeRequest, asker: Asker) -> Response:
-    """Text of one list of token ids or several."""
-    single = not body.tokens or isinstance(body.tokens[0], int)
-    several: list[list[int]] = [body.tokens] if single else body.tokens  # type: ignore[list-item, assignment]
-
-    async def work() -> dict[str, Any]:
-        texts = await context.engine.detokenize(asker.account, several, body.skip_special_tokens)
-        return {"text": texts[0] if single else texts}
-
-    return await unless_gone(request, work())
+@router.get("/version", responses=examples.VERSION)
+async def show_version() -> dict[str, str]:
+    """The version of Ramet."""
+    return {"version": version("ramet")}

@@ -35,6 +35,7 @@ class EventStream(StreamingResponse):
     """
 
     media_type = "text/event-stream"
+    end = b"data: [DONE]\n\n"
 
     def __init__(self, events: Events, on_close: Callable[[], None]):
         super().__init__((), headers=_HEADERS)
@@ -71,30 +72,46 @@ class EventStream(StreamingResponse):
             raise ended
 
     async def _send_events(self, send: Send) -> None:
-        async with aclosing(self.events) as events, aclosing(_chunks(events)) as chunks:
+        async with aclosing(self.events) as events, aclosing(self._chunks(events)) as chunks:
             async for chunk in chunks:
                 await self._send(chunk, send)
+
+    async def _chunks(self, events: Events) -> AsyncGenerator[bytes, None]:
+        try:
+            async for data in events:
+                yield self.write(data)
+        except RametError as error:
+            yield self.write(self.describe(error))
+        except Exception as error:
+            # The status was sent; a stream that merely ends would look like a success.
+            log.error("a stream failed", exc_info=error)
+            yield self.write(self.describe(RametError("an internal error occurred")))
+        if self.end:
+            yield self.end
+
+    def write(self, data: dict[str, Any]) -> bytes:
+        """An event on the wire."""
+        return b"data: %b\n\n" % encode(data)
+
+    def describe(self, error: RametError) -> dict[str, Any]:
+        """The event of an error."""
+        return error_body(error)
 
     async def _send(self, chunk: bytes, send: Send) -> None:
         self._sent_s = time.monotonic()
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
 
-async def _chunks(events: Events) -> AsyncGenerator[bytes, None]:
-    try:
-        async for data in events:
-            yield _event(data)
-    except RametError as error:
-        yield _event(error_body(error))
-    except Exception as error:
-        # The status was sent; a stream that merely ends would look like a success.
-        log.error("a stream failed", exc_info=error)
-        yield _event(error_body(RametError("an internal error occurred")))
-    yield b"data: [DONE]\n\n"
+class TypedEventStream(EventStream):
+    """Events with their `type` as their name, whose last one says by its type that it is the last."""
 
+    end = b""
 
-def _event(data: dict[str, Any]) -> bytes:
-    return b"data: %b\n\n" % encode(data)
+    def write(self, data: dict[str, Any]) -> bytes:
+        return b"event: %b\n%b" % (data["type"].encode(), super().write(data))
+
+    def describe(self, error: RametError) -> dict[str, Any]:
+        return {**error_body(error)["error"], "type": "error"}
 
 
 async def _wait_gone(receive: Receive) -> None:

@@ -1,14 +1,17 @@
 """Request bodies: their base class and the types of their fields.
 
-One rule for all routes: an unknown field is refused, unless it is null or false (clients send fields that they do not
-use) or in the body's `IGNORED`. Null means the default. Types are strict: no number in a string, no `true` for 1.
+One rule for all routes: an unknown field is refused, unless it is null (clients send fields that they do not use). A
+body lists the fields of other servers: those that change nothing here, those that have another name here, and those
+that are refused unless they ask for nothing. Null means the default. Types are strict: no number in a string, no `true`
+for 1; but 1.0 is 1.
 
 Validation ends at the first error of a list, and tries one branch of a union: a megabyte of errors costs a gigabyte.
 """
 
 from __future__ import annotations
 
-from itertools import islice
+import json
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -23,39 +26,58 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import CoreSchema
+from pydantic_core.core_schema import no_info_before_validator_function
 
-from runtime.params import DiffusionParams, ReuseParams, SamplingParams
+from runtime.errors import InvalidRequest
+from runtime.params import DiffusionParams, ReasoningParams, ReuseParams, SamplingParams
 from runtime.sampling.json_text import check_unicode
+from server.http import fields
 
 # Prompts in one request.
 MAX_BATCH = 1024
 MAX_BIASES = 1024
 # Branches of unions in locations of errors, where `errors.py` leaves them out: they are no identifiers.
 _ONE, _MANY, _TEXTS, _IDS = "one of them", "a list", "as text", "as ids"
+_DOCUMENTS, _REASONING = "of documents", "of reasoning"
 
 T = TypeVar("T")
 Many = TypeVar("Many")
 
 
-def _bound(schema: Any, owner: str) -> None:
-    """End the validation of each list at its first error. Raises TypeError for lists of any length but those of ids."""
-    if isinstance(schema, dict):
-        if schema.get("type") == "list":
-            schema["fail_fast"] = True
-            if schema["items_schema"]["type"] != "int" and "max_length" not in schema:
-                raise TypeError(f"{owner} has a list without max_length")
-        for part in schema.values():
-            _bound(part, owner)
-    elif isinstance(schema, list | tuple):
-        for part in schema:
-            _bound(part, owner)
+def _integral(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _bound(schema: Any, owner: str) -> Any:
+    """A schema that ends each list at its first error, and takes 1.0 for 1 outside of lists of ids.
+
+    Raises TypeError for lists of any length but those of ids.
+    """
+    if isinstance(schema, list | tuple):
+        return type(schema)(_bound(part, owner) for part in schema)
+    if not isinstance(schema, dict):
+        return schema
+    kind = schema.get("type")
+    if kind == "int":
+        return no_info_before_validator_function(_integral, schema)
+    if kind == "list":
+        schema["fail_fast"] = True
+        if schema["items_schema"]["type"] == "int":  # to ask for each of them would cost more than to read them
+            return schema
+        if "max_length" not in schema:
+            raise TypeError(f"{owner} has a list without max_length")
+    if kind == "function-before" and schema["function"].get("function") is _integral:
+        return schema  # of a body within this one
+    return {name: part if name == "keys_schema" else _bound(part, owner) for name, part in schema.items()}
 
 
 class Body(BaseModel):
     """Base of request bodies.
 
     Attributes:
-        IGNORED: fields that are accepted and have no effect.
+        IGNORED: fields that change nothing here.
+        ALIASES: other servers' names of fields.
+        NEUTRAL: fields that are not supported, and the values of theirs that change nothing.
         NULL_COUNTS: fields for which null is a value of its own.
         KNOWN: the fields, by their names in JSON.
     """
@@ -63,6 +85,8 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     IGNORED: ClassVar[frozenset[str]] = frozenset()
+    ALIASES: ClassVar[Mapping[str, str]] = {}
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     NULL_COUNTS: ClassVar[frozenset[str]] = frozenset()
 
     KNOWN: ClassVar[frozenset[str]] = frozenset()
@@ -73,25 +97,28 @@ class Body(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema = handler(source)
-        _bound(schema, cls.__name__)
-        return schema
+        return _bound(handler(source), cls.__name__)
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_unused(cls, data: Any) -> Any:
-        """The known fields, and the first unknown one, which is refused."""
-        fields = cls.KNOWN
-        if not isinstance(data, dict) or (data.keys() <= fields and None not in data.values()):
+    def _by_own_names(cls, data: Any) -> Any:
+        """The fields by their own names, and the first unknown one, which is refused. Raises InvalidRequest."""
+        own_names = cls.KNOWN
+        if not isinstance(data, dict) or (data.keys() <= own_names and None not in data.values()):
             return data
-        known = {name: data[name] for name in fields if name in data}
+        known = {name: data[name] for name in own_names if name in data}
         used = {name: value for name, value in known.items() if value is not None or name in cls.NULL_COUNTS}
-        unknown = (item for item in data.items() if item[0] not in known and cls._counts(*item))
-        return used | dict(islice(unknown, 1))
-
-    @classmethod
-    def _counts(cls, name: str, value: Any) -> bool:
-        return value is not None and value is not False and name not in cls.IGNORED
+        for name, value in data.items():
+            if name in own_names or name in cls.IGNORED or value is None:
+                continue
+            if name in cls.NEUTRAL:
+                if not any(value == neutral for neutral in cls.NEUTRAL[name]):
+                    raise InvalidRequest(f"{name} is not supported", param=name)
+            elif (own := cls.ALIASES.get(name)) is None:
+                return used | {name: value}
+            elif used.setdefault(own, value) is not value and used[own] != value:
+                raise InvalidRequest(f"{name} and {own} are the same field, with two values", param=name)
+        return used
 
 
 def _unicode(text: str) -> str:
@@ -116,12 +143,24 @@ def _unicode_within(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _written(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+
+
 def _first(value: Any) -> Any:
     return value[0] if isinstance(value, list) and value else None
 
 
+def _method(value: Any) -> Any:
+    return value.get("method") if isinstance(value, dict) else getattr(value, "method", None)
+
+
 Text = Annotated[str, AfterValidator(_unicode)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_unicode_within)]
+# The text of a JSON object, which may also come as the object itself.
+JsonText = Annotated[
+    str, BeforeValidator(_written, json_schema_input_type=str | dict[str, Any]), AfterValidator(_unicode)
+]
 TokenIds = list[Annotated[int, Field(ge=0)]]
 # One or a list; the latter of up to MAX_BATCH.
 OneOr = Annotated[
@@ -155,22 +194,29 @@ LogitBias = Annotated[
 ]
 
 
+class CacheUse(Body):
+    """The use of the prefix cache by one request."""
+
+    store: bool = Field(True, description="false: nothing that the request computes outlives it, in any tier")
+
+
 class Sampling(Body, SamplingParams):
     """`SamplingParams` in a request."""
 
     model_config = ConfigDict(strict=True)
-    IGNORED = frozenset({"spaces_between_special_tokens"})
+    IGNORED = fields.OPERATION
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        **fields.SAMPLING_ALIASES,
+        **{"sampling_seed": "seed", "ebnf": "grammar"},
+    }
+    NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.SAMPLING
     NULL_COUNTS = frozenset({"max_new_tokens"})
 
-    sampling_seed: int | None = Field(None, ge=0, lt=1 << 63, description="SGLang's name for seed")
     logit_bias: LogitBias = Field(default_factory=dict)
 
     def plain(self) -> SamplingParams:
         """The parameters by the engine's names."""
-        fields = {name: getattr(self, name) for name in SamplingParams.model_fields}
-        if self.sampling_seed is not None:
-            fields["seed"] = self.sampling_seed
-        return SamplingParams.model_construct(**fields)
+        return SamplingParams.model_construct(**{name: getattr(self, name) for name in SamplingParams.model_fields})
 
 
 class Diffusion(Body, DiffusionParams):
@@ -179,7 +225,19 @@ class Diffusion(Body, DiffusionParams):
     model_config = ConfigDict(strict=True)
 
 
-class Reuse(Body, ReuseParams):
+class DocumentReuse(Body, ReuseParams):
     """`ReuseParams` in a request."""
 
     model_config = ConfigDict(strict=True)
+
+
+class ReasoningReuse(Body, ReasoningParams):
+    """`ReasoningParams` in a request."""
+
+    model_config = ConfigDict(strict=True)
+
+
+Reuse = Annotated[
+    Annotated[DocumentReuse, Tag(_DOCUMENTS)] | Annotated[ReasoningReuse, Tag(_REASONING)],
+    Discriminator(lambda value: _REASONING if _method(value) == "reasoncache" else _DOCUMENTS),
+]

@@ -1,8 +1,7 @@
-"""`/v1/chat/completions` and `/v1/models`."""
+"""`/v1/chat/completions`."""
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from functools import partial
 from typing import Any
@@ -10,10 +9,10 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from runtime.errors import InvalidRequest
-from runtime.frontend.output import Output, Prompt, Submission
+from runtime.frontend.output import Output, Prompt, Submission, new_rid
 from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
-from runtime.reuse.fusion.prompt import Document, in_messages
+from runtime.reuse.fusion.prompt import Document, Segments, in_messages
 from runtime.reuse.modules.pml import Prompt as ModuleText
 from server.auth.keys import Asker, Tenant
 from server.context import Context, Ctx
@@ -24,50 +23,32 @@ from server.http import examples
 from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone, while_there
-from server.openai.common import check_model, envelope, finish_reason, module_reuse, usage
-from server.openai.tools import CallReader, Function, Tool, render_chat, with_tools, writes_tags
+from server.openai.caching import Mark, keep_places
+from server.openai.common import (
+    add_prompt_logprobs,
+    envelope,
+    finish_reason,
+    most_logprobs,
+    reuse_of,
+    usage,
+)
+from server.openai.tools import CallReader, Function, Tool, continue_chat, render_chat, with_tools, writes_tags
 from server.openai.types import ChatRequest
 
 router = APIRouter(prefix="/v1", tags=["openai"])
-
-_STARTED_S = int(time.time())
-
-
-@router.get("/models", responses=examples.MODELS)
-async def models(context: Ctx) -> dict[str, Any]:
-    """The served model."""
-    return {"object": "list", "data": [_model(context)]}
-
-
-@router.get("/models/{name:path}", responses=examples.MODEL)
-async def model(name: str, context: Ctx) -> dict[str, Any]:
-    """The model by its name."""
-    check_model(name, context)
-    return _model(context)
-
-
-def _model(context: Context) -> dict[str, Any]:
-    info = context.engine.info
-    return {
-        "id": info.name,
-        "object": "model",
-        "created": _STARTED_S,
-        "owned_by": "ramet",
-        "max_model_len": info.context_length,
-    }
 
 
 @router.post("/chat/completions", response_model=None, responses=examples.CHAT)
 async def chat_completions(body: ChatRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """The assistant's next message in a conversation."""
-    check_model(body.model, context)
+    context.check_model(body.model)
     body.refuse_unsupported()
-    if body.must_call or body.response_format:  # a schema may be as long as the body
+    if body.must_call or body.response_format or body.structured_outputs:  # a schema may be as long as the body
         work = partial(submission_of, body, tenant, context)
         submission = await while_there(request, context.engine.in_turn(tenant.account, body.num_characters, work))
     else:
         submission = submission_of(body, tenant, context)
-    conversation = partial(_conversation, body, tenant, context)
+    conversation = partial(find_conversation, body, tenant, context)
     inquiry = ask(context, [submission], body.explain, body.earlier, conversation)
     outputs = await open_outputs(request, context, [submission], body.NAMES, body.timeout_s, conversation)
     rid = f"chatcmpl-{submission.rid}"
@@ -81,25 +62,31 @@ def submission_of(body: ChatRequest, tenant: Tenant, context: Context) -> Submis
     return Submission(
         prompt=partial(_render, body, tenant, context),
         num_characters=body.num_characters,
-        sampling=body.sampling(body.max_completion_tokens or body.max_tokens, body.schema_text()),
+        sampling=body.sampling(body.most_tokens, body.constraint()),
+        rid=body.request_id or new_rid(),
         account=tenant.account,
         namespace=tenant.namespace(body.cache_salt, body.cache_scope),
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        logprobs=most_logprobs((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs),
+        prompt_logprobs_from=None if body.prompt_logprobs is None else 0,
         priority=tenant.priority(body.priority),
-        add_special_tokens=False,
+        add_special_tokens=body.add_special_tokens,
         diffusion=body.diffusion,
         shared_text=partial(_system_text, body, context),
         reuse=body.reuse,
+        store=body.cache.store,
+        last_tokens=body.truncate_prompt_tokens,
+        show_tokens=body.return_token_ids,
     )
 
 
 def _render(body: ChatRequest, tenant: Tenant, context: Context) -> Prompt:
     """The prompt of a conversation; behind a schema, it imports modules. Raises InvalidRequest and NotFound."""
-    tokenizer = context.engine.tokenizer
-    turns = body.turns()
     if body.schema_name is None:
-        turns = find_documents(turns, tenant.account, context.documents)
-        return in_messages(turns, lambda plain: render_chat(tokenizer, plain, body.offered, body.add_generation_prompt))
+        write = partial(_write, body, tenant, context)
+        if not body.asks_to_keep:
+            return write(None)
+        return keep_places(write, body.prompt_cache_options, body.prompt_cache_retention)
+    tokenizer, turns = context.engine.tokenizer, body.turns()
     schema = context.schemas.get(tenant.account, body.schema_name).schema
     if not schema.roles:
         raise InvalidRequest("a schema without <system>, <user> and <assistant> is for /generate", param="schema")
@@ -110,24 +97,34 @@ def _render(body: ChatRequest, tenant: Tenant, context: Context) -> Prompt:
     return schema.compile(modules, body.add_generation_prompt)
 
 
-def _conversation(body: ChatRequest, tenant: Tenant, context: Context) -> Conversation | None:
+def _write(body: ChatRequest, tenant: Tenant, context: Context, mark: Mark | None) -> str | Segments:
+    """The prompt of a conversation, with marks behind the texts that have a breakpoint."""
+    turns = find_documents(body.turns(mark), tenant.account, context.documents)
+    tokenizer, tools, variables = context.engine.tokenizer, body.offered, body.template_variables()
+    if body.continue_final_message:
+        return continue_chat(turns, lambda plain: render_chat(tokenizer, plain, tools, False, variables))
+    ask = body.add_generation_prompt
+    return in_messages(turns, lambda plain: render_chat(tokenizer, plain, tools, ask, variables))
+
+
+def find_conversation(body: ChatRequest, tenant: Tenant, context: Context) -> Conversation | None:
     """The conversation that a prompt renders, documents as plain text. Raises InvalidRequest and NotFound."""
     if body.schema_name is not None:
         return None
-    return conversation_of(
-        body, find_documents(body.turns(), tenant.account, context.documents), context.engine.tokenizer
-    )
+    turns = find_documents(body.turns(), tenant.account, context.documents)
+    return conversation_of(body, turns, context.engine.tokenizer)
 
 
 def conversation_of(body: ChatRequest, turns: list[dict[str, Any]], tokenizer: Tokenizer) -> Conversation:
     """The conversation of a request's messages, whose contents may be lists of texts and documents."""
+    variables = body.template_variables()
 
     def plain(content: str | list[str | Document]) -> str:
         parts = [content] if isinstance(content, str) else content
         return "\n".join(part if isinstance(part, str) else part.content for part in parts)
 
     def render(shown: list[dict[str, Any]], tools: list[Tool]) -> str:
-        return render_chat(tokenizer, shown, tools, body.add_generation_prompt)
+        return render_chat(tokenizer, shown, tools, body.add_generation_prompt, variables)
 
     example = Tool(type="function", function=Function(name="example"))
     plain_turns = [{**turn, "content": plain(turn["content"])} for turn in turns]
@@ -155,18 +152,20 @@ async def _explained(
     if inquiry is None or output.choice or output.finish is None:
         return {}
     explanation = await inquiry.explain(outputs, output)
-    typed = {"prompt_cache_diagnostics": explanation.openai()} if body.prompt_cache_options is not None else {}
+    options = body.prompt_cache_options
+    typed = {"prompt_cache_diagnostics": explanation.openai()} if options and options.comparison_response_id else {}
     return {"explain": explanation.describe(), **typed}
 
 
 async def _answer(
     body: ChatRequest, rid: str, outputs: OutputStream, context: Context, inquiry: Inquiry | None
 ) -> dict[str, Any]:
-    logprobs: dict[int, _Logprobs] = defaultdict(lambda: _Logprobs(context.engine.tokenizer))
+    logprobs: dict[int, Logprobs] = defaultdict(lambda: Logprobs(body, context.engine.tokenizer))
     done = await collect(outputs, context.metrics, lambda output: logprobs[output.choice].add(output))
     choices = []
     for output in done:
-        text, calls = _reader(body, context).push(output.text, last=True)
+        written = logprobs[output.choice]
+        text, calls = reader_of(body, context).push(output.text, last=True)
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         if calls:
             message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
@@ -174,14 +173,19 @@ async def _answer(
             {
                 "index": output.choice,
                 "message": message,
-                "logprobs": logprobs[output.choice].fields() if body.logprobs else None,
+                "logprobs": written.fields() if body.logprobs else None,
                 "finish_reason": _finish_reason(output, bool(calls)),
+                **(reuse_of(output) if len(done) > 1 else {}),
+                **({"token_ids": output.token_ids} if body.return_token_ids else {}),
             }
         )
+    prompt = {} if body.prompt_logprobs is None else {"prompt_logprobs": logprobs[0].prompt}
     return {
         **envelope("chat.completion", rid, context),
         **{"choices": choices, "usage": usage(done)},
-        **module_reuse(done[0]),
+        **({"prompt_token_ids": outputs.prompts[0]} if body.return_token_ids else {}),
+        **prompt,
+        **reuse_of(done[0]),
         **await _explained(body, inquiry, outputs, done[0]),
     }
 
@@ -193,29 +197,33 @@ async def _events(
     readers: dict[int, CallReader] = {}
     extra: dict[str, Any] = {"usage": None} if body.with_usage else {}
 
-    def chunk(choice: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
-        entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+    def chunk(
+        choice: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None, **more: Any
+    ) -> dict[str, Any]:
+        entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **more}
         return {**envelope("chat.completion.chunk", rid, context), "choices": [entry], **extra}
 
     async for output in follow(outputs, context.metrics):
         if output.choice not in last:
-            yield chunk(output.choice, {"role": "assistant", "content": ""})
-            readers[output.choice] = _reader(body, context)
+            shown = {"prompt_token_ids": outputs.prompts[0]} if body.return_token_ids else {}
+            yield chunk(output.choice, {"role": "assistant", "content": ""}) | shown
+            readers[output.choice] = reader_of(body, context)
         last[output.choice], reader = output, readers[output.choice]
         text, calls = reader.push(output.delta, last=output.finish is not None)
         delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
         finish = _finish_reason(output, bool(reader.num_calls))
-        logprobs = _Logprobs(context.engine.tokenizer)
+        logprobs = Logprobs(body, context.engine.tokenizer)
         await write_logprobs(outputs, logprobs.add, output)
-        more = (module_reuse(output) if finish else {}) | await _explained(body, inquiry, outputs, output)
-        yield chunk(output.choice, delta, logprobs.fields() if body.logprobs else None, finish) | more
+        more = (reuse_of(output) if finish else {}) | await _explained(body, inquiry, outputs, output)
+        ids = {"token_ids": output.new_token_ids} if body.return_token_ids else {}
+        yield chunk(output.choice, delta, logprobs.fields() if body.logprobs else None, finish, **ids) | more
     if body.with_usage:
         yield {**envelope("chat.completion.chunk", rid, context), "choices": [], "usage": usage(last.values())}
 
 
-def _reader(body: ChatRequest, context: Context) -> CallReader:
+def reader_of(body: ChatRequest, context: Context) -> CallReader:
     return CallReader(
-        frozenset(tool.function.name for tool in body.offered),
+        frozenset(tool.function.name for tool in body.callable_tools()),
         forced=body.must_call,
         single=not body.parallel_tool_calls,
         tagged=writes_tags(context.engine.tokenizer),
@@ -227,20 +235,23 @@ def _finish_reason(output: Output, called: bool) -> str | None:
     return "tool_calls" if called and reason == "stop" else reason
 
 
-class _Logprobs:
-    """OpenAI's log-probabilities of a message."""
+class Logprobs:
+    """OpenAI's log-probabilities of a message, and vLLM's of its prompt."""
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, body: ChatRequest, tokenizer: Tokenizer):
+        self._body = body
         self._text_of = tokenizer.token_text
-        self._content = JsonList()
+        self.content = JsonList()
+        self.prompt = JsonList()
 
     def add(self, output: Output) -> None:
+        add_prompt_logprobs(self.prompt, output, self._body.prompt_logprobs, self._text_of)
         for item in output.logprobs or ():
-            top = [self._token(token, value) for token, value in item.top]
-            self._content.append({**self._token(item.token, item.logprob), "top_logprobs": top})
+            top = [self._token(token, value) for token, value in item.top[: self._body.top_logprobs or 0]]
+            self.content.append({**self._token(item.token, item.logprob), "top_logprobs": top})
 
     def fields(self) -> dict[str, Any]:
-        return {"content": self._content, "refusal": None}
+        return {"content": self.content, "refusal": None}
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self._text_of(token)

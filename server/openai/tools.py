@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
+from runtime.errors import InvalidRequest
+from runtime.models.marks import cut, new_mark
 from runtime.models.tokenizer import Tokenizer
 from runtime.sampling.json_text import parse_json
-from server.http.wire import Body, JsonObject, Text
+from server.http.wire import Body, JsonObject, JsonText, Text
 
 MAX_TOOLS = 128
 
@@ -63,17 +66,50 @@ class NamedTool(Body):
     type: Literal["function"]
     function: NamedFunction
 
+    @property
+    def names(self) -> set[str]:
+        return {self.function.name}
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+class Allowed(Body):
+    """Tools of those in the prompt that may be called, or of which one must be."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Body):
+    """OpenAI's choice of a few tools, whose prompt, and so its cached part, stays that of all tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+    @property
+    def names(self) -> set[str]:
+        return {tool.function.name for tool in self.allowed_tools.tools}
+
+
+def _kind_of_choice(value: Any) -> str:
+    if not isinstance(value, dict):
+        return "a word"
+    return "some tools" if value.get("type") == "allowed_tools" else "a tool"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("a word")]
+    | Annotated[NamedTool, Tag("a tool")]
+    | Annotated[AllowedTools, Tag("some tools")],
+    Discriminator(_kind_of_choice),
+]
 
 
 class CalledFunction(Body):
-    """The function of an earlier call; `arguments` is JSON text."""
+    """The function of an earlier call; `arguments` is JSON text, or the object."""
 
     model_config = ConfigDict(extra="ignore")
 
     name: Text
-    arguments: Text
+    arguments: JsonText = ""
 
 
 class ToolCall(Body):
@@ -95,14 +131,37 @@ class ToolCall(Body):
 
 
 def render_chat(
-    tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[Tool], add_generation_prompt: bool = True
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    tools: list[Tool],
+    add_generation_prompt: bool = True,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
-    """The prompt of a conversation with tools. Raises InvalidRequest."""
+    """The prompt of a conversation with tools; `variables`: of the chat template. Raises InvalidRequest."""
     if "tools" not in (tokenizer.chat_template or ""):
         messages, tools = with_tools(tokenizer, messages, tools), []
     else:
         messages = with_tools(tokenizer, messages, [])
-    return tokenizer.apply_chat_template(messages, add_generation_prompt, [tool.plain() for tool in tools] or None)
+    described = [tool.plain() for tool in tools] or None
+    return tokenizer.apply_chat_template(messages, add_generation_prompt, described, variables or {})
+
+
+def continue_chat(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> str:
+    """The prompt that ends within the last message, which the answer continues.
+
+    Args:
+        messages: the last one's content is a text.
+        render: applies the chat template to messages, without a generation prompt.
+
+    Raises:
+        InvalidRequest: if the template would change the end of the message.
+    """
+    *earlier, last = messages
+    mark = new_mark()
+    pieces = cut(render([*earlier, {**last, "content": last["content"] + mark}]), [mark])
+    if pieces is None:
+        raise InvalidRequest("this model's chat template changes the last message", param="continue_final_message")
+    return pieces[0]
 
 
 def with_tools(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: list[Tool]) -> list[dict[str, Any]]:

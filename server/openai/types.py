@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from runtime.errors import InvalidRequest
-from runtime.params import SamplingParams
+from runtime.params import CONSTRAINTS, ReuseParams, SamplingParams
 from runtime.reuse.modules.pml import Import
 from runtime.sampling.json_text import check_texts
 from server.auth.keys import CacheScope
 from server.documents.wire import GivenDocument, GivenDocuments
+from server.http import fields
 from server.http.wire import (
     AnswerId,
     Body,
     CacheSalt,
+    CacheUse,
     Diffusion,
     Explain,
     JsonObject,
@@ -26,74 +37,98 @@ from server.http.wire import (
     Priority,
     Prompts,
     Reuse,
+    Rid,
     Text,
     Timeout,
     TokenIds,
 )
-from server.openai.tools import MAX_TOOLS, NamedTool, Tool, ToolCall, ToolChoice, schema_of_call
+from server.openai.caching import Breakpoint, CacheOptions, Mark, Retention
+from server.openai.formats import Constrained, Constraint, ResponseFormat, StructuredOutputs, only
+from server.openai.tools import MAX_TOOLS, AllowedTools, NamedTool, Tool, ToolCall, ToolChoice, schema_of_call
 
 # Messages in a conversation, and parts in a message.
 MAX_MESSAGES = 4096
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-NewTokens = Annotated[int, Field(ge=1, le=1 << 20)]
+NewTokens = Annotated[int, Field(ge=-1, le=1 << 20, description="-1: as many as fit; 0: none, the prompt is computed")]
 
 
 class StreamOptions(Body):
     """Options of a stream."""
 
-    IGNORED = frozenset({"include_obfuscation"})
+    IGNORED = frozenset({"include_obfuscation", "continuous_usage_stats"})
 
     include_usage: bool = False
 
 
-class PromptCacheOptions(Body):
-    """OpenAI's options of prompt caching."""
+class SampledRequest(Body):
+    """Fields of OpenAI's three routes: sampling, and whose and how urgent the request is."""
 
-    comparison_response_id: AnswerId | None = None
+    IGNORED = fields.OPERATION | fields.OPENAI
+    ALIASES: ClassVar[Mapping[str, str]] = fields.SAMPLING_ALIASES | fields.REQUEST_ALIASES
 
-
-class CommonRequest(Body):
-    """Fields of completions and chat completions: OpenAI's, and extensions of vLLM and SGLang."""
-
-    # Fields of the OpenAI API without meaning for one local model.
-    IGNORED = frozenset(
-        {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
-        | {"verbosity", "reasoning_effort", "prediction"}
-    )
-    # The request's fields by the engine's parameters, where their names differ.
-    NAMES: ClassVar[dict[str, str]] = {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
-
-    model: str
-    n: int = Field(1, ge=1, le=64)
+    model: Text | None = Field(None, description="default: the one that is served")
     stream: bool = False
-    stream_options: StreamOptions | None = None
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, gt=0, le=1)
-    stop: OneOrMany[str] | None = None
+    stop: Annotated[OneOrMany[str] | None, AfterValidator(lambda stop: stop or None)] = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: LogitBias = Field(default_factory=dict)
     top_k: int = Field(-1, ge=-1, le=1 << 20)
     min_p: float = Field(0.0, ge=0, le=1)
+    typical_p: float = Field(1.0, gt=0, le=1)
     repetition_penalty: float = Field(1.0, ge=0.01, le=2)
     min_tokens: int = Field(0, ge=0, le=1 << 20)
     ignore_eos: bool = False
     stop_token_ids: TokenIds = Field(default_factory=list)
     skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    request_id: Rid | None = None
     priority: Priority = 0
     cache_salt: CacheSalt | None = None
+    cache: CacheUse = Field(default_factory=CacheUse)
     cache_scope: CacheScope = "private"
     timeout_s: Timeout | None = None
     explain: Explain = False
     comparison_response_id: AnswerId | None = None
     diffusion: Diffusion | None = None
 
+
+class CommonRequest(SampledRequest, Constrained):
+    """Fields of completions and chat completions: OpenAI's, and extensions of vLLM and SGLang."""
+
+    ALIASES: ClassVar[Mapping[str, str]] = {
+        **SampledRequest.ALIASES,
+        **fields.FORMAT_ALIASES,
+        "n_predict": "max_tokens",
+    }
+    # The request's fields by the engine's parameters, where their names differ.
+    NAMES: ClassVar[dict[str, str]] = {
+        **{"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", "last_tokens": "truncate_prompt_tokens"},
+        "rid": "request_id",
+    }
+
+    n: int = Field(1, ge=1, le=64)
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=20, description="alternatives to each token of the prompt")
+    return_token_ids: bool = False
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=1 << 20, description="only so many last tokens of the prompt; -1: as many as fit"
+    )
+    reuse: Reuse | None = Field(
+        None, description="of documents, or of reasoning steps; default: --document-reuse or --reasoning-cache"
+    )
+
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> CommonRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed with stream: true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs are not streamed", param="prompt_logprobs")
         return self
 
     @property
@@ -101,15 +136,22 @@ class CommonRequest(Body):
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling(self, max_new_tokens: int | None, json_schema: str | None = None) -> SamplingParams:
-        """The sampling parameters. Raises InvalidRequest."""
-        same = SamplingParams.model_fields.keys() & CommonRequest.model_fields.keys()
-        fields: dict[str, Any] = {name: getattr(self, name) for name in same}
+    def constraints(self) -> list[Constraint]:
+        """All that is said of the answer's format. Raises InvalidRequest."""
+        wanted = self.response_format.constraint() if self.response_format else {}
+        other = self.structured_outputs.constraints() if self.structured_outputs else []
+        return super().constraints() + ([wanted] if wanted else []) + other
+
+    def sampling(self, max_new_tokens: int | None, constraint: Constraint) -> SamplingParams:
+        """The sampling parameters; -1 new tokens are as many as fit. Raises InvalidRequest."""
+        same = SamplingParams.model_fields.keys() & CommonRequest.model_fields.keys() - {*CONSTRAINTS}
+        given: dict[str, Any] = {name: getattr(self, name) for name in same}
         if self.seed is not None:
-            fields["seed"] = self.seed % (1 << 63)
+            given["seed"] = self.seed % (1 << 63)
         try:
-            fields |= {"max_new_tokens": max_new_tokens, "min_new_tokens": self.min_tokens}
-            return SamplingParams(**fields, json_schema=json_schema)
+            new = None if max_new_tokens == -1 else max_new_tokens
+            given |= {"max_new_tokens": new, "min_new_tokens": self.min_tokens}
+            return SamplingParams(**given, **constraint)
         except ValidationError as error:
             problem = error.errors()[0]
             name = str(problem["loc"][0])
@@ -126,12 +168,14 @@ class CompletionRequest(CommonRequest):
         }
     )
 
+    NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.SAMPLING | fields.MODEL | fields.COMPLETION
+
     prompt: Prompts
-    max_tokens: int = Field(16, ge=0, le=1 << 20, description="0 with echo: only the prompt, e.g. its logprobs")
+    max_tokens: NewTokens = 16
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
     best_of: int | None = None
-    suffix: str | None = None
+    add_special_tokens: bool = Field(True, description="begin a text with the model's BOS, if it has one")
 
 
 class TextPart(Body):
@@ -139,8 +183,27 @@ class TextPart(Body):
 
     model_config = ConfigDict(extra="ignore")
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: Text
+    prompt_cache_breakpoint: Breakpoint | None = None
+
+
+class RefusalPart(Body):
+    """The assistant's refusal, a text."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["refusal"]
+    text: Text = Field(alias="refusal")
+
+
+class ThinkingPart(Body):
+    """The assistant's reasoning, which chat templates know as `reasoning_content`."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["thinking"]
+    thinking: Text
 
 
 def _arguments(given: dict[str, Any]) -> dict[str, str]:
@@ -173,44 +236,61 @@ class DocumentPart(Body):
     document: GivenDocument
 
 
-_KINDS = {"text": "a text", "module": "a module", "document": "a document"}
+_KINDS = {"module": "a module", "document": "a document", "refusal": "a refusal", "thinking": "a thought"}
 Part = Annotated[
     Annotated[TextPart, Tag("a text")]
+    | Annotated[RefusalPart, Tag("a refusal")]
+    | Annotated[ThinkingPart, Tag("a thought")]
     | Annotated[ModulePart, Tag("a module")]
     | Annotated[DocumentPart, Tag("a document")],
     Discriminator(lambda part: _KINDS.get(str(part.get("type")) if isinstance(part, dict) else "", "a text")),
 ]
 
 
+def _text_or_none(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
 class Message(Body):
     """A message of a conversation. Other fields are ignored, since clients send back servers' messages."""
 
     model_config = ConfigDict(extra="ignore")
+    ALIASES: ClassVar[Mapping[str, str]] = {"reasoning": "reasoning_content"}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: OneOr[Text, Annotated[list[Part], Field(max_length=MAX_MESSAGES)]] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Text | None = None
+    reasoning_content: Annotated[Text | None, BeforeValidator(_text_or_none)] = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
-        if self.content is None and self.role != "assistant":
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise ValueError(f"a message of role {self.role} needs content")
         if self.documents and self.role not in ("system", "developer", "user"):
             raise ValueError(f"a message of role {self.role} holds no documents")
         return self
 
-    def plain(self) -> dict[str, Any]:
-        """The chat template's dict: role, content, tool calls or the id of the call it answers.
+    def plain(self, mark: Mark | None = None) -> dict[str, Any]:
+        """The chat template's dict: role, content, reasoning, tool calls or the id of the call it answers.
 
-        The content is one string, or a list of texts and documents, if there are any.
+        The content is one string, or a list of texts and documents, if there are any. `mark` writes behind each text.
         """
         content: Any = self.content or ""
+        thoughts = [self.reasoning_content] if self.reasoning_content else []
         if isinstance(content, list):
-            shown = [part for part in content if not isinstance(part, ModulePart)]
-            content = [part.text if isinstance(part, TextPart) else part.document for part in shown]
+            thoughts += [part.thinking for part in content if isinstance(part, ThinkingPart)]
+            shown = [part for part in content if not isinstance(part, ModulePart | ThinkingPart)]
+            content = [
+                part.document
+                if isinstance(part, DocumentPart)
+                else part.text + (mark(part.prompt_cache_breakpoint) if mark and isinstance(part, TextPart) else "")
+                for part in shown
+            ]
             content = content if self.documents else "\n".join(content)
         turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        if thoughts:
+            turn["reasoning_content"] = "\n".join(thoughts)
         if self.tool_calls:
             turn["tool_calls"] = [call.plain() for call in self.tool_calls]
         return turn | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
@@ -223,10 +303,12 @@ class Message(Body):
     @property
     def num_characters(self) -> int:
         """Characters of the content, as far as the request holds them."""
+        thoughts = len(self.reasoning_content or "")
         if not isinstance(self.content, list):
-            return len(self.content or "")
-        texts = sum(len(part.text) for part in self.content if isinstance(part, TextPart))
-        return texts + sum(document.num_characters for document in self.documents)
+            return thoughts + len(self.content or "")
+        thoughts += sum(len(part.thinking) for part in self.content if isinstance(part, ThinkingPart))
+        texts = sum(len(part.text) for part in self.content if isinstance(part, TextPart | RefusalPart))
+        return thoughts + texts + sum(document.num_characters for document in self.documents)
 
     @property
     def imports(self) -> list[Import]:
@@ -248,29 +330,11 @@ def _check_calls(messages: list[Message]) -> list[Message]:
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), AfterValidator(_check_calls)]
 
 
-class ResponseFormat(Body):
-    """Format of the answer; `json_schema` holds a name and the schema."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonObject | None = None
-
-    def schema_text(self) -> str | None:
-        """Text of the JSON schema that the answer follows; None for any text. Raises InvalidRequest."""
-        if self.type == "text":
-            return None
-        if self.type == "json_object":
-            return '{"type": "object"}'
-        schema = (self.json_schema or {}).get("schema")
-        if not isinstance(schema, dict):
-            raise InvalidRequest("json_schema needs a schema", param="response_format.json_schema.schema")
-        return json.dumps(schema)
-
-
 class ChatRequest(CommonRequest):
     """`POST /v1/chat/completions`."""
 
-    # Fields that SGLang's router sends; no supported model marks its reasoning.
-    IGNORED = CommonRequest.IGNORED | {"separate_reasoning", "stream_reasoning"}
+    IGNORED = CommonRequest.IGNORED - {"prompt_cache_retention"}
+    NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.SAMPLING | fields.MODEL | fields.CHAT
     NAMES: ClassVar[dict[str, str]] = {
         **CommonRequest.NAMES,
         **{"prompt": "messages", "pml": "messages", "json_schema": "response_format"},
@@ -291,20 +355,23 @@ class ChatRequest(CommonRequest):
         None, alias="schema", description="a schema that the messages follow; their parts may import its modules"
     )
     documents: GivenDocuments | None = Field(None, description="the last user message begins with these documents")
-    reuse: Reuse | None = Field(None, description="of documents; default: --document-reuse")
     max_tokens: NewTokens | None = None
     max_completion_tokens: NewTokens | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     add_generation_prompt: bool = True
-    response_format: ResponseFormat | None = None
+    continue_final_message: bool = Field(False, description="the answer goes on with the last message's text")
+    add_special_tokens: bool = Field(False, description="the chat template has them already")
+    chat_template_kwargs: JsonObject | None = Field(None, description="variables of the chat template")
+    enable_thinking: bool | None = Field(None, description="the chat template's variable")
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = Field(
+        None, description="the chat template's variable; none: also enable_thinking: false"
+    )
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
-    prompt_cache_options: PromptCacheOptions | None = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
+    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_retention: Retention | None = None
 
     @property
     def num_characters(self) -> int:
@@ -315,9 +382,9 @@ class ChatRequest(CommonRequest):
     def has_documents(self) -> bool:
         return bool(self.documents) or any(message.documents for message in self.messages)
 
-    def turns(self) -> list[dict[str, Any]]:
+    def turns(self, mark: Mark | None = None) -> list[dict[str, Any]]:
         """The chat template's dicts of all messages, see `Message.plain`. Raises InvalidRequest."""
-        turns = [message.plain() for message in self.messages]
+        turns = [message.plain(mark) for message in self.messages]
         if self.documents:
             last = next((turn for turn in reversed(turns) if turn["role"] == "user"), None)
             if last is None:
@@ -327,10 +394,33 @@ class ChatRequest(CommonRequest):
         return turns
 
     @property
+    def most_tokens(self) -> int | None:
+        """Most tokens of the answer; None: as many as fit."""
+        if self.prompt_cache_options is not None and self.prompt_cache_options.prewarm:
+            return 0
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
     def earlier(self) -> str | None:
         """Id of the answer with whose prompt this one is compared."""
         options = self.prompt_cache_options
         return self.comparison_response_id or (None if options is None else options.comparison_response_id)
+
+    @property
+    def asks_to_keep(self) -> bool:
+        """Whether the prompt, or a beginning of it, is to be kept in the cache for some time."""
+        if self.prompt_cache_options is not None or self.prompt_cache_retention == "24h":
+            return True
+        parts = (part for message in self.messages if isinstance(message.content, list) for part in message.content)
+        return any(isinstance(part, TextPart) and part.prompt_cache_breakpoint is not None for part in parts)
+
+    def template_variables(self) -> dict[str, Any]:
+        """Variables of the chat template. Raises InvalidRequest."""
+        given = {"enable_thinking": self.enable_thinking, "reasoning_effort": self.reasoning_effort}
+        variables = {name: value for name, value in given.items() if value is not None}
+        if self.reasoning_effort == "none":
+            variables.setdefault("enable_thinking", False)
+        return variables | (self.chat_template_kwargs or {})
 
     @property
     def offered(self) -> list[Tool]:
@@ -340,33 +430,47 @@ class ChatRequest(CommonRequest):
     @property
     def must_call(self) -> bool:
         """Whether the answer must be a call."""
+        if isinstance(self.tool_choice, AllowedTools):
+            return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
-    def schema_text(self) -> str | None:
-        """Text of the JSON schema that the answer follows; None for any text. Raises InvalidRequest."""
-        if isinstance(self.tool_choice, NamedTool):
-            wanted = self.tool_choice.function.name
-            tools = [tool for tool in self.offered if tool.function.name == wanted]
-            if not tools:
-                raise InvalidRequest(f"tool_choice names {wanted!r}, which is none of the tools", param="tool_choice")
-            return schema_of_call(tools)
+    def callable_tools(self) -> list[Tool]:
+        """The tools that may be called, some of those in the prompt. Raises InvalidRequest."""
+        if not isinstance(self.tool_choice, NamedTool | AllowedTools):
+            return self.offered
+        names = self.tool_choice.names
+        if unknown := names - {tool.function.name for tool in self.offered}:
+            message = f"tool_choice names {min(unknown)!r}, which is none of the tools"
+            raise InvalidRequest(message, param="tool_choice")
+        return [tool for tool in self.offered if tool.function.name in names]
+
+    def constraint(self) -> Constraint:
+        """The format that the answer follows. Raises InvalidRequest."""
+        tools = self.callable_tools()
         if self.must_call:
-            return schema_of_call(self.offered)
-        return self.response_format.schema_text() if self.response_format else None
+            return {"json_schema": schema_of_call(tools)}
+        return only(self.constraints())
 
     def refuse_unsupported(self) -> None:
         """Raise InvalidRequest for unsupported fields, which are never ignored silently."""
         if self.schema_name is None and any(message.imports for message in self.messages):
             raise InvalidRequest("parts of type module need a schema", param="schema")
-        if self.schema_name is not None and (self.reuse or self.has_documents):
+        if self.schema_name is not None and (isinstance(self.reuse, ReuseParams) or self.has_documents):
             raise InvalidRequest("a schema and documents exclude each other", param="schema")
-        if self.functions or self.function_call not in (None, "none", "auto"):
-            raise InvalidRequest("functions are not supported; use tools", param="functions")
+        if self.schema_name is not None and (self.template_variables() or self.truncate_prompt_tokens is not None):
+            raise InvalidRequest("a schema's prompt takes no variables, and is not truncated", param="schema")
         if self.must_call and not self.tools:
             raise InvalidRequest("tool_choice needs tools", param="tool_choice")
-        if self.offered and self.response_format and self.response_format.type != "text":
-            raise InvalidRequest("response_format and tools exclude each other", param="response_format")
-        if self.modalities not in (None, ["text"]):
-            raise InvalidRequest("the only modality is text", param="modalities")
+        if self.offered and self.constraints():
+            raise InvalidRequest("tools and a format of the answer exclude each other", param="response_format")
+        if self.continue_final_message:
+            self._check_continued()
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+
+    def _check_continued(self) -> None:
+        if self.schema_name is not None or self.has_documents:
+            raise InvalidRequest("a message with modules or documents is not continued", param="continue_final_message")
+        if self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+            message = "continue_final_message and add_generation_prompt exclude each other"
+            raise InvalidRequest(message, param="continue_final_message")

@@ -138,7 +138,8 @@ def test_the_dependencies_that_an_image_installs_first():
     assert load - base == set(extras["load"])
     # An extra may name others.
     assert bench - load == set(extras["bench"]) - {"ramet[load]"}
-    assert set(listed("dev")) - bench - set(listed("otel")) == set(extras["dev"]) - {"ramet[bench,otel]"}
+    others = bench | set(listed("otel", "tiers"))
+    assert set(listed("dev")) - others == set(extras["dev"]) - {"ramet[bench,otel,tiers]"}
 
 
 def test_torch_is_the_version_of_the_makefile():

@@ -7,8 +7,9 @@ from array import array
 
 import pytest
 
-from radix import EventLog, Namespace, RadixTree, Removed, Stored, make_policy
-from radix.events import block_hashes
+from radix import EventLog, Evictions, Namespace, Quotas, RadixTree, Removed, Stored, make_policy
+from radix.events import Eviction, block_hashes
+from radix.eviction import Outlook
 
 
 class Mirror:
@@ -144,3 +145,32 @@ def test_hashes_are_those_of_every_other_engine():
     assert Namespace(salt="\ud800").to_bytes().hex() == "0000000003000000eda08000000000"
     assert block_hashes(tokens, 8, None, Namespace()) == HASHES
     assert block_hashes(tokens[8:], 8, HASHES[0], Namespace("ignored below the root")) == HASHES[1:]
+
+
+def test_the_last_evictions_and_why():
+    def key(*tokens: int) -> bytes:
+        return array("i", tokens).tobytes()
+
+    clock, policy, a = [0.0], make_policy("foresight", 9), Namespace("a")
+    told = Evictions(policy, lambda: clock[0], most=3)
+    tree = RadixTree(1, policy, lambda: clock[0], Quotas({"a": 9}), (told,))
+    for i in range(4):
+        tree.insert(key(i, 7), array("i", [2 * i, 2 * i + 1]), a)
+    clock[0] = 8.0
+    tree.evict(3)
+    assert list(told.last) == [
+        Eviction(8.0, 8.0, "room", 2, 0, a, Outlook("first turn", 3, pytest.approx(0.075))),
+        Eviction(8.0, 8.0, "room", 1, 1, a, Outlook("first turn", 2, pytest.approx(0.1))),
+    ]
+    tree.make_room(a, 9)
+    assert [(one.cause, one.pages) for one in told.last] == [("quota", 1), ("quota", 2), ("quota", 2)]
+    tree.insert(key(5), array("i", [50]), a)
+    tree.flush()
+    assert len(told.last) == 3, "who is thrown out by hand needs no reason"
+    policy = make_policy("lru", 9)
+    told = Evictions(policy, lambda: clock[0])
+    tree = RadixTree(1, policy, watchers=(told,))
+    for i in range(60):
+        tree.insert(key(i), array("i", [i]))
+    tree.evict(60)
+    assert (len(told.last), told.last[-1].outlook) == (50, None)

@@ -9,7 +9,6 @@ from typing import get_args
 import pytest
 
 from radix import POLICIES, RadixTree, make_policy
-from radix.eviction import S3FIFO
 from runtime.config import CacheConfig
 
 
@@ -92,9 +91,8 @@ def test_what_is_seen_of_evictions():
     assert stats.idle_s.counts[stats.idle_s.bounds.index(60.0)] == 4
 
 
-@pytest.mark.parametrize("policy", ["s3fifo", "gdsf"])
-def test_what_is_used_often_survives_a_scan(policy):
-    cache, plain = Cache(20, policy), Cache(20)
+def test_what_is_used_often_survives_a_scan():
+    cache, plain = Cache(20, "gdsf"), Cache(20)
     for one in (cache, plain):
         for _ in range(6):
             one.ask(*HOT, cost=4.0)
@@ -167,21 +165,3 @@ def test_cuts_of_a_run_make_no_hits():
     tree.unlock(node)
     assert len(tree.evict(31)) == 31
     assert [node.hits for node in tree.nodes()] == [1]
-
-
-def test_s3fifo_knows_a_prompt_again_that_was_trimmed_and_cut_before_it_left():
-    cache = Cache(20, "s3fifo")
-    cache.ask(1, 2, 3, 4, 5, 6)
-    cache.tree.unlock(cache.tree.lock_match(cache.tree.match(key(1, 2, 3))))
-    cache.free.extend(cache.tree.evict(1))
-    for i in range(20):
-        cache.ask(100 + i)
-    policy = cache.tree.policy
-    assert isinstance(policy, S3FIFO)
-    assert cache.cached(1) == 0
-    cache.ask(1, 2, 3, 4)
-    (node,) = [node for node in cache.tree.nodes() if node.key.startswith(key(1))]
-    assert node not in policy._small, "it left a short while ago, and comes into the main queue"
-    cache.ask(50, 51)
-    (node,) = [node for node in cache.tree.nodes() if node.key.startswith(key(50))]
-    assert node in policy._small, "a newcomer"

@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from radix import Namespace, RadixTree, outline, view
+from radix import Namespace, RadixTree, make_policy, outline, view
 
 A, B = Namespace("a"), Namespace("b")
 
@@ -208,6 +208,18 @@ def test_every_field():
     assert top.idle_s == right.idle_s < right.age_s < left.idle_s
     assert other.namespace == B
     assert (right.meta, left.meta, top.meta) == ({"number": 7}, None, None)
+
+
+def test_what_the_policy_expects_is_shown():
+    tree = RadixTree(1, make_policy("foresight", 9))
+    tree.insert(key(1, 2), array("i", [0, 1]))
+    tree.insert(key(1, 3), array("i", [0, 2]))
+    blocks = finish(outline(tree, 9))[0]
+    seen = {node.id: node.outlook for node in view(tree)}
+    assert [seen[i].kind for i in (0, 1, 2)] == ["first turn"] * 3
+    assert (seen[2].age, seen[1].age) == (0, 1)
+    assert {block.id: block.outlook for block in blocks} == {-1: None, **seen}
+    assert {node.outlook for node in view(make_tree())} == {None}
 
 
 def test_levels_pages_and_namespaces():

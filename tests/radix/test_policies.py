@@ -8,7 +8,8 @@ from array import array
 import pytest
 
 from radix import Namespace, Policy, RadixTree, make_policy
-from radix.eviction import GDSF, LRU, S3FIFO, Order
+from radix.eviction import GDSF, LRU, Order
+from radix.foresight import Foresight
 from radix.node import Node
 
 
@@ -132,160 +133,6 @@ def test_absorbed_recency_is_the_later_of_both():
         assert (parent.last_use, parent.used_s) == (8, 80.0)
 
 
-# -- S3-FIFO -----------------------------------------------------------------------------------------------------
-
-
-def test_newcomers_leave_first_in_first_out():
-    tree = Tree(S3FIFO(20))
-    for name in (1, 2, 3, 4):
-        tree.add(name)
-    tree.tree.touch(tree.nodes[1])
-    assert tree.gone(4) == [1, 2, 3, 4], "a renewed recency is no use"
-
-
-def promoted(policy: S3FIFO, *names: int) -> Tree:
-    """A tree whose runs, of a page each, have moved into the main queue; the small one is empty."""
-    tree, others = Tree(policy), range(90, 91 + policy._small_limit)
-    for name in (*names, *others):
-        tree.add(name)
-    tree.use(*names)
-    assert tree.gone() == [90], "the small queue was over its share"
-    for name in others[1:]:
-        tree.tree.drop(tree.nodes[name])
-    return tree
-
-
-def test_a_used_newcomer_moves_to_the_main_queue_with_nothing_to_its_credit():
-    tree = promoted(S3FIFO(10), 1, 2)
-    assert (tree.policy._small, tree.policy._small_pages) == ({}, 0)
-    assert [tree.nodes[name].frequency for name in (1, 2)] == [0, 0]
-    tree.add(3)
-    assert tree.gone() == [1], "the small queue, with one of ten pages, is within its share"
-    tree.add(4)
-    assert tree.gone(3) == [3, 2, 4], "with two it is not"
-
-
-@pytest.mark.parametrize(("capacity", "small", "share"), [(20, 0.1, 2), (29, 0.1, 2), (10, 0.3, 3), (5, 0.1, 1)])
-def test_the_share_of_the_small_queue(capacity, small, share):
-    tree = promoted(S3FIFO(capacity, small), 1)
-    tree.add(*range(10, 10 + share))
-    assert tree.gone() == [1]
-    tree = promoted(S3FIFO(capacity, small), 1)
-    tree.add(*range(10, 11 + share))
-    assert tree.gone() == [10]
-
-
-def test_an_empty_queue_passes_the_turn_to_the_other():
-    tree = promoted(S3FIFO(10), 1, 2)
-    for name in (3, 4, 5):
-        tree.add(name)
-    tree.tree.lock(tree.nodes[1])
-    tree.tree.lock(tree.nodes[2])
-    assert tree.gone(3) == [3, 4, 5], "the small queue, also within its share"
-    tree.tree.unlock(tree.nodes[1])
-    tree.add(6, 7, 8)
-    tree.tree.lock(tree.nodes[6])
-    assert tree.gone() == [1], "the main queue, though the small one is over its share"
-
-
-def test_the_small_queue_goes_first_while_it_is_over_its_share():
-    tree = promoted(S3FIFO(10), 1)
-    tree.add(2)
-    tree.add(3)
-    assert tree.gone(3) == [2, 1, 3]
-
-
-def test_a_use_in_the_main_queue_is_another_round_and_three_are_the_most():
-    tree = promoted(S3FIFO(10), 1)
-    tree.add(90)  # it left a moment ago: into the main queue, behind 1
-    tree.use(1)
-    assert tree.gone() == [90]
-    assert tree.nodes[1].frequency == 0, "that was its round"
-    tree.use(*[1] * 9)
-    assert tree.nodes[1].frequency == 3
-    assert tree.gone() == [1], "it is alone"
-    tree = promoted(S3FIFO(10), *range(1, 9))
-    tree.use(1, 1, 2)
-    assert tree.gone(8) == [3, 4, 5, 6, 7, 8, 2, 1]
-
-
-def test_whoever_left_as_a_newcomer_comes_back_into_the_main_queue():
-    tree = Tree(S3FIFO(10))
-    tree.add(1)
-    tree.add(2)
-    assert tree.gone() == [1]
-    tree.add(1)
-    assert list(tree.policy._small) == [tree.nodes[2]]
-    tree.add(3)
-    assert tree.gone() == [2], "of the small queue, which has two pages"
-    assert tree.gone() == [1]
-    tree.add(1)
-    assert tree.nodes[1] not in tree.policy._small, "it is still remembered"
-
-
-def test_as_many_are_remembered_as_the_pool_has_pages_and_the_oldest_are_forgotten():
-    tree = Tree(S3FIFO(3))
-    for name in range(1, 6):
-        tree.add(name)
-        assert tree.gone() == [name]
-    assert len(tree.policy._ghost) == 3
-    for name in (1, 2, 3, 4, 5):
-        tree.add(name)
-    assert [name for name in range(1, 6) if tree.nodes[name] in tree.policy._small] == [1, 2]
-
-
-def test_those_of_the_main_queue_are_not_remembered():
-    tree = promoted(S3FIFO(10), 1)
-    tree.gone()
-    tree.add(1)
-    assert tree.nodes[1] in tree.policy._small
-
-
-def test_namespaces_are_remembered_apart():
-    policy = S3FIFO(10)
-    tree = RadixTree(1, policy)
-    tree.insert(key(1), array("i", [0]), Namespace("a"))
-    tree.evict(1)
-    tree.insert(key(1), array("i", [1]), Namespace("b"))
-    assert [node.namespace.tenant for node in policy._small] == ["b"]
-    tree.insert(key(1), array("i", [2]), Namespace("a"))
-    assert [node.namespace.tenant for node in policy._small] == ["b"]
-
-
-def test_both_parts_of_a_run_stay_in_its_queue_with_its_uses():
-    tree = Tree(S3FIFO(100))
-    tree.add(1, 2, 3, 4, 5)
-    tree.use(1, 1)
-    policy, lower = tree.policy, tree.nodes[1]
-    tree.add(1, 2, 9)
-    upper = lower.parent
-    assert (policy._small[upper], policy._small[lower], policy._small_pages) == (2, 3, 6)
-    assert (upper.heat, upper.frequency) == (lower.heat, lower.frequency) == (1.0, 2)
-    tree = promoted(S3FIFO(100), 1)
-    tree.tree.unlock(tree.tree.lock_match(tree.tree.match(key(1))))
-    assert tree.policy._small == {}
-
-
-def test_a_trimmed_run_that_is_cut_shares_out_what_was_booked():
-    tree = Tree(S3FIFO(100))
-    tree.add(1, 2, 3, 4, 5)
-    tree.tree.evict(2)
-    tree.tree.unlock(tree.tree.lock_match(tree.tree.match(key(1, 9))))
-    policy, lower = tree.policy, tree.nodes[1]
-    assert (policy._small[lower], policy._small[lower.parent], policy._small_pages) == (2, 3, 5)
-    tree.tree.flush()
-    assert (policy._small, policy._small_pages) == ({}, 0)
-
-
-def test_a_parent_was_used_as_often_as_its_child():
-    for uses in ((3, 1), (1, 3)):
-        parent, child = leaf(), leaf()
-        parent.frequency, child.frequency = uses
-        parent.last_use, child.last_use = uses
-        S3FIFO(10).absorb(parent, child)
-        assert (parent.frequency, parent.last_use) == (3, 3)
-
-
 # -- GDSF --------------------------------------------------------------------------------------------------------
 
 
@@ -321,7 +168,7 @@ def test_gdsf_s_clock_rises_with_its_victims():
     assert tree.gone() == [3]
     tree.add(4, cost=1.0)
     assert tree.nodes[4].heat == 7.0
-    tree.policy.evicted(leaf())
+    tree.policy.leaving(leaf(), 0)
     assert tree.policy._clock == 6.0, "it never goes back"
 
 
@@ -337,8 +184,17 @@ def test_gdsf_values_a_parent_anew_when_a_child_leaves():
     assert parent.heat == 3.0 + 2 * 6.0 / 2
 
 
-@pytest.mark.parametrize(("name", "kind"), [("lru", LRU), ("s3fifo", S3FIFO), ("gdsf", GDSF)])
+def test_gdsf_s_clock_stays_while_a_part_of_a_run_leaves():
+    tree = Tree(GDSF())
+    tree.add(1, 2, cost=4.0)
+    tree.tree.evict(1)
+    assert tree.policy._clock == 0.0
+    tree.tree.evict(1)
+    assert tree.policy._clock == 2.0
+
+
+@pytest.mark.parametrize(("name", "kind"), [("lru", LRU), ("foresight", Foresight), ("gdsf", GDSF)])
 def test_policies_by_name(name, kind):
     policy = make_policy(name, 70)
     assert type(policy) is kind
-    assert kind is not S3FIFO or (policy._ghost_limit, policy._small_limit) == (70, 7)
+    assert kind is not Foresight or policy._capacity == 70

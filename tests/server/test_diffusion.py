@@ -141,6 +141,7 @@ def test_server_info_and_health(tiny):
         ({"diffusion": {"what": 1}}, "diffusion.what"),
         ({"diffusion": {"gen_length": 600}}, "sampling_params.max_new_tokens"),
         ({"return_logprob": True}, "logprobs"),
+        ({"reuse": {"method": "reasoncache"}}, "reuse"),
         ({"sampling_params": {**GREEDY, "min_p": 0.5}}, "sampling_params.min_p"),
     ],
 )

@@ -9,10 +9,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -22,7 +23,7 @@ from runtime.errors import EngineDead, ModelError
 from runtime.execution.device import choose_device
 from runtime.execution.executor import Executor
 from runtime.execution.parallel.group import Group, rank_device
-from runtime.execution.parallel.orders import CopyRows, Order, encode_order
+from runtime.execution.parallel.orders import CopyRows, Order, ReadPages, WritePages, encode_order
 from runtime.execution.parallel.worker import LENGTH, Boot
 from runtime.models.shards import split_spec
 from runtime.models.spec import ModelSpec
@@ -50,6 +51,7 @@ class Workers:
         ]
         self.on_death: Callable[[EngineDead], None] | None = None
         self.closing = False
+        self._lock = threading.Lock()
         for rank, process in enumerate(self.processes, start=1):
             boot = Boot(config.model_dump_json(), str(path), rank, port)
             self._write(process, msgspec.json.encode(boot))
@@ -67,8 +69,15 @@ class Workers:
     def send(self, order: Order) -> None:
         """Send an order to all ranks. Raises EngineDead if one has ended."""
         data = encode_order(order)
-        for process in self.processes:
-            self._write(process, data)
+        with self._lock:
+            for process in self.processes:
+                self._write(process, data)
+
+    def scatter(self, pages: Sequence[int], theirs: Sequence[np.ndarray]) -> None:
+        """Fill pages of all ranks, each with its part."""
+        with self._lock:
+            for process, data in zip(self.processes, theirs, strict=True):
+                self._write(process, encode_order(WritePages(list(pages), np.ascontiguousarray(data))))
 
     def _write(self, process: subprocess.Popen[bytes], data: bytes) -> None:
         assert process.stdin is not None
@@ -139,7 +148,7 @@ class ParallelExecutor(Executor):
         except BaseException:
             self.workers.close()
             raise
-        self.pool.on_copy = lambda *rows: self.workers.send(CopyRows(*rows))
+        self.pool.others, self.pool.ranks = self, size
 
     def on_death(self, call: Callable[[EngineDead], None]) -> None:
         def end(error: EngineDead) -> None:
@@ -147,6 +156,17 @@ class ParallelExecutor(Executor):
             call(error)
 
         self.workers.on_death = end
+
+    def copy_rows(self, source_page: int, target_page: int, rows: int) -> None:
+        self.workers.send(CopyRows(source_page, target_page, rows))
+
+    def gather(self, pages: Sequence[int], mine: torch.Tensor) -> torch.Tensor:
+        """See `OtherPools`; between two steps."""
+        self.workers.send(ReadPages(list(pages)))
+        return self.group.side_by_side(mine.view(1, -1)).view(-1, *mine.shape[1:])
+
+    def scatter(self, pages: Sequence[int], theirs: Sequence[np.ndarray]) -> None:
+        self.workers.scatter(pages, theirs)
 
     def run(self, batch: ForwardBatch) -> torch.Tensor:
         """See `Executor.run`. Raises EngineDead if a rank fails."""

@@ -21,15 +21,34 @@ class CopyRows:
     rows: int
 
 
-Order = ForwardBatch | CopyRows
+@dataclass(slots=True)
+class ReadPages:
+    """Give the driver a copy of pages."""
+
+    pages: list[int]
+
+
+@dataclass(slots=True)
+class WritePages:
+    """Fill pages; `data`: uint8 [2, layers, pages, bytes]."""
+
+    pages: list[int]
+    data: np.ndarray
+
+
+Order = ForwardBatch | CopyRows | ReadPages | WritePages
+
+_KINDS: dict[str, type[CopyRows | ReadPages | WritePages]] = {"copy": CopyRows, "read": ReadPages, "write": WritePages}
 
 _TENSOR, _ARRAY, _SLICE, _RANGE = range(4)
 
 
 def encode_order(order: Order) -> bytes:
     """An order as bytes, without `LayerGroup.save`: only the driver keeps states."""
-    if isinstance(order, CopyRows):
-        return _encoder.encode(["copy", order])
+    for name, kind in _KINDS.items():
+        if isinstance(order, kind):
+            return _encoder.encode([name, order])
+    assert isinstance(order, ForwardBatch)
     groups = [replace(group, save=[]) for group in order.groups]
     return _encoder.encode(["forward", replace(order, groups=groups)])
 
@@ -37,8 +56,8 @@ def encode_order(order: Order) -> bytes:
 def decode_order(data: bytes) -> Order:
     """The inverse of `encode_order`; tensors are on the CPU."""
     kind, fields = _decoder.decode(data)
-    if kind == "copy":
-        return CopyRows(**fields)
+    if kind in _KINDS:
+        return _KINDS[kind](**fields)
     return ForwardBatch(**{**fields, "groups": [_group(group) for group in fields["groups"]]})
 
 

@@ -23,7 +23,7 @@ from runtime.errors import RametError
 from runtime.execution.device import choose_device
 from runtime.execution.executor import Executor
 from runtime.execution.parallel.group import Group, rank_device
-from runtime.execution.parallel.orders import CopyRows, Order, decode_order
+from runtime.execution.parallel.orders import CopyRows, Order, ReadPages, WritePages, decode_order
 from runtime.logs import set_up_logs
 
 log = logging.getLogger("ramet.engine")
@@ -96,6 +96,10 @@ def main() -> int:
     while (order := inbox.get()) is not None:
         if isinstance(order, CopyRows):
             executor.pool.copy_rows(order.source_page, order.target_page, order.rows)
+        elif isinstance(order, ReadPages):
+            group.side_by_side(executor.pool.read_pages(order.pages).view(1, -1))
+        elif isinstance(order, WritePages):
+            executor.pool.write_pages(order.pages, order.data)
         else:
             executor.run(order)
     group.close()

@@ -24,6 +24,10 @@ class ShallowMeta:
     encoded_tokens: int
     table: DepthTable
 
+    @property
+    def tokens(self) -> int:
+        return self.encoded_tokens
+
     def depth(self, length: int, ratio: float) -> int:
         """Layers in which the first `length` tokens may be reused by a request of which they are `ratio` (0 to 1)."""
         return self.table.partial_depth(ratio, length / self.encoded_tokens)

@@ -87,6 +87,22 @@ class BiCache(Strategy):
     def runs(self, tokens: array[int], namespace: Namespace, asked: dict[str, Any]) -> list[Run]:
         return [Run(tokens, encoding_of(tokens.tobytes(), namespace))]
 
+    def reads(self, request: Request) -> list[Run]:
+        """The prefix that it shares, if it is known which one that is."""
+        self.find(request)
+        share = request.reuse
+        if share.encoding is None or share.is_partial or request.canvas is None:
+            return []
+        meta = ShallowMeta(share.length, self.table)
+        return [Run(request.tokens[: share.length], share.encoding, meta=meta, whole=True)]
+
+    def restored(self, tokens: array[int], namespace: Namespace) -> None:
+        if self.encodings.match(tokens.tobytes(), namespace):
+            self.encodings.add(tokens, namespace.without_entry, namespace)
+
+    def meta_of(self, namespace: Namespace, described: dict[str, Any]) -> ShallowMeta | None:
+        return ShallowMeta(described["encoded_tokens"], self.table) if namespace.entry.startswith("bicache:") else None
+
     # -- which prefix ----------------------------------------------------------------------------------------
 
     def find(self, request: Request) -> Found:
@@ -208,7 +224,8 @@ class BiCache(Strategy):
         request, share = work.request, work.request.reuse
         if saved[0] is not None and self.boundaries.max_bytes:
             # For other requests, and for this one's next refresh.
-            self.boundaries.put(share.encoding, share.depth, saved[0])
+            if request.store:
+                self.boundaries.put(share.encoding, share.depth, saved[0])
             share.boundary = saved[0]
         if share.is_encoding:
             self._insert(request, seconds)
@@ -223,11 +240,14 @@ class BiCache(Strategy):
         return True
 
     def _insert(self, request: Request, seconds: float) -> None:
-        """Hand the prefix that a request has encoded to the tree.
+        """Hand the prefix that a request has encoded to the tree, if it may be kept.
 
         Where the tree still had some pages of this encoding, they stay: their KV is the same.
         """
         share, (segment,) = request.reuse, request.segments
+        share.is_encoding = False
+        if not request.store:
+            return
         meta = ShallowMeta(share.length, self.table)
         key = request.tokens[: share.length]
         node, segment.pages = self.cache.insert(
@@ -235,7 +255,6 @@ class BiCache(Strategy):
         )
         self.cache.tree.lock(node)
         segment.node = node
-        share.is_encoding = False
         self.encodings.add(key, request.namespace, share.encoding)
 
     def release(self, request: Request, keep: bool) -> None:
@@ -249,7 +268,7 @@ class BiCache(Strategy):
             return
         found = self.cache.tree.match(request.key(request.reuse.length), encoding)
         for top in list(path(found.node))[-1:]:
-            self.cache.drop(top)
+            self.cache.distrust(top)
         self.boundaries.discard(encoding)
 
     def flush(self) -> None:

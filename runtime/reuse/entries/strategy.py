@@ -15,7 +15,7 @@ from runtime.request import Request, Segment, Work, slots_of
 from runtime.reuse.build import Read, RowSet, Stage
 from runtime.reuse.entries.entry import Entry
 from runtime.reuse.prefix import PrefixStrategy
-from runtime.reuse.strategy import Found
+from runtime.reuse.strategy import Found, Run
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
 
@@ -85,6 +85,14 @@ class EntryStrategy(PrefixStrategy):
         whole = sum(e.length for e, match in zip(request.reuse.entries, matches, strict=True) if self._all(e, match))
         return Found(own.tokens + whole, (own, matches))
 
+    def reads(self, request: Request) -> list[Run]:
+        """Own tokens and all entries."""
+        entries = request.reuse.entries
+        return [
+            *super().reads(request),
+            *(Run(array("i", e.key), e.namespace, e.name, self._meta(request, e)) for e in entries),
+        ]
+
     def _match(self, entry: Entry) -> Match:
         if not self.cache.enabled:
             return Match()
@@ -110,7 +118,7 @@ class EntryStrategy(PrefixStrategy):
         cache, imports = self.cache, request.reuse
         own, matches = found.detail
         pairs = list(zip(imports.entries, matches, strict=True))
-        missing = [(entry, self._start(entry, match)) for entry, match in pairs if not self._all(entry, match)]
+        missing = [(entry, self._start(request, entry, match)) for entry, match in pairs if not self._all(entry, match)]
         kept = sum(cache.pages_for(entry.length) - start // cache.page_size for entry, start in missing)
         scratch = sum(cache.pages_for(entry.num_holes) for entry, _ in missing)
         nodes = [cache.tree.lock_match(match) for match in matches]
@@ -140,14 +148,19 @@ class EntryStrategy(PrefixStrategy):
         """The record of an entry's run in the tree."""
         return None
 
-    def _start(self, entry: Entry, match: Match) -> int:
-        """The row at which an entry is encoded: behind its whole pages in the tree, if none of them has a hole."""
+    def _start(self, request: Request, entry: Entry, match: Match) -> int:
+        """The row at which an entry is encoded: behind its whole pages in the tree, if none of them has a hole.
+
+        An entry that may not be kept has all its pages to itself.
+        """
+        if not request.store:
+            return 0
         page_size = self.cache.page_size
         return min(len(match.pages), entry.before_holes // page_size) * page_size
 
     def _begin(self, request: Request, entry: Entry, match: Match, node: Node | None, fresh: array[int]) -> array[int]:
         """Let a request encode an entry, in the first of some fresh pages; returns the others."""
-        start = self._start(entry, match)
+        start = self._start(request, entry, match)
         before = match.pages[: start // self.cache.page_size]
         kept = self.cache.pages_for(entry.length) - len(before)
         size = kept + self.cache.pages_for(entry.num_holes)
@@ -216,16 +229,16 @@ class EntryStrategy(PrefixStrategy):
         self.counters[self.counted[0]] += len(complete)
 
     def _insert(self, request: Request, one: Encoding) -> Segment:
-        """The segment of a complete entry; without a cache its pages stay private."""
+        """The segment of a complete entry; its pages stay private where nothing may be kept."""
         cache, entry = self.cache, one.entry
         cache.allocator.release(one.scratch)
         node, pages = None, one.pages
-        if cache.enabled:
+        if cache.enabled and request.store:
             meta = self._meta(request, entry)
             node, pages = cache.insert(entry.key, pages, entry.namespace, one.seconds, meta, request.owner)
             cache.tree.lock(node)
-            for segment in one.held:
-                cache.tree.unlock(segment.node)
+        for segment in one.held:
+            cache.tree.unlock(segment.node)
         self._there(request, entry, pages)
         return Segment(pages, entry.length, node=node)
 

@@ -62,6 +62,19 @@ class Asked(msgspec.Struct):
             raise InvalidRequest("ratio, chunk_tokens, k or keep_tokens is outside of its range", param="reuse")
         return found
 
+    def options(self) -> dict[str, Any]:
+        """The options that the answer repeats; of those that single methods take, this method's."""
+        own: dict[str, dict[str, Any]] = {
+            "legolink": {"k": self.k} if self.ratio is None else {},
+            "full": {"variant": self.variant},
+        }
+        return {
+            "ratio": self.ratio,
+            "granularity": self.granularity,
+            "chunk_tokens": self.chunk_tokens,
+            **own.get(self.select, {}),
+        }
+
     def chunks(self) -> Iterator[tuple[int, int, str]]:
         """Ranges of the prompt that are encoded alone, and the name of the document that each belongs to."""
         names = self.names or [f"document {i + 1}" for i in range(len(self.documents))]

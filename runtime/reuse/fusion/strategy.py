@@ -250,6 +250,11 @@ class Fusion(EntryStrategy):
     def _meta(self, request: Request, entry: Entry) -> DocumentMeta | None:
         return DocumentMeta(entry.name, entry.length) if entry.namespace.entry else None
 
+    def meta_of(self, namespace: Namespace, described: dict[str, Any]) -> DocumentMeta | None:
+        if not namespace.entry.startswith("document:"):
+            return None
+        return DocumentMeta(described["document"], described["document_tokens"])
+
     def admit(self, request: Request, found: Found, headroom: int) -> bool:
         fused = request.reuse
         look = fused.method.look if self._must_look(fused, found.detail[0]) else None
@@ -370,7 +375,8 @@ class Fusion(EntryStrategy):
         fused, sequence = request.reuse, request.sequence
         if fused.selected is None:
             chosen = fused.method.choose(fused.look)
-            self._choices.keep(fused.layout, fused.namespace, chosen)
+            if request.store:
+                self._choices.keep(fused.layout, fused.namespace, chosen)
             self._select(request, chosen, len(fused.layout.prompt))
             sequence.pages += fused.held[1].pages
             request.segments.remove(fused.held.pop())
@@ -407,8 +413,7 @@ class Fusion(EntryStrategy):
             "strategy": self.name,
             "exact": False,
             "method": asked.select,
-            "ratio": asked.ratio,
-            "granularity": asked.granularity,
+            **asked.options(),
             "documents": list(dict.fromkeys(entry.name for entry in documents)),
             "computed_documents": list(dict.fromkeys(e.name for e in documents if e.namespace in missing)),
             "reused_tokens": reused,

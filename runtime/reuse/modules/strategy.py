@@ -105,6 +105,11 @@ class Modules(EntryStrategy):
     def _meta(self, request: Request, entry: Entry) -> ModuleMeta:
         return ModuleMeta(request.reuse.schema, entry.name, entry.length)
 
+    def meta_of(self, namespace: Namespace, described: dict[str, Any]) -> ModuleMeta | None:
+        if not namespace.entry.startswith("module:"):
+            return None
+        return ModuleMeta(described["schema"], described["module"], described["module_tokens"])
+
     def report(self, request: Request) -> dict[str, Any] | None:
         """With the first token: nothing of it changes later."""
         if request.num_output > 1:

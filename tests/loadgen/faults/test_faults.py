@@ -18,7 +18,20 @@ SMALL = ["--model", "{}", "--dtype", "float32", "--threads", "1"]
 
 @pytest.mark.parametrize(
     "case",
-    ["storm", "large", "fuzz", "kill", "drain", "descriptors", "frozen", "pages", "amplify", "retraction", "signals"],
+    [
+        "storm",
+        "large",
+        "fuzz",
+        "kill",
+        "drain",
+        "descriptors",
+        "frozen",
+        "pages",
+        "amplify",
+        "retraction",
+        "signals",
+        "tiers",
+    ],
 )
 def test_a_server_stands(case, tiny_dir, tmp_path, monkeypatch):
     out = tmp_path / "out.json"

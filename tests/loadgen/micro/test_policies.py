@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import random
 from array import array
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 
-from loadgen.micro.bench_policies import offline_bound, read_trace, replay
+from loadgen.micro.bench_policies import capacities_of, offline_bound, operations, read_trace, replay, run
+from loadgen.micro.stress import STRESS, stress_trace
 from radix import POLICIES
 
 CAPACITIES = (60, 150, 400)
@@ -52,21 +56,82 @@ def brute_force_lru(trace, capacity):
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_lru_equals_a_brute_force_cache(trace, capacity):
-    assert replay(trace, "lru", capacity) == pytest.approx(brute_force_lru(trace, capacity), abs=0.005)
+    assert replay(trace, "lru", capacity).hit_ratio == pytest.approx(brute_force_lru(trace, capacity), abs=0.005)
 
 
 # Blocks of the trace that each policy finds, of 3,110.
-HITS = {"lru": [702, 1320, 1623], "s3fifo": [655, 1009, 1264], "gdsf": [637, 1048, 1419]}
+HITS = {"foresight": [702, 1320, 1623], "lru": [702, 1320, 1623], "gdsf": [637, 1048, 1419]}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_stays_below_the_offline_bound(trace, policy):
-    total = sum(len(blocks) for _, blocks in trace)
     bounds = [offline_bound(trace, capacity) for capacity in CAPACITIES]
-    shares = [replay(trace, policy, capacity) for capacity in CAPACITIES]
-    assert [round(share * total) for share in shares] == HITS[policy]
-    assert all(share <= bound for share, bound in zip(shares, bounds, strict=True))
-    assert replay(trace, policy, 10**6) == pytest.approx(offline_bound(trace, 10**6))
+    found = [replay(trace, policy, capacity) for capacity in CAPACITIES]
+    assert [sum(one.hits) for one in found] == HITS[policy]
+    assert all(one.hit_ratio <= bound.hit_ratio for one, bound in zip(found, bounds, strict=True))
+    assert replay(trace, policy, 10**6).hits == offline_bound(trace, 10**6).hits
+
+
+def test_a_tally_by_quarter():
+    trace = [
+        (float(i), array("i", blocks))
+        for i, blocks in enumerate([[1], [1], [1, 2], [1, 2], [3], [3, 4, 5], [1, 2], [9]])
+    ]
+    tally = replay(trace, "lru", 100)
+    assert (tally.blocks, tally.hits) == ([2, 4, 4, 3], [1, 3, 1, 2])
+    assert tally.by_quarter() == [0.5, 0.75, 0.25, pytest.approx(2 / 3)]
+    assert (tally.hit_ratio, tally.saved[1]) == (7 / 13, pytest.approx(3 + 1 / 64))
+    assert tally.saved_ratio == sum(tally.saved) / sum(tally.operations)
+    assert operations(0, 3) == pytest.approx(3 + 3 / 64) == operations(0, 1) + operations(1, 3)
+    assert offline_bound(trace, 2).hits == [1, 3, 1, 1], "2 goes for 3, which is next"
+
+
+@pytest.mark.parametrize(("name", "least"), [("recent", -0.003), ("loop", 0.04), ("chats", 0.02), ("uniform", 0.003)])
+def test_foresight_is_hardly_ever_behind_lru(name, least):
+    """All traces and sizes are in the benchmark."""
+    trace = stress_trace(name)
+    capacity = capacities_of(trace)[1]
+    assert replay(trace, "foresight", capacity).hit_ratio - replay(trace, "lru", capacity).hit_ratio > least
+
+
+@pytest.mark.parametrize("name", STRESS)
+def test_a_stress_trace_is_the_same_with_the_same_seed(name):
+    trace = stress_trace(name, 3)
+    assert trace == stress_trace(name, 3) != stress_trace(name, 4)
+    assert all(blocks for _, blocks in trace)
+
+
+def test_foresight_is_ahead_of_lru_on_an_hour_of_chat():
+    """`RAMET_TRACES`: a folder with Mooncake's traces."""
+    path = Path(os.environ.get("RAMET_TRACES", "nowhere")) / "conversation_trace.jsonl"
+    if not path.exists():
+        pytest.skip("RAMET_TRACES names no folder with conversation_trace.jsonl")
+    chats = read_trace(path)
+    found = [
+        [replay(chats, policy, capacity).hit_ratio for capacity in (1000, 5000)] for policy in ("lru", "foresight")
+    ]
+    assert [round(100 * ratio, 1) for ratio in found[0]] == [4.5, 11.2]
+    assert found[1][0] > 0.074
+    assert found[1][1] > 0.155
+
+
+def test_a_run_prints_and_writes_what_it_found(tmp_path, trace, capsys):
+    path = tmp_path / "small.jsonl"
+    path.write_text(
+        "\n".join(json.dumps({"timestamp": 1000 * s, "hash_ids": list(blocks)}) for s, blocks in trace[:80])
+    )
+    options = argparse.Namespace(
+        traces=[str(path)], capacities=[60, 150], stress=["chats"], seed=0,
+        plot=str(tmp_path / "plot.png"), json=str(tmp_path / "found.json"),
+    )  # fmt: skip
+    assert run(options) == 0
+    printed = capsys.readouterr().out
+    for word in ("small: 80 requests", "foresight: hits", "gdsf: saved", "lru, 4", "offline bound, 1", "chats"):
+        assert word in printed
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["small"]["capacities"] == [60, 150]
+    assert found["small"]["lru"][1]["hits"] == replay(trace[:80], "lru", 150).hits
+    assert (tmp_path / "plot.png").stat().st_size > 5_000
 
 
 def test_hashes_of_any_size_are_read(tmp_path):

@@ -32,7 +32,7 @@ class Driver:
         self.steps = 0
 
     def add(self, rid: str, prompt: Sequence[int], **options: Any) -> None:
-        fields = {"namespace", "logprobs", "prompt_logprobs_from", "priority"}
+        fields = {"namespace", "account", "keep", "logprobs", "prompt_logprobs_from", "priority", "store"}
         message = {name: options.pop(name) for name in fields & options.keys()}
         sampling = SamplingParams(**{"temperature": 0, "ignore_eos": True, **options}).model_dump()
         self.tokens[rid], self.events[rid] = [], []

@@ -240,7 +240,7 @@ def test_what_is_configured():
     assert (len(event.hashes), event.tokens) == (2, key(1, 2, 3, 4))
     policies = {name: type(make_cache(eviction_policy=name).tree.policy).__name__ for name in ("lru", "gdsf")}
     assert policies == {"lru": "LRU", "gdsf": "GDSF"}
-    assert make_cache(pages=40, eviction_policy="s3fifo").tree.policy._ghost_limit == 40
+    assert make_cache(pages=40).tree.policy._capacity == 40, "foresight, of the pool's size"
 
 
 def lost(cache, request):

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from radix import Namespace, RadixTree
+from radix import POLICIES, Namespace, RadixTree
 from runtime.kv.pins import PinBoard
 from runtime.protocol import AddPin, GetPins, OnNode, RemovePin
 from tests.runtime.engine.driver import Driver, make_core
@@ -153,7 +153,7 @@ def test_a_request_that_waits_for_room_is_one_use_of_its_prefix(driver):
     assert (node.hits, sum(tree.stats.reuse_gap_s.counts)) == (1, 1)
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo", "gdsf"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_full_load_with_pins_and_quotas_at_their_limits(tiny_dir, policy):
     core = make_core(
         tiny_dir, pool_tokens=320, page_size=4, pin_budget=0.6, eviction_policy=policy, max_running=8, tenant_quota=60

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -43,7 +45,7 @@ def test_the_first_rows_of_a_page_are_copied_in_all_layers():
     pool.k[:] = torch.arange(12.0)[None, :, None, None]
     pool.v[:] = pool.k + 100
     pool.copy_rows(3, 1, 2)
-    pool.on_copy = lambda *arguments: told.append(arguments)
+    pool.others = SimpleNamespace(copy_rows=lambda *arguments: told.append(arguments))
     pool.copy_rows(0, 2, 1)
     rows = [0, 1, 2, 9, 10, 5, 0, 7, 8, 9, 10, 11]
     for layer in range(2):

@@ -178,7 +178,7 @@ def test_batches_and_somebody_elses_limits(default_model_dir, tmp_path):
 def test_more_of_what_published_templates_use(with_template):
     messages = [{"role": "user", "content": "é"}]
     tokenizer = with_template("{% generation %}{{ messages[0].content }}{% endgeneration %}{{ thinking }}")
-    assert tokenizer.apply_chat_template(messages, thinking=True) == "éTrue"
+    assert tokenizer.apply_chat_template(messages, variables={"thinking": True}) == "éTrue"
     tokenizer = with_template("{{ messages | tojson(ensure_ascii=True, indent=2) }}{{ sep_token is defined }}")
     assert tokenizer.apply_chat_template(messages) == json.dumps(messages, indent=2) + "False"
     tokenizer = with_template("{{ documents is defined and documents is none and tools is none }}")

@@ -53,6 +53,16 @@ def test_output_matches_an_expression(engine, ignore_eos):
         assert output.finish.type == "stop"
 
 
+@pytest.mark.parametrize(
+    ("grammar", "pattern"),
+    [('root ::= item ("," item)*\nitem ::= [0-9] [0-9]', r"\d\d(,\d\d)*"), ('start: "oak" | /el+m/', "oak|el+m")],
+)
+def test_output_follows_a_grammar(engine, grammar, pattern):
+    (output,) = engine.generate("List: ", {"temperature": 1, "seed": 3, "max_new_tokens": 12, "grammar": grammar})
+    assert output.finish.type == "length" or re.fullmatch(pattern, output.text)
+    assert set(output.text) <= set("0123456789,oakelm")
+
+
 def test_neighbours_of_a_grammar_are_left_alone(engine):
     plain = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
     (alone,) = engine.generate("The capital of France is", plain)
@@ -74,6 +84,10 @@ def test_neighbours_of_a_grammar_are_left_alone(engine):
         {"json_schema": '{"a":' * 12_000},
         {"json_schema": json.dumps({"$ref": "https://example.org/schema.json"})},
         {"json_schema": "{}", "regex": "a"},
+        {"regex": "a", "grammar": 'root ::= "a"'},
+        {"grammar": "no grammar"},
+        {"grammar": "root ::= " + "(" * 3000},
+        {"grammar": "start: missing"},
     ],
 )
 def test_what_cannot_be_followed_is_refused(engine, params):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from array import array
+from itertools import pairwise
 
 import pytest
 import torch
@@ -56,6 +58,28 @@ def test_filters_are_what_they_say(hundredths, top_k, top_p, min_p, temperature)
         return
     kept = [i for i in kept if probs[i] >= min_p * top]
     assert set(torch.nonzero(got)[:, 0].tolist()) == set(kept)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(-500, 500), min_size=2, max_size=20, unique=True), st.integers(0, 5), st.floats(0.05, 0.99))
+def test_typical_tokens_are_those_whose_surprise_is_nearest_to_the_mean(hundredths, top_k, mass):
+    logits = torch.tensor([h / 100 for h in hundredths])
+    got = filter_probs(logits, SamplingParams(top_k=top_k, typical_p=mass))
+    probs = {i: p for i, p in enumerate(filter_probs(logits, SamplingParams(top_k=top_k)).tolist()) if p > 0}
+    entropy = -sum(p * math.log(p) for p in probs.values())
+    distance = {i: abs(-math.log(p) - entropy) for i, p in probs.items()}
+    order = sorted(probs, key=distance.__getitem__)
+    if any(abs(distance[i] - distance[j]) < 1e-5 for i, j in pairwise(order)):
+        return  # a tie, which rounding decides
+    kept, total = set(), 0.0
+    for i in order:
+        if abs(total - mass) < 1e-6:
+            return
+        if total >= mass:
+            break
+        kept.add(i)
+        total += probs[i]
+    assert set(torch.nonzero(got)[:, 0].tolist()) == kept
 
 
 def test_draws_follow_the_distribution():

@@ -49,6 +49,16 @@ def test_requests_are_counted_under_both_names(client):
         assert grown(f"{house}:inter_token_latency_seconds_count") == 8
         assert grown(f"{house}:e2e_request_latency_seconds_count") == 2
         assert grown(f"{house}:generation_tokens_total") == 10
+    assert grown("vllm:request_generation_tokens_sum") == 10
+    assert grown("vllm:request_generation_tokens_count") == 2
+    prompt = 4
+    assert grown("vllm:request_prompt_tokens_sum") == prompt, "a prompt counts once, for all its completions"
+    assert grown("vllm:iteration_tokens_total_sum") >= prompt + 2 * 4
+    assert grown("vllm:iteration_tokens_total_count") >= 5
+    waiting = [name for name in after if name.startswith("vllm:num_requests_waiting_by_reason")]
+    assert [after[name] for name in waiting] == ["0.0", "0.0"]
+    assert grown("http_requests_total", '{handler="/generate",method="POST",status="2xx"}') == 1
+    assert "vllm:prompt_tokens_cached_total" + LABELS in after
     assert grown("vllm:request_success_total", '{finished_reason="length",model_name="smollm2"}') == 2
     assert float(after["sglang:num_running_reqs" + LABELS]) == 0
 

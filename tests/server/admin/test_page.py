@@ -288,11 +288,20 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
     rest = [
         common | {"id": i, "start": 0, "tokens": 16000, "total": 16000, "nodes": 100, "parent": 0} for i in range(499)
     ]
-    tree = {"blocks": [root, *rest], "pins": [], "pinned_tokens": 0, "budget_tokens": 0}
+    outlook = {"kind": "turn 2, after less than 64 uses", "age": 40, "promise": 0.0012}
+    gone = {"namespace": "alice", "cause": "room", "pages": 1, "kept_pages": 8, "idle_s": 61.4, "outlook": outlook}
+    rest[0]["outlook"] = outlook
+    evictions = [gone | {"outlook": None}, gone]
+    tree = {"blocks": [root, *rest], "evictions": evictions, "pins": [], "pinned_tokens": 0, "budget_tokens": 0}
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in ({"figures": figures}, {"tree": tree}))
     page.route("**/dashboard/events", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
     page.goto(server.url)
     page.locator("#treefigures", has_text="16,000,000 tokens in 100,000 nodes, 499 of them shown").wait_for()
+    last = page.locator("#evictions tr").nth(1).inner_text()
+    told = "turn 2, after less than 64 uses; 40 uses ago; 1.2 hits a page in 1,000 uses"
+    assert last.split("\t") == ["alice", "room", "1 of 9", "61", told]
+    page.locator("#icicle rect").nth(1).dispatch_event("mousemove", {"clientX": 9, "clientY": 9})
+    assert f"foreseen: {told}" in page.locator("#tip").inner_text()
     # Blocks narrower than a pixel are not drawn, and what is not shown stands as one.
     assert page.locator("#icicle rect").count() <= 502
     assert page.locator("#icicle rect[data-rest]").count() == 1

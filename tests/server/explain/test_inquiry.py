@@ -168,6 +168,49 @@ def test_chat_tells_it_with_the_last_chunk(clean):
     assert told == chunks[-1:]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_messages_tell_it_in_anthropics_form(clean, stream):
+    def send(system: str, said: str, **options) -> dict:
+        turns = [{"role": "user", "content": [{"type": "text", "text": said}]}]
+        body = {"max_tokens": 2, "system": system, "messages": turns, "stream": stream, "cache_salt": "messages"}
+        answer = clean.post("/v1/messages", json=body | options)
+        assert answer.status_code == 200, answer.text
+        if not stream:
+            return answer.json()
+        return json.loads(next(line for line in answer.text.splitlines() if line.startswith("data: "))[6:])["message"]
+
+    first = send(f"It is noon. {HELP}", f"Where is Rome? {stream}", diagnostics={"previous_message_id": None})
+    assert "diagnostics" not in first
+    asked = {"diagnostics": {"previous_message_id": first["id"]}}
+    told = send(f"It is late. {HELP}", f"Where is Rome? {stream}", **asked)
+    missed = told["explain"]["missed_tokens"]
+    assert told["diagnostics"]["cache_miss_reason"] == {"type": "system_changed", "cache_missed_input_tokens": missed}
+    told = send(f"It is noon. {HELP}", f"Where is Rome? {stream}", tools=[{"name": "f", "input_schema": {}}], **asked)
+    assert told["diagnostics"]["cache_miss_reason"]["type"] == "tools_changed"
+    told = send(f"It is noon. {HELP}", f"When was Rome? {stream}", **asked)
+    assert told["diagnostics"]["cache_miss_reason"]["type"] == "messages_changed"
+    assert (told["explain"]["parting"]["index"], told["explain"]["parting"]["here"][:4]) == (0, "n wa")
+    assert send(f"It is noon. {HELP}", f"Where is Rome? {stream}", **asked)["diagnostics"] is None
+    told = send(HELP, "Hi.", diagnostics={"previous_message_id": "msg_none"})
+    assert told["diagnostics"] == {"cache_miss_reason": {"type": "previous_message_not_found"}}
+
+
+def test_responses_tell_it_in_openais_form(api, clean):
+    options = {"model": MODEL, "max_output_tokens": 2, "extra_body": {"cache_salt": "responses"}}
+    first = api.responses.create(instructions=f"It is noon. {HELP}", input="Where is Rome?", **options)
+    options["prompt_cache_options"] = {"comparison_response_id": first.id}
+    told = api.responses.create(instructions=f"It is late. {HELP}", input="Where is Rome?", **options)
+    found = told.prompt_cache_diagnostics
+    assert (found.type, found.reason, found.comparison_reusable_tokens) == ("cache_miss", "input_changed", 5)
+    assert found.cache_missed_tokens == told.usage.input_tokens - told.usage.input_tokens_details.cached_tokens
+    assert told.prompt_cache_options.comparison_response_id == first.id
+    assert told.explain["reason"] == "system_differs"
+    events = list(
+        api.responses.create(instructions=f"It is noon. {HELP}", input="Where is Rome?", stream=True, **options)
+    )
+    assert events[-1].response.prompt_cache_diagnostics.type == "cache_hit"
+
+
 @pytest.mark.parametrize("field", [{"explain": "yes"}, {"explain": 1}, {"comparison_response_id": ""},
                                    {"comparison_response_id": "x" * 257}, {"comparison_response_id": 7}])  # fmt: skip
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])

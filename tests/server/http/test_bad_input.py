@@ -52,7 +52,7 @@ BAD = [
     (b'{"text": ["x", 5]}', 400, "text.1"),
     (b'{"text": "x", "stream": "yes"}', 400, "stream"),
     (b'{"text": "x", "rid": ""}', 400, "rid"),
-    (b'{"text": "x", "priority": 1e9}', 400, "priority"),
+    (b'{"text": "x", "priority": 1.5}', 400, "priority"),
     (b'{"input_ids": [[1, "a"]]}', 400, "input_ids.0.1"),
     (b'{"input_ids": [1, true]}', 400, "input_ids.1"),
     (b'{"text": "x", "sampling_params": {"max_new_tokens": "5"}}', 400, "sampling_params.max_new_tokens"),

@@ -33,7 +33,12 @@ MOST_CPU_S, MOST_GAP_S, MOST_BYTES = 1.5, 0.6, 64 * MIB
 # Room for the other fields of a body, and for their nodes.
 SIZE, NODES = MIB - 300, MAX_NODES - 100
 ROUTES = ("/generate", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/completions", "/cache/pin")
-ROUTES = (*ROUTES, "/v1/schemas", "/v1/documents", "/abort_request")
+ROUTES = (*ROUTES, "/v1/schemas", "/v1/documents", "/abort_request", "/v1/responses", "/v1/responses/input_tokens")
+ROUTES = (*ROUTES, "/v1/messages", "/v1/messages/count_tokens")
+
+
+# Routes whose fields are all fields of another one.
+SAME_FIELDS = ("/v1/messages/count_tokens", "/v1/responses/input_tokens")
 
 
 def fill(element: str, ends: str = "[]", most: int = MIB, last: str = "") -> str:
@@ -103,6 +108,7 @@ TABLE = {
     "list of object|string": (*OBJECTS, "quoted", "quoted braces", "surrogates"),
     "list of list of string": (*TEXTS, "objects", "batch"),
     "object|string": OBJECTS,
+    "map|string": (*OBJECTS, "fractions", "quoted", "quoted braces"),
 }
 
 
@@ -143,6 +149,21 @@ WHOLE = {
 }
 
 
+CONTROL = {"cache_control": {"type": "ephemeral"}}
+BLOCK = {"type": "text", "text": "x"}
+KEPT = [{**BLOCK, **CONTROL}] * 4
+MESSAGES = {
+    "breakpoints in many messages": [{"role": "user", "content": "x"}] * 4095 + [{"role": "user", "content": KEPT}],
+    "breakpoints in many blocks": [{"role": "user", "content": [*KEPT, *[BLOCK] * 4000]}] * 1,
+    "too many breakpoints": [{"role": "user", "content": KEPT * 1000}],
+    "breakpoints behind a long text": [{"role": "user", "content": [{**BLOCK, "text": "and so on " * 1900}, *KEPT]}],
+    "calls": [
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "", "name": "f", "input": {}, **CONTROL}] * 4}
+    ]
+    * 1000,
+}
+
+
 # Worst schemas; `test_pml.py` has those that are refused.
 SCHEMAS = {
     "many modules": union(*(f"<module name='m{i}'>x</module>" for i in range(11_000))),
@@ -151,6 +172,18 @@ SCHEMAS = {
 }
 
 
+def called(arguments: str) -> dict:
+    return {"type": "function_call", "call_id": "a", "name": "f", "arguments": arguments}
+
+
+ITEMS = {
+    "many calls": [called("{}")] * 4096,
+    "nested arguments": [called("[" * 33 + "]" * 33)] * 4096,
+    "deep arguments": [called(fill("[" * 50 + "]" * 50, most=1300))] * 7,
+    "many references": [{"type": "item_reference", "id": "a"}] * 4096,
+    "many texts": [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 4000}] * 5,
+    "many system messages": [{"role": "developer", "content": "x"}] * 4096,
+}
 SEGMENTS = {
     "many segments": {"segments": [{"text": "x"}, {"document": DOCUMENT}] * 2048},
     "many prompts": {"segments": [[{"document": DOCUMENT}] * 30] * 1000},
@@ -184,11 +217,13 @@ def app(default_model_dir) -> Iterator[FastAPI]:
 class Fields:
     """The fields of the bodies in an OpenAPI document: their names, kinds, and bodies with a value in their place.
 
-    Routes share models. A scalar field of one costs the same everywhere, and comes once.
+    Routes share models. A scalar field of one costs the same everywhere, and comes once; so does each field of a model
+    within another one: the worst values of all of them together stand in tables of their own.
     """
 
     document: dict
     seen: list = field(default_factory=list)
+    here: list = field(default_factory=list)
 
     def options(self, schema: dict) -> list[dict]:
         if "$ref" in schema:
@@ -213,27 +248,32 @@ class Fields:
         least = {"string": "x", "array": [], "integer": 1}.get(option.get("type"))
         return option.get("const", option.get("enum", [least])[0])
 
-    def walk(self, schema: dict) -> Iterator[tuple[str, str, Callable]]:
+    def walk(self, schema: dict, within: bool = False) -> Iterator[tuple[str, str, Callable]]:
         for option in self.options(schema):
             if option.get("type") == "array":
-                for path, kind, place in self.walk(option["items"]):
+                for path, kind, place in self.walk(option["items"], within):
                     yield f"[].{path}", kind, lambda value, place=place: [place(value)]
+            if "properties" in option and option in self.here:
+                continue
             known = option in self.seen
             self.seen.append(option)
+            self.here.append(option)
             for name, inner in option.get("properties", {}).items():
-                if known and self.kind(inner) in SCALARS:
+                if known and (within or self.kind(inner) in SCALARS):
                     continue
                 given = {**self.least(option), **option.get("example", {})}
                 rest = {other: given[other] for other in option.get("required", ()) if other != name}
                 yield name, self.kind(inner), lambda value, name=name, rest=rest: {**rest, name: value}
-                for path, kind, place in self.walk(inner):
+                for path, kind, place in self.walk(inner, within=True):
                     at = f"{name}.{path}"
                     yield at, kind, lambda value, name=name, rest=rest, place=place: {**rest, name: place(value)}
 
     def of(self, path: str) -> Iterator[tuple[str, str, Callable]]:
         schema = self.document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         yield "", "body", lambda value: value
-        yield from self.walk(schema)
+        if path not in SAME_FIELDS:
+            self.here.clear()
+            yield from self.walk(schema)
 
 
 async def ask(app: FastAPI, path: str, body: bytes) -> tuple[int, float, float]:
@@ -299,9 +339,20 @@ def test_the_worst_conversations(app, name):
     check(app, "/v1/chat/completions", WHOLE[name], name)
 
 
+@pytest.mark.parametrize("name", ITEMS)
+def test_the_worst_items(app, name):
+    check(app, "/v1/responses", json.dumps({"input": ITEMS[name]}, separators=(",", ":")).encode(), name)
+
+
 @pytest.mark.parametrize("name", SEGMENTS)
 def test_the_worst_segments(app, name):
     check(app, "/generate", json.dumps(SEGMENTS[name], separators=(",", ":")).encode(), name)
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_the_worst_breakpoints(app, name):
+    body = {"model": "smollm2-135m-instruct", "max_tokens": 1, "messages": MESSAGES[name]}
+    check(app, "/v1/messages", json.dumps(body, separators=(",", ":")).encode(), name)
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

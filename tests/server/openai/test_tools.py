@@ -156,7 +156,7 @@ class _Template:
     def __init__(self, chat_template: str):
         self.chat_template = chat_template
 
-    def apply_chat_template(self, messages, add_generation_prompt, tools):
+    def apply_chat_template(self, messages, add_generation_prompt, tools, variables):
         return messages, tools
 
 

@@ -73,6 +73,8 @@ def test_the_report_says_what_was_reused(tiny_dir, method):
     assert report["exact"] is False
     assert report["method"] == method
     assert report["granularity"] == "page"
+    assert report["chunk_tokens"] == one.chunk_tokens
+    assert report.get("variant") == ("cat" if method == "full" else None)
     assert report["documents"] == ["document 0", "document 1"]
     assert report["computed_documents"] == ["document 1"]
     assert report["recomputed_rows"] == len(driver.selected("a"))

@@ -1,0 +1,275 @@
+"""Chains of thought on an engine core: throughput, pages and predictions, with and without shared pages."""
+
+from __future__ import annotations
+
+import re
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loadgen.accuracy.chains import Chain
+from loadgen.accuracy.forced import Forcing
+from loadgen.micro.drive import Drive
+from runtime.models.tokenizer import Tokenizer
+from runtime.params import SamplingParams
+from runtime.protocol import AddRequest
+from runtime.reuse.reasoning.background import Background
+from runtime.reuse.reasoning.steps import Splitter, Step, similarity
+from runtime.reuse.reasoning.strategy import ReasonCache
+
+Watch = Callable[[int, int, torch.Tensor], None]
+
+# Greedy tokens in which the answer must stand.
+_SAID = 8
+# Cosine above which the paper counts two steps as similar.
+_SIMILAR = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A chain in tokens: a prompt, and what is forced behind it, of which the last tokens lead to the answer."""
+
+    prompt: array[int]
+    forced: list[int]
+    answer: str
+
+    @classmethod
+    def of(cls, chain: Chain, tokenizer: Tokenizer, length: int) -> Task:
+        """`length`: most forced tokens; a chain that is longer has no answer."""
+        text = tokenizer.apply_chat_template([{"role": "user", "content": chain.question}])
+        prompt, thought, lead = (
+            tokenizer.encode(part, add_special_tokens=False) for part in (text, chain.thought, chain.lead)
+        )
+        forced = thought + lead
+        is_whole = len(forced) <= length and chain.answer
+        return cls(array("i", prompt), forced[:length], chain.answer if is_whole else "")
+
+
+@dataclass(slots=True)
+class Served:
+    """A batch of requests from the first to the last.
+
+    Attributes:
+        seconds, cpu_s, evaluation_s: wall time, CPU time of the process, and the share of that for evaluation.
+        running: requests that ran in each step, weighted by the step's time; `retracted`: how often one gave way.
+        saved: AMSR of what was in the pool, weighted by time; `peak`: the largest.
+        ended: AMSR of each request at its end.
+    """
+
+    tokens: int
+    seconds: float
+    cpu_s: float
+    evaluation_s: float
+    running: float
+    retracted: int
+    saved: float
+    peak: float
+    ended: list[float]
+
+
+@dataclass(slots=True)
+class Compared:
+    """A chain that was served in one way, beside exact decoding.
+
+    Attributes:
+        kl: nats, of exact decoding's predictions to these, for each forced token; `agrees`: likely tokens are the same.
+        nll: nats, of the forced tokens, mean.
+        right: whether the answer was; None: nothing was asked.
+        amsr: at the end.
+    """
+
+    kl: list[float] = field(default_factory=list)
+    agrees: list[bool] = field(default_factory=list)
+    nll: float = 0.0
+    right: bool | None = None
+    amsr: float = 0.0
+
+
+class Thinker(Drive):
+    """An engine core on which chains are forced.
+
+    Args:
+        path: the model's directory.
+        at_once: steps are compared within the engine's step, so that a run repeats; else beside it, as when serving.
+        options: as of `ramet serve`.
+    """
+
+    def __init__(self, path: Path, at_once: bool, **options: Any):
+        super().__init__(path, overlap="off", **options)
+        self.tokenizer = Tokenizer.load(path)
+        self._forcing = self.core.decoding = Forcing(self.core.decoding, _ignore)
+        strategy = self.core.strategies[ReasonCache.name]
+        assert isinstance(strategy, ReasonCache)
+        self._strategy = strategy
+        if at_once:
+            strategy.background = Background(_AtOnce(), count(step=1000).__next__)
+
+    def measured(self, rotation: str) -> int:
+        """Distances of pages so far, up to the reservoir's size."""
+        return len(self._strategy.reservoirs[rotation])
+
+    def _ask(self, task: Task, reuse: dict[str, Any] | None, more: int = 0) -> str:
+        """Add a request that goes on for `more` tokens behind the forced ones; its id."""
+        rid = f"{self._count + 1}"
+        self._forcing.answers[rid] = task.forced
+        self.add(task.prompt, len(task.forced) + more, reuse)
+        return rid
+
+    def serve(self, tasks: Sequence[Task], reuse: dict[str, Any] | None) -> Served:
+        """Let all come at once, and wait for the last one; `reuse`: fields of their messages, None: exact."""
+        self._clear()
+        ended: dict[str, float] = {self._ask(task, reuse): 0.0 for task in tasks}
+        steps: list[tuple[float, int, float]] = []
+        retracted, evaluation_s = self.core.scheduler.num_retracted, self._strategy.background.seconds
+        started, cpu_s = time.perf_counter(), time.process_time()
+        while self.core.busy:
+            before = time.perf_counter()
+            events = self.core.step()
+            steps.append((time.perf_counter() - before, *self._pages()))
+            ended |= {event.rid: event.reuse["amsr"] for event in events if event.reuse}
+        seconds = time.perf_counter() - started
+        time.sleep(0.05)  # the last evaluations
+        return Served(
+            sum(len(task.forced) for task in tasks),
+            seconds,
+            time.process_time() - cpu_s,
+            self._strategy.background.seconds - evaluation_s,
+            sum(spent * running for spent, running, _ in steps) / seconds,
+            self.core.scheduler.num_retracted - retracted,
+            sum(spent * saved for spent, _, saved in steps) / seconds,
+            max(saved for _, _, saved in steps),
+            list(ended.values()),
+        )
+
+    def _pages(self) -> tuple[int, float]:
+        """Requests that run, and the share of their pages that is saved, by their page tables."""
+        running = self.core.scheduler.running
+        own = [page for request in running for page in request.sequence.pages]
+        read = sum(len(segment.pages) for request in running for segment in request.segments)
+        return len(running), (len(own) - len(set(own))) / max(len(own) + read, 1)
+
+    def _clear(self) -> None:
+        self.end()
+        self._forcing.answers.clear()
+        self._forcing.watch = _ignore
+
+    def predict(
+        self, tasks: Sequence[Task], reuse: dict[str, Any] | None, watch: Watch | None = None
+    ) -> list[Compared]:
+        """Force all, then let them answer; `watch`: called with the task's and the token's number, and the logits."""
+        self._clear()
+        places = {self._ask(task, reuse, _SAID if task.answer else 0): place for place, task in enumerate(tasks)}
+        if watch is not None:
+            self._forcing.watch = lambda rid, number, logits: watch(places[rid], number, logits)
+        found, said = [Compared() for _ in tasks], [array("i") for _ in tasks]
+        while self.core.busy:
+            for event in self.core.step():
+                assert event.finish is None or event.finish.type != "error", event.finish
+                said[places[event.rid]].extend(event.tokens)
+                if event.reuse:
+                    found[places[event.rid]].amsr = event.reuse["amsr"]
+        for mine, task, tokens in zip(found, tasks, said, strict=True):
+            if task.answer:
+                text = self.tokenizer.decode(tokens[len(task.forced) :].tolist())
+                mine.right = re.search(rf"\b{re.escape(task.answer)}\b", text) is not None
+        return found
+
+    def think(self, questions: Sequence[str], length: int, temperature: float, seed: int) -> list[Chain]:
+        """Chains that the model itself writes, all of them `length` tokens long."""
+        sampling = SamplingParams(
+            temperature=temperature, max_new_tokens=length, min_new_tokens=length, ignore_eos=False, seed=seed
+        )
+        said: dict[str, array[int]] = {}
+        for question in questions:
+            self._count += 1
+            said[f"{self._count}"] = array("i")
+            prompt = Task.of(Chain(question, ""), self.tokenizer, 0).prompt
+            self.core.handle(AddRequest(f"{self._count}", prompt.tobytes(), sampling.model_dump()))
+        while self.core.busy:
+            for event in self.core.step():
+                said[event.rid].extend(event.tokens)
+        texts = [self.tokenizer.decode(tokens.tolist()) for tokens in said.values()]
+        return [Chain(question, text) for question, text in zip(questions, texts, strict=True)]
+
+
+def _ignore(rid: object, number: int, logits: torch.Tensor) -> None:
+    """Look at no logits."""
+
+
+class _AtOnce(Executor):
+    """Runs calls where they are made."""
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        ended: Future[Any] = Future()
+        ended.set_result(call(*args, **options))
+        return ended
+
+
+def compare(
+    thinker: Thinker, ways: dict[str, dict[str, Any] | None], tasks: Sequence[Task]
+) -> dict[str, list[Compared]]:
+    """The same chains in all ways, by way; exact decoding is the first, and the others are compared with it."""
+    full: dict[tuple[int, int], torch.Tensor] = {}
+    found: dict[str, list[Compared]] = {}
+    for name, reuse in ways.items():
+        seen = [Compared() for _ in tasks]
+
+        def note(place: int, number: int, logits: torch.Tensor, seen: list[Compared] = seen) -> None:
+            mine = logits.log_softmax(-1)
+            true = full.setdefault((place, number), mine)
+            seen[place].kl.append(max(float((true.exp() * (true - mine)).sum()), 0.0))
+            seen[place].agrees.append(bool(true.argmax() == mine.argmax()))
+            seen[place].nll -= float(mine[tasks[place].forced[number]]) / len(tasks[place].forced)
+
+        found[name] = thinker.predict(tasks, reuse, note)
+        for mine, noted in zip(found[name], seen, strict=True):
+            mine.kl, mine.agrees, mine.nll = noted.kl, noted.agrees, noted.nll
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a kind of text is like; means over its chains.
+
+    Attributes:
+        similar: steps with a cosine above 0.8 to an earlier one, the paper's similarity ratio.
+        again: steps that were said before word by word.
+    """
+
+    chains: int
+    tokens: float
+    steps: float
+    similar: float
+    again: float
+
+    @classmethod
+    def of(cls, tasks: Sequence[Task], tokenizer: Tokenizer) -> Kind:
+        steps = [_steps(task, tokenizer) for task in tasks]
+        later = [(step, mine[:number]) for mine in steps for number, step in enumerate(mine) if number]
+        similar = [any(_cosine(step, one) > _SIMILAR for one in before) for step, before in later]
+        again = [any(step.text == one.text for one in before) for step, before in later]
+        return cls(
+            len(tasks),
+            sum(len(task.forced) for task in tasks) / len(tasks),
+            sum(map(len, steps)) / len(tasks),
+            sum(similar) / max(len(similar), 1),
+            sum(again) / max(len(again), 1),
+        )
+
+
+def _steps(task: Task, tokenizer: Tokenizer) -> list[Step]:
+    splitter = Splitter()
+    found = [splitter.push(token, tokenizer.token_text(token)) for token in task.forced]
+    return [step for step in found if step is not None]
+
+
+def _cosine(a: Step, b: Step) -> float:
+    lengths = sorted((len(a.text), len(b.text)))
+    return similarity(a, b) * lengths[1] / lengths[0]

@@ -1,0 +1,157 @@
+"""Traces that are hard for an eviction policy, each for a reason of its own; the same at every call with one seed."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from itertools import count
+
+Trace = list[tuple[float, array]]  # seconds since the start and int32 block ids, for every request
+Prompts = Iterator[list[int]]
+
+
+class _Blocks:
+    """Block ids that nobody has used, and random choices."""
+
+    def __init__(self, seed: int):
+        self.draw = random.Random(seed)
+        self._ids = count()
+
+    def new(self, least: int, most: int | None = None) -> list[int]:
+        """So many new blocks, or between `least` and `most`."""
+        size = least if most is None else self.draw.randint(least, most)
+        return [next(self._ids) for _ in range(size)]
+
+    def several(self, number: int, least: int, most: int) -> list[list[int]]:
+        return [self.new(least, most) for _ in range(number)]
+
+    def popular(self, items: list[list[int]]) -> list[int]:
+        """One of them; the n-th is asked for 1 / n times as often as the first."""
+        return self.draw.choices(items, [1 / (i + 1) for i in range(len(items))])[0]
+
+
+def _loop(blocks: _Blocks) -> Prompts:
+    """The same documents over and over: the one used least recently is the next."""
+    documents = blocks.several(120, 10, 30)
+    for i in range(3_000):
+        yield documents[i % len(documents)] + blocks.new(1)
+
+
+def _scans(blocks: _Blocks) -> Prompts:
+    """Popular documents, and every now and then a long row of prompts that never return."""
+    documents = blocks.several(150, 5, 30)
+    for i in range(5_000):
+        yield blocks.new(10, 30) if i % 1_000 < 300 else blocks.popular(documents) + blocks.new(1, 3)
+
+
+def _phases(blocks: _Blocks) -> Prompts:
+    """Other documents are popular after every thousand requests, and other kinds of traffic: documents, then chats."""
+    for phase in range(6):
+        documents = blocks.several(100, 5, 40)
+        chats = [blocks.new(2)]
+        for _ in range(1_000):
+            if phase % 2:
+                if blocks.draw.random() < 0.2:
+                    chats = [*chats[-40:], blocks.new(2, 8)]
+                chat = blocks.draw.choice(chats)
+                chat.extend(blocks.new(1, 3))
+                yield list(chat)
+            else:
+                yield blocks.popular(documents) + blocks.new(1)
+
+
+def _bursts(blocks: _Blocks) -> Prompts:
+    """A prompt comes some times in a row, rests for long, and comes so once more."""
+    resting: list[tuple[int, int, list[int]]] = []
+    for i in range(900):
+        prompt = blocks.new(10, 40)
+        heappush(resting, (i + blocks.draw.randint(20, 400), i, prompt))
+        for _ in range(blocks.draw.randint(1, 4)):
+            yield prompt + blocks.new(1)
+        while resting and resting[0][0] <= i:
+            again = heappop(resting)[2]
+            for _ in range(blocks.draw.randint(1, 4)):
+                yield again + blocks.new(1)
+
+
+def _sessions(blocks: _Blocks, wait: Callable[[], float], turns: tuple[int, int], systems: list[list[int]]) -> Prompts:
+    """Sessions that grow turn by turn; the last block of a prompt is not full, so that the next turn has another.
+
+    Args:
+        blocks: the source.
+        wait: time from one turn to the next; a new session begins every unit of time.
+        turns: least and most turns of a session.
+        systems: what sessions begin with; the first is the most popular.
+    """
+    due: list[tuple[float, int, int, list[int]]] = []
+    for i in range(500):
+        heappush(due, (i * 1.0, i, blocks.draw.randint(*turns), [*blocks.popular(systems), *blocks.new(1, 12)]))
+        while due and due[0][0] <= i:
+            now, number, left, prompt = heappop(due)
+            yield prompt + blocks.new(1)
+            prompt.extend(blocks.new(1, 4))
+            if left > 1:
+                heappush(due, (now + wait(), number, left - 1, prompt))
+
+
+def _agents(blocks: _Blocks) -> Prompts:
+    """Many quick turns with tools, a few at a time."""
+    yield from _sessions(blocks, lambda: blocks.draw.expovariate(0.3), (5, 20), blocks.several(3, 10, 20))
+
+
+def _chats(blocks: _Blocks) -> Prompts:
+    """A few turns, with minutes between them."""
+    yield from _sessions(blocks, lambda: blocks.draw.lognormvariate(3, 1), (1, 8), blocks.several(20, 1, 6))
+
+
+def _best_of_n(blocks: _Blocks) -> Prompts:
+    """A search over thoughts: several continuations of each prompt, the best of which is continued."""
+    open_ones: list[tuple[int, list[int]]] = []
+    for _ in range(4_000 // 4):
+        if not open_ones or (len(open_ones) < 60 and blocks.draw.random() < 0.2):
+            open_ones.append((blocks.draw.randint(4, 12), blocks.new(10, 30)))
+        depth, prompt = open_ones.pop(blocks.draw.randrange(len(open_ones)))
+        branches = [prompt + blocks.new(1, 3) for _ in range(4)]
+        yield from branches
+        if depth > 1:
+            open_ones.append((depth - 1, blocks.draw.choice(branches)))
+
+
+def _documents(blocks: _Blocks) -> Prompts:
+    """Long documents of very different lengths, some of them popular, with short questions."""
+    documents = blocks.several(60, 5, 20) + blocks.several(60, 50, 150)
+    blocks.draw.shuffle(documents)
+    for _ in range(3_000):
+        yield blocks.popular(documents) + blocks.new(1, 2)
+
+
+def _recent(blocks: _Blocks) -> Prompts:
+    """What came last is the most likely to come again: nothing is better than the least recently used."""
+    stack: list[list[int]] = []
+    for _ in range(4_000):
+        place = int(blocks.draw.paretovariate(0.4))
+        prompt = stack.pop(-place) if place <= len(stack) else blocks.new(5, 20)
+        stack.append(prompt)
+        yield list(prompt)
+
+
+def _uniform(blocks: _Blocks) -> Prompts:
+    """Everything is as likely as everything else, whatever came before."""
+    documents = blocks.several(300, 5, 20)
+    for _ in range(4_000):
+        yield blocks.draw.choice(documents) + blocks.new(1)
+
+
+_MAKERS: dict[str, Callable[[_Blocks], Prompts]] = {
+    "loop": _loop, "scans": _scans, "phases": _phases, "bursts": _bursts, "agents": _agents, "chats": _chats,
+    "best of n": _best_of_n, "documents": _documents, "recent": _recent, "uniform": _uniform,
+}  # fmt: skip
+STRESS = tuple(_MAKERS)
+
+
+def stress_trace(name: str, seed: int = 0) -> Trace:
+    """A trace by its name, with a request every second."""
+    prompts = _MAKERS[name](_Blocks(seed))
+    return [(float(i), array("i", prompt)) for i, prompt in enumerate(prompts)]

@@ -1,0 +1,220 @@
+"""Eviction by foresight: what promises the fewest hits goes first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from radix.eviction import Outlook, Policy, Victim
+from radix.node import Node
+from radix.returns import BUCKETS, EDGES, KINDS, Life, Returns, describe, gap_class
+
+# Leaves that are compared for one victim.
+_SAMPLE = 64
+# With more branches, a node is a prefix that many share, and its uses tell nothing of who continues it.
+_FEW = 3
+_LEARN_EVERY, _HALVE_EVERY = 512, 4096
+_WARM_USES = 1024
+# If the last page is used again this often, it goes with the others.
+_OFTEN = 0.9
+
+
+@dataclass(slots=True, eq=False)
+class _Record:
+    """Of a node.
+
+    Attributes:
+        life: how long its sequence has waited; nodes of one conversation have it in common.
+        branches: children that it ever had.
+        is_settled: it has lost its last page, or something continues it: nothing about that page is open.
+        following: the print of the page behind it, which the next child has or has not; None: nobody asks.
+        place: among the leaves; -1: not there.
+    """
+
+    life: Life
+    branches: int = 0
+    is_settled: bool = False
+    following: int | None = None
+    place: int = -1
+
+
+class Foresight(Policy):
+    """Learns from what returns, also after it was evicted, and evicts what promises the fewest hits a page and time.
+
+    Chats return seldom at once, mostly after a while, then less and less. By kind of leaf (`radix.returns`), the
+    promise of an age is a Gittins index. A leaf in its time of waiting stands above a newcomer, so that newcomers that
+    few would ask for again pass through. Until enough is known, the promise falls with the age alone: least recently
+    used.
+
+    Args:
+        capacity: the pool's pages, and how many evicted sequences are remembered, each by a hash.
+    """
+
+    def __init__(self, capacity: int):
+        self._capacity = capacity
+        self._returns = Returns()
+        self._ghosts: OrderedDict[int, Life] = OrderedDict()
+        self._leaves = _Leaves()
+        self._now = self._uses = self._new_pages = 0
+        # Returns that used the last page of the prompt before, of those that could have.
+        self._used_last = self._could_use_last = 5.0
+        self._reckon()
+
+    # -- what the tree reports -------------------------------------------------------------------------------
+
+    def used(self, node: Node, tick: int) -> None:
+        if node.record is None:
+            node.record = _Record(self._first_life(node, tick))
+        else:
+            self._return(node.record, tick)
+        self._uses += 1
+        if self._uses % _HALVE_EVERY == 0:
+            self._returns.halve()
+            self._used_last, self._could_use_last = self._used_last / 2, self._could_use_last / 2
+        if self._uses % _LEARN_EVERY == 0:
+            self._returns.learn(tick)
+            self._reckon()
+
+    def _reckon(self) -> None:
+        """Promises by kind and age; below them, for prompts whose last page is the next to go, that page's share."""
+        is_warm = self._uses >= _WARM_USES and self._new_pages >= 2 * self._capacity
+        promises = self._returns.promises() if is_warm else np.tile(0.3 / (EDGES[:-1] + 1), (KINDS, 1))
+        share = self._used_last / self._could_use_last
+        self._one_at_first = share < _OFTEN
+        self._promises = np.concatenate((promises, promises * share)).ravel()
+
+    def _first_life(self, leaf: Node, tick: int) -> Life:
+        """A new leaf comes back from among the evicted, or continues its parent, or is new to the world."""
+        self._new_pages += len(leaf.pages)
+        mark = _print(leaf, 0)
+        ghost = self._ghosts.pop(mark, None)
+        above: _Record | None = leaf.parent.record if leaf.parent is not None else None
+        if above is not None:
+            self._grow(above, mark)
+        if ghost is not None and not ghost.is_over:
+            self._returns.end(ghost, tick)
+            return self._returns.begin(tick, ghost.next_turn, gap_class(tick - ghost.tick))
+        if above is not None and above.branches <= _FEW:
+            if not above.life.is_over:
+                self._returns.cancel(above.life)
+            above.life = self._returns.begin(tick, above.life.turn, above.life.gap)
+            return above.life
+        return self._returns.begin(tick, 1, 0)
+
+    def _grow(self, parent: _Record, mark: int) -> None:
+        self._leaves.remove(parent)
+        if parent.following is not None:
+            self._used_last += parent.following == mark
+            self._could_use_last += 1
+        parent.branches, parent.is_settled, parent.following = parent.branches + 1, True, None
+
+    def _return(self, record: _Record, tick: int) -> None:
+        life = record.life
+        if not life.is_over:
+            self._returns.end(life, tick)
+            if not record.is_settled:
+                self._used_last, self._could_use_last = self._used_last + 1, self._could_use_last + 1
+        gap = gap_class(tick - life.tick)
+        record.life = self._returns.begin(tick, life.next_turn, gap, shared=record.branches > _FEW)
+
+    def enter(self, node: Node) -> None:
+        self._now = max(self._now, node.last_use)
+        self._leaves.put(node, _row(node))
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """Both parts wait for the same; where a prompt is cut at once, its last page was not asked for."""
+        following = None if lower.record.is_settled else _print(lower, 0)
+        upper.record = _Record(lower.record.life, 1, True, following)
+
+    def leaving(self, node: Node, kept_pages: int) -> None:
+        """Remember by a hash whoever leaves, and the one page that a prompt loses first."""
+        record: _Record = node.record
+        if kept_pages:
+            is_last = not record.is_settled and kept_pages == len(node.pages) - 1
+            record.following = _print(node, kept_pages) if is_last else None
+            record.is_settled = True
+            return
+        self._leaves.remove(record)
+        mark = _print(node, 0)
+        self._ghosts[mark] = record.life
+        self._ghosts.move_to_end(mark)
+        if len(self._ghosts) > self._capacity:
+            self._ghosts.popitem(last=False)
+
+    def absorb(self, parent: Node, child: Node) -> None:
+        """Those that continued an unshared parent were the same conversation."""
+        super().absorb(parent, child)
+        ours, theirs = parent.record, child.record
+        if ours.branches <= _FEW and theirs.life.tick > ours.life.tick:
+            ours.life = theirs.life
+
+    # -- victims ---------------------------------------------------------------------------------------------
+
+    def pop(self) -> Victim | None:
+        while (node := self._leaves.least(self._promises, self._now)) is not None:
+            self._leaves.remove(node.record)
+            if node.is_free_leaf:
+                return node, 1 if self._one_at_first and not node.record.is_settled else len(node.pages)
+        return None
+
+    def outlook(self, node: Node) -> Outlook:
+        record, age = node.record, max(self._now - node.last_use, 0)
+        bucket = int(np.searchsorted(EDGES, age, side="right")) - 1
+        promise = self._promises[_row(node) + min(bucket, BUCKETS - 1)]
+        return Outlook(describe(record.life.kind), age, float(promise))
+
+
+def _row(node: Node) -> int:
+    """Where the promises of a leaf begin in the table."""
+    return (node.record.life.kind + (0 if node.record.is_settled else KINDS)) * BUCKETS
+
+
+def _print(node: Node, at: int) -> int:
+    """A hash of the page at that place of a run and of the one before it, which neither cuts nor trims change."""
+    size = len(node.key) // len(node.pages)
+    assert node.parent is not None
+    before = node.key[(at - 1) * size : at * size] if at else node.parent.key[-size:]
+    return hash((node.namespace, before, node.key[at * size : (at + 1) * size]))
+
+
+class _Leaves:
+    """The leaves that may go, in parallel arrays: their node, last use, and row in the table of promises."""
+
+    def __init__(self) -> None:
+        self._nodes: list[Node] = []
+        self._ticks = np.zeros(_SAMPLE, dtype=np.int64)
+        self._rows = np.zeros(_SAMPLE, dtype=np.int64)
+        self._turn = 0
+
+    def put(self, node: Node, row: int) -> None:
+        """Add a leaf, or renew it."""
+        if node.record.place < 0:
+            node.record.place = len(self._nodes)
+            self._nodes.append(node)
+            if len(self._nodes) > len(self._ticks):
+                self._ticks, self._rows = (np.concatenate((old, old)) for old in (self._ticks, self._rows))
+        self._ticks[node.record.place], self._rows[node.record.place] = node.last_use, row
+
+    def remove(self, record: _Record) -> None:
+        """Take a leaf out, if it is there; the last one takes its place."""
+        at, record.place = record.place, -1
+        if at >= 0:
+            last = self._nodes.pop()
+            if at < len(self._nodes):
+                self._nodes[at], last.record.place = last, at
+                self._ticks[at], self._rows[at] = self._ticks[len(self._nodes)], self._rows[len(self._nodes)]
+
+    def least(self, table: NDArray[np.float64], now: int) -> Node | None:
+        """Of some leaves at an even stride, the one that promises least; of equals the oldest. None without leaves."""
+        if not self._nodes:
+            return None
+        stride = max(len(self._nodes) // _SAMPLE, 1)
+        self._turn += 1
+        some = slice(self._turn % stride, len(self._nodes), stride)
+        ages = now - self._ticks[some]
+        buckets = np.minimum(np.searchsorted(EDGES, ages, side="right") - 1, BUCKETS - 1)
+        promises = table[self._rows[some] + buckets] / (1 + 1e-6 * ages)
+        return self._nodes[some.start + stride * int(promises.argmin())]

@@ -1,0 +1,165 @@
+"""Returns: how soon sequences come back, learned by kind, and what a page that waits for its return promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import isqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Ages fall into buckets, two an octave: those of bucket k have a square of k bits. The last takes all that are older.
+BUCKETS = 34
+EDGES = np.array([0, *(isqrt((1 << k) - 1) + 1 for k in range(BUCKETS))])
+_WIDTHS = np.diff(EDGES)
+
+# Ages at which a gap belongs to the next class.
+_GAPS = (64, 256, 1024, 4096, 16384)
+_FIRST_TURN = 2 + len(_GAPS)
+KINDS = _FIRST_TURN + 1 + 3 * (len(_GAPS) + 1)
+_OPEN, _CANCELLED = 127, -1
+
+# Lives that are kept; those of a twice as long past are forgotten, observed or not.
+_MEMORY = 1 << 16
+_PRIOR = 100.0
+_LEAST = 1e-12
+
+
+@dataclass(slots=True, eq=False)
+class Life:
+    """A time of waiting: from one use of a sequence to the next, whether it stays cached or not.
+
+    Attributes:
+        number: counted from 0.
+        tick: when it began.
+        kind: what is alike in how soon it ends.
+        turn: uses of the sequence so far, of which 5 stand for more.
+        gap: the class of the time before, 0 to 5; 0 in the first turn.
+        is_over: the sequence has come back, or another Life waits for it.
+    """
+
+    number: int
+    tick: int
+    kind: int
+    turn: int
+    gap: int
+    is_over: bool = False
+
+    @property
+    def next_turn(self) -> int:
+        return min(self.turn + 1, 5)
+
+
+def bucket(age: int) -> int:
+    return min((age * age).bit_length(), BUCKETS - 1)
+
+
+def gap_class(age: int) -> int:
+    return sum(age >= gap for gap in _GAPS)
+
+
+def kind_of(turn: int, gap: int, shared: bool) -> int:
+    """1 to 6: a shared prefix, by gap; 7: the first turn; from 8 on: by gap, and in it turn 2, 3 and 4, or more."""
+    if shared:
+        return 1 + gap
+    return _FIRST_TURN if turn == 1 else _FIRST_TURN + 1 + 3 * gap + (turn > 2) + (turn > 4)
+
+
+@cache
+def describe(kind: int) -> str:
+    """A kind in words, for operators."""
+    if kind == _FIRST_TURN:
+        return "first turn"
+    gap, turn = (kind - 1, -1) if kind < _FIRST_TURN else divmod(kind - _FIRST_TURN - 1, 3)
+    name = ("turn 2", "turn 3 or 4", "turn 5 or later", "shared prefix")[turn]
+    return (
+        f"{name}, after less than {_GAPS[gap]} uses" if gap < len(_GAPS) else f"{name}, after {_GAPS[-1]} uses or more"
+    )
+
+
+class Returns:
+    """Counts of Lives by kind and age, from those that returned and those that did not."""
+
+    def __init__(self) -> None:
+        self._ticks = np.zeros(2 * _MEMORY, dtype=np.int64)
+        self._kinds = np.zeros(2 * _MEMORY, dtype=np.int64)
+        self._ends = np.zeros(2 * _MEMORY, dtype=np.int8)
+        self._begun = self._forgotten = 0
+        # For each bucket, the first Life that has not grown out of it.
+        self._next = np.zeros(BUCKETS, dtype=np.int64)
+        self._entered = np.zeros((KINDS, BUCKETS))
+        self._ended = np.zeros((KINDS, BUCKETS))
+
+    def begin(self, tick: int, turn: int, gap: int, shared: bool = False) -> Life:
+        """A sequence waits from `tick` on, which is later than those before."""
+        life = Life(self._begun, tick, kind_of(turn, gap, shared), turn, gap)
+        if self._begun - self._forgotten == 2 * _MEMORY:
+            for column in (self._ticks, self._kinds, self._ends):
+                column[:_MEMORY] = column[_MEMORY:]
+            self._forgotten += _MEMORY
+            self._next = np.maximum(self._next, self._forgotten)
+        at = self._begun - self._forgotten
+        self._ticks[at], self._kinds[at], self._ends[at] = tick, life.kind, _OPEN
+        self._begun += 1
+        return life
+
+    def end(self, life: Life, tick: int) -> None:
+        """The sequence has come back."""
+        self._close(life, bucket(tick - life.tick))
+
+    def cancel(self, life: Life) -> None:
+        """Nobody knows from now on whether it would have come back."""
+        self._close(life, _CANCELLED)
+
+    def _close(self, life: Life, end: int) -> None:
+        life.is_over = True
+        if life.number >= self._forgotten:
+            self._ends[life.number - self._forgotten] = end
+
+    def learn(self, now: int) -> None:
+        """Count the Lives that have grown out of a bucket since the last call: who entered it, who ended there."""
+        reached = self._forgotten + np.searchsorted(
+            self._ticks[: self._begun - self._forgotten], now - EDGES[1:], side="right"
+        )
+        counts = reached - self._next
+        buckets = np.repeat(np.arange(BUCKETS), counts)
+        # The counts are ranges of Lives, laid one behind the other.
+        lives = np.arange(len(buckets)) + np.repeat(self._next - self._forgotten - (np.cumsum(counts) - counts), counts)
+        ends, cells = self._ends[lives], self._kinds[lives] * BUCKETS + buckets
+        for table, chosen in ((self._entered, ends >= buckets), (self._ended, ends == buckets)):
+            table += np.bincount(cells[chosen], minlength=table.size).reshape(table.shape)
+        self._next = reached
+
+    def halve(self) -> None:
+        """Let what was learned count half."""
+        self._entered /= 2
+        self._ended /= 2
+
+    def promises(self) -> NDArray[np.float64]:
+        """Hits a page and tick, float64 [kinds, buckets], of keeping a page that waits as long as that is worthwhile.
+
+        A Gittins index: the most that any later age to give up makes of the hits until then by the time until then.
+        """
+        chance = self._chances()
+        # Of those that enter bucket 0, the share that enters each; a bucket in which some return is left halfway.
+        present = np.cumprod(1 - chance, axis=1) / (1 - chance)
+        hits, time = present * chance, present * _WIDTHS * (1 - chance / 2)
+        later = np.tri(BUCKETS).T
+        hits, time = (np.cumsum(part[:, None, :] * later, axis=2) for part in (hits, time))
+        # Where nothing has ever returned, the oldest still goes first.
+        return np.maximum(np.divide(hits, time, out=np.zeros_like(hits), where=time > 0).max(axis=2), _LEAST)
+
+    def _chances(self) -> NDArray[np.float64]:
+        """Of those that enter a bucket, the share that returns in it; of kinds seen seldom, like that of all chats."""
+        entered, ended = (_smooth(table[_FIRST_TURN:].sum(axis=0)) for table in (self._entered, self._ended))
+        usual = ended / np.maximum(entered, 1e-9)
+        often = (self._ended.sum(axis=1) + 5) / ((self._entered * usual).sum(axis=1) + 5)
+        expected = _PRIOR * often[:, None] * usual
+        return np.minimum((self._ended + expected) / (self._entered + _PRIOR), 0.98) * (_WIDTHS > 0)
+
+
+def _smooth(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Every bucket has half a weight of its neighbours."""
+    around = np.pad(counts, 1, mode="edge")
+    return 2 * counts + around[:-2] + around[2:]

@@ -1,0 +1,237 @@
+"""Blocks of KV under content addresses, and their form outside of the process.
+
+A stored block is `head | checksum | tenant | body`. The head has a fixed size and says how long the rest is; the
+checksum (XXH3, 128 bits) covers all other bytes; the body is tokens and payload, sealed where there is a cipher.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from enum import StrEnum
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
+
+from xxhash import xxh3_128
+
+from radix import Namespace
+
+BlockKey = bytes
+Buffer = bytes | bytearray | memoryview
+
+ROOT: BlockKey = bytes(16)
+_MAGIC, _VERSION, _SEALED = b"RKVB", 1, 1
+# magic, version, flags, bytes of tenant, tokens and payload; key, fingerprint, namespace
+_HEAD = struct.Struct("<4sHHIIQ16s16s16s")
+# Nobody's block is larger; a length beyond it is a flipped bit, or an attack.
+MOST_BYTES = 1 << 31
+# The head, the checksum and any usual tenant.
+HEAD_BYTES = 1024
+
+
+class Fingerprint(NamedTuple):
+    """Everything but tokens and namespace that the bytes of a block depend on."""
+
+    weights: str
+    dtype: str
+    layout: str
+    page_size: int
+    rope: str
+    shard: str = "0/1"
+    kind: str = "causal"
+
+    def digest(self) -> bytes:
+        """16 bytes."""
+        return _digest(b"fingerprint", *(str(field).encode() for field in self))
+
+
+class Block(NamedTuple):
+    """A block's address, and all that has to be equal for it to be believed.
+
+    Attributes:
+        key: its place in the chain of its sequence.
+        namespace: of its sequence.
+        tokens: its own, int32 little-endian.
+    """
+
+    key: BlockKey
+    namespace: Namespace
+    tokens: bytes
+
+
+class Head(NamedTuple):
+    """A stored block's description of itself; `body` is where tokens and payload begin."""
+
+    key: BlockKey
+    tenant: str
+    fingerprint: bytes
+    namespace: bytes
+    sealed: bool
+    num_token_bytes: int
+    num_bytes: int
+    body: int
+
+
+class Mismatch(StrEnum):
+    """Reason why bytes are not the block that was asked for."""
+
+    TRUNCATED = "truncated"
+    FORMAT = "format"
+    CHECKSUM = "checksum"
+    FINGERPRINT = "fingerprint"
+    KEY = "key"
+    NAMESPACE = "namespace"
+    TOKENS = "tokens"
+    CIPHER = "cipher"
+
+
+class Cipher(Protocol):
+    """Authenticated encryption with a key for each tenant.
+
+    Attributes:
+        name_secret: at most 32 bytes, mixed into the keys of blocks, so that their names say nothing to others.
+    """
+
+    name_secret: bytes
+
+    def seal(self, tenant: str, data: bytes, bound: bytes) -> bytes:
+        """Nonce, encrypted data and tag, `SEAL_BYTES` longer; OSError without a key."""
+
+    def open(self, tenant: str, sealed: memoryview, bound: bytes) -> bytes | None:
+        """The data, or None if they or the `bound` bytes were changed, or the tenant was erased."""
+
+    def erase(self, tenant: str | None) -> int:
+        """Forget the key of a tenant, or of all (None); a later block of theirs has a new one. OSError if it cannot."""
+
+
+class Format:
+    """Names, writes and reads blocks of one model with one layout.
+
+    Args:
+        fingerprint: `Fingerprint.digest()`.
+        cipher: None: bodies are not encrypted.
+    """
+
+    def __init__(self, fingerprint: bytes, cipher: Cipher | None = None):
+        self.fingerprint = fingerprint
+        self.cipher = cipher
+        self._secret = fingerprint + (cipher.name_secret if cipher else b"")
+
+    def key(self, parent: BlockKey, namespace: Namespace, tokens: bytes) -> BlockKey:
+        """The key of a block behind `parent`, which is `ROOT` for the first one of a namespace."""
+        return _digest(self._secret, parent, namespace.to_bytes(), tokens)
+
+    def chain(self, namespace: Namespace, tokens: bytes, block_bytes: int, parent: BlockKey = ROOT) -> Iterator[Block]:
+        """The whole blocks of a token sequence that begins behind `parent`; `block_bytes` are bytes of tokens."""
+        for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
+            own = tokens[start : start + block_bytes]
+            parent = self.key(parent, namespace, own)
+            yield Block(parent, namespace, own)
+
+    def encode(self, block: Block, payload: Buffer, *, sealed: bool = True) -> list[Buffer]:
+        """The buffers of a stored block, in order; without a cipher, the payload is one of them and is not copied.
+
+        Args:
+            sealed: False: not encrypted, for memory that ends with the process.
+
+        Raises:
+            OSError: if the cipher has no key for the tenant and can make none.
+        """
+        cipher = self.cipher if sealed else None
+        tenant = _utf8(block.namespace.tenant)
+        flags = _SEALED if cipher else 0
+        lengths = (len(tenant), len(block.tokens), memoryview(payload).nbytes)
+        head = _HEAD.pack(
+            _MAGIC, _VERSION, flags, *lengths, block.key, self.fingerprint, self._namespace(block.namespace)
+        )
+        body: list[Buffer] = [block.tokens, memoryview(payload).cast("B")]
+        if cipher:
+            body = [cipher.seal(block.namespace.tenant, b"".join(body), head + tenant)]
+        return [head, _checksum(head, tenant, *body), tenant, *body]
+
+    def decode(self, data: Buffer, block: Block, *, sealed: bool = True) -> memoryview | Mismatch:
+        """The payload of a stored block, or the first reason why it is not that of `block`.
+
+        Args:
+            sealed: as it was encoded. With a cipher, nobody without its key makes a block that is believed.
+        """
+        view = memoryview(data).cast("B")
+        head = read_block(view)
+        if isinstance(head, Mismatch):
+            return head
+        if head.fingerprint != self.fingerprint:
+            return Mismatch.FINGERPRINT
+        if head.key != block.key:
+            return Mismatch.KEY
+        if head.namespace != self._namespace(block.namespace) or head.tenant != block.namespace.tenant:
+            return Mismatch.NAMESPACE
+        body = view[head.body :]
+        cipher = self.cipher if sealed else None
+        if head.sealed != (cipher is not None):
+            return Mismatch.CIPHER
+        if cipher:
+            opened = cipher.open(head.tenant, body, bytes(view[: _HEAD.size]) + _utf8(head.tenant))
+            if opened is None:
+                return Mismatch.CIPHER
+            body = memoryview(opened)
+        if body[: head.num_token_bytes] != block.tokens:
+            return Mismatch.TOKENS
+        return body[head.num_token_bytes :]
+
+    def _namespace(self, namespace: Namespace) -> bytes:
+        return _digest(self._secret, b"namespace", namespace.to_bytes())
+
+
+def read_head(data: Buffer) -> Head | Mismatch:
+    """The head of a stored block, of which at least the first bytes are given. Nothing of it is proven yet."""
+    view = memoryview(data).cast("B")
+    begin = _HEAD.size + 16
+    if len(view) < begin:
+        return Mismatch.TRUNCATED
+    magic, version, flags, tenant, tokens, payload, key, fingerprint, namespace = _HEAD.unpack_from(view)
+    if magic != _MAGIC or version != _VERSION or flags & ~_SEALED or tenant + tokens + payload > MOST_BYTES:
+        return Mismatch.FORMAT
+    if len(view) < begin + tenant:
+        return Mismatch.TRUNCATED
+    try:
+        name = str(view[begin : begin + tenant], "utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        return Mismatch.FORMAT
+    size = begin + tenant + tokens + payload + (SEAL_BYTES if flags & _SEALED else 0)
+    return Head(key, name, fingerprint, namespace, bool(flags & _SEALED), tokens, size, begin + tenant)
+
+
+def read_block(data: Buffer) -> Head | Mismatch:
+    """The head of a whole stored block whose checksum is right."""
+    view = memoryview(data).cast("B")
+    head = read_head(view)
+    if isinstance(head, Mismatch):
+        return head
+    if len(view) != head.num_bytes:
+        return Mismatch.TRUNCATED
+    if view[_HEAD.size : _HEAD.size + 16] != _checksum(view[: _HEAD.size], view[_HEAD.size + 16 :]):
+        return Mismatch.CHECKSUM
+    return head
+
+
+# AES-256-GCM: nonce and tag.
+SEAL_BYTES = 12 + 16
+
+
+def _checksum(*parts: Buffer) -> bytes:
+    state = xxh3_128()
+    for part in parts:
+        state.update(part)
+    return state.digest()
+
+
+def _digest(secret: bytes, *parts: bytes) -> bytes:
+    state = blake2b(digest_size=16, key=secret)
+    for part in parts:
+        state.update(len(part).to_bytes(8, "little"))
+        state.update(part)
+    return state.digest()
+
+
+def _utf8(name: str) -> bytes:
+    return name.encode("utf-8", "surrogatepass")

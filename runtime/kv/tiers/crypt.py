@@ -1,0 +1,133 @@
+"""Encryption of blocks with a key for each tenant, which is erased with the tenant."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+from typing import TypeVar
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from runtime.errors import ModelError
+
+T = TypeVar("T")
+
+_NONCE_BYTES, _SALT_BYTES = 12, 16
+# Salt of the secret of names; each tenant's is at `tenant:NAME`.
+_NAMES = "names"
+
+
+class KeyFile:
+    """AES-256-GCM; a tenant's key is HKDF-SHA256 (RFC 5869) of the file's secret and the tenant's salt.
+
+    Salts lie beside the file, in `FILE.salts`. Without its salt, a tenant's blocks can never be read again, whoever
+    has copies of them. Several processes may share the two files.
+
+    Args:
+        path: at least 32 bytes, of any form.
+
+    Raises:
+        ModelError: if the file cannot be read or is too short, or salts cannot be written beside it.
+    """
+
+    def __init__(self, path: Path, option: str = "--kv-encryption-key-file"):
+        try:
+            self._secret = path.read_bytes().strip()
+        except OSError as error:
+            raise ModelError(f"{option}: {path} cannot be read: {error.strerror}") from None
+        if len(self._secret) < 32:
+            raise ModelError(f"{option}: {path} has {len(self._secret)} bytes; a key has 32 or more, at random")
+        self._path = path.with_name(path.name + ".salts")
+        self._lock = Lock()
+        self._keys: dict[str, AESGCM] = {}
+        self._keys_of: tuple[int, ...] = ()
+        try:
+            salt = self._salt(_NAMES)
+        except OSError as error:
+            raise ModelError(f"{option}: salts cannot be kept beside it: {error}") from None
+        # Processes with other salts cannot read these blocks. They have other names for theirs.
+        self.name_secret = self._derive(_NAMES, salt)
+
+    def seal(self, tenant: str, data: bytes, bound: bytes) -> bytes:
+        """Nonce, encrypted data and tag; OSError if there is no salt and none can be written."""
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        key = self._key(tenant) or self._new_key(tenant)
+        return nonce + key.encrypt(nonce, data, bound)
+
+    def open(self, tenant: str, sealed: memoryview, bound: bytes) -> bytes | None:
+        try:
+            key = self._key(tenant)
+            return key.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], bound) if key else None
+        except (InvalidTag, OSError, ValueError):
+            return None
+
+    def erase(self, tenant: str | None) -> int:
+        """Forget the salt of a tenant, or of all (None); returns the number of salts. OSError if that fails."""
+
+        def forget(salts: dict[str, str]) -> int:
+            gone = [name for name in salts if name != _NAMES and tenant in (None, name.removeprefix("tenant:"))]
+            for name in gone:
+                del salts[name]
+            return len(gone)
+
+        return self._change(forget)
+
+    def _key(self, tenant: str) -> AESGCM | None:
+        """The key of a tenant that has a salt; another process may have erased it since the last call."""
+        with self._lock:
+            status = self._path.stat()
+            state = (status.st_ino, status.st_mtime_ns, status.st_size)
+            if state != self._keys_of:
+                salts = self._read()
+                names = {name.removeprefix("tenant:"): salt for name, salt in salts.items() if name != _NAMES}
+                self._keys = {name: AESGCM(self._derive(f"tenant:{name}", salt)) for name, salt in names.items()}
+                self._keys_of = state
+            return self._keys.get(tenant)
+
+    def _new_key(self, tenant: str) -> AESGCM:
+        return AESGCM(self._derive(f"tenant:{tenant}", self._salt(f"tenant:{tenant}")))
+
+    def _salt(self, name: str) -> str:
+        return self._change(lambda salts: salts.setdefault(name, secrets.token_hex(_SALT_BYTES)))
+
+    def _change(self, change: Callable[[dict[str, str]], T]) -> T:
+        """Change the salts; no other process does so meanwhile."""
+        lock = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            salts = self._read() if self._path.exists() else {}
+            before = dict(salts)
+            result = change(salts)
+            if salts != before:
+                self._replace(json.dumps(salts, indent=1).encode())
+            return result
+        finally:
+            os.close(lock)
+
+    def _read(self) -> dict[str, str]:
+        try:
+            salts = json.loads(self._path.read_bytes())
+            return {name: bytes.fromhex(salt).hex() for name, salt in salts.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise OSError(f"{self._path} is damaged: {error}") from None
+
+    def _replace(self, data: bytes) -> None:
+        new = self._path.with_name(self._path.name + ".new")
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self._path)
+
+    def _derive(self, name: str, salt: str) -> bytes:
+        info = b"ramet kv 1 " + name.encode("utf-8", "surrogatepass")
+        return HKDF(SHA256(), 32, bytes.fromhex(salt), info).derive(self._secret)

@@ -1,0 +1,42 @@
+"""Stores and ciphers from options. Their packages, of the extra `tiers`, are imported where they are used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runtime.errors import ModelError
+from runtime.kv.tiers.block import Cipher
+from runtime.kv.tiers.files import DirectoryStore
+from runtime.kv.tiers.store import BlockStore
+
+
+def open_shared(address: str, option: str = "--kv-store") -> BlockStore:
+    """The store that replicas share: `redis://`, `rediss://`, or `dir:PATH`.
+
+    Raises:
+        ModelError: if the address is of no such form, the directory cannot be used, or a package is missing. A server
+            that does not answer is tried again later.
+    """
+    kind, _, rest = address.partition(":")
+    if kind == "dir" and rest:
+        return DirectoryStore(Path(rest), option)
+    if kind not in ("redis", "rediss") or not rest.startswith("//"):
+        raise ModelError(f"{option}: expected redis://HOST:PORT, rediss://HOST:PORT or dir:PATH")
+    try:
+        from runtime.kv.tiers.redis import RedisStore
+    except ModuleNotFoundError:
+        raise ModelError(f"{option} needs the package redis: pip install 'ramet[tiers]'") from None
+    return RedisStore(address, option=option)
+
+
+def open_cipher(path: Path, option: str = "--kv-encryption-key-file") -> Cipher:
+    """The keys of a key file.
+
+    Raises:
+        ModelError: see `KeyFile`; or if a package is missing.
+    """
+    try:
+        from runtime.kv.tiers.crypt import KeyFile
+    except ModuleNotFoundError:
+        raise ModelError(f"{option} needs the package cryptography: pip install 'ramet[tiers]'") from None
+    return KeyFile(path, option)

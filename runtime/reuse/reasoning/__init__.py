@@ -1,0 +1,1 @@
+"""ReasonCache: pages of reasoning steps that repeat within an output are shared."""

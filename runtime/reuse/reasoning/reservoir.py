@@ -1,0 +1,44 @@
+"""The distances of late, and their percentiles (ReasonCache, section IV-A2)."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+from sortedcontainers import SortedList
+
+WARM_UP = 256
+_MOST = 4096
+
+
+class Reservoir:
+    """The latest distances of pages to their best candidates, of all requests."""
+
+    def __init__(self, warm_up: int = WARM_UP, most: int = _MOST):
+        """`warm_up`: distances before which there is no percentile; `most`: that are kept."""
+        self._warm_up, self._most = warm_up, most
+        self._latest: deque[float] = deque()
+        self._sorted: SortedList = SortedList()
+
+    def __len__(self) -> int:
+        return len(self._latest)
+
+    def add(self, distance: float) -> None:
+        if len(self._latest) == self._most:
+            self._sorted.remove(self._latest.popleft())
+        self._latest.append(distance)
+        self._sorted.add(distance)
+
+    def threshold(self, percentile: float) -> float:
+        """The largest distance that is shared: linear between neighbours; -inf during the warm-up.
+
+        The percentile 100 lets all pass, whatever was seen: the filters before decide alone.
+        """
+        if percentile >= 100:
+            return math.inf
+        if len(self._latest) < self._warm_up:
+            return -math.inf
+        place = percentile / 100 * (len(self._sorted) - 1)
+        low = self._sorted[int(place)]
+        high = self._sorted[min(int(place) + 1, len(self._sorted) - 1)]
+        return float(low + (high - low) * (place - int(place)))

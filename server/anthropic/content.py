@@ -1,0 +1,102 @@
+"""An answer's content blocks, read from the model's text: reasoning, text, calls of tools."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from runtime.sampling.json_text import parse_json
+from server.openai.tools import CallReader
+
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+class Piece(NamedTuple):
+    """A part of a block: of a call the whole, else some more text."""
+
+    type: str
+    text: str
+    id: str = ""
+    name: str = ""
+
+    def start(self) -> dict[str, Any]:
+        """The block as it is before its text."""
+        if self.type == "tool_use":
+            return {"type": "tool_use", "id": self.id, "name": self.name, "input": {}}
+        # Nothing is signed: this server knows its reasoning by the text alone.
+        return {"type": self.type, self.type: ""} | ({"signature": ""} if self.type == "thinking" else {})
+
+    def delta(self) -> dict[str, str]:
+        """The text as it is added to the block."""
+        if self.type == "tool_use":
+            return {"type": "input_json_delta", "partial_json": self.text}
+        return {"type": f"{self.type}_delta", self.type: self.text}
+
+    def block(self) -> dict[str, Any]:
+        """The whole block, if this is all of it."""
+        return self.start() | ({"input": parse_json(self.text)} if self.type == "tool_use" else {self.type: self.text})
+
+
+@dataclass(slots=True)
+class ContentReader:
+    """Incremental reader of an answer.
+
+    Attributes:
+        calls: parser of calls in the text.
+        state: `thinking` from the start where the prompt ends within reasoning.
+    """
+
+    calls: CallReader
+    state: Literal["start", "thinking", "gap", "text"] = "start"
+    _held: str = field(default="", init=False)
+    _has_thought: bool = field(default=False, init=False)
+
+    def push(self, text: str, last: bool) -> list[Piece]:
+        """Add text; returns what is settled."""
+        thought, said = self._split(text, last)
+        shown, calls = self.calls.push(said, last)
+        pieces = [Piece(kind, part) for kind, part in (("thinking", thought), ("text", shown)) if part]
+        return pieces + [_call(**call["function"]) for call in calls]
+
+    def _split(self, text: str, last: bool) -> tuple[str, str]:
+        """New reasoning, and new text behind it."""
+        thought, said = "", ""
+        self._held += text
+        if self.state == "start":
+            start = self._held.lstrip()
+            if start.startswith(_OPEN):
+                self.state, self._held = "thinking", start.removeprefix(_OPEN)
+            elif last or not _OPEN.startswith(start):
+                self.state = "text"
+        if self.state == "thinking":
+            self._held = self._held if self._has_thought else self._held.lstrip()
+            thought, found, behind = self._held.partition(_CLOSE)
+            if found:
+                self.state, self._held = "gap", behind
+            else:
+                settled = len(thought) if last else _settled(thought)
+                thought, self._held = thought[:settled], thought[settled:]
+            self._has_thought = self._has_thought or bool(thought)
+        if self.state == "gap":
+            self._held = self._held.lstrip("\n")
+            self.state = "text" if self._held else "gap"
+        if self.state == "text":
+            said, self._held = self._held, ""
+        return thought, said
+
+
+def _settled(thought: str) -> int:
+    """Characters before what may be the beginning of a closing tag."""
+    return len(thought) - next((n for n in range(len(_CLOSE) - 1, 0, -1) if thought.endswith(_CLOSE[:n])), 0)
+
+
+def _call(name: str, arguments: str) -> Piece:
+    """A call, whose input is an object whatever the model wrote."""
+    try:
+        given = parse_json(arguments or "{}")
+    except ValueError:
+        given = arguments
+    given = given if isinstance(given, dict) else {"arguments": given}
+    return Piece("tool_use", json.dumps(given, ensure_ascii=False), f"toolu_{uuid.uuid4().hex[:24]}", name)

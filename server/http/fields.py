@@ -1,0 +1,72 @@
+"""Fields of other servers' requests: those that change nothing here, and those that Ramet does not support.
+
+A field that is not supported may ask for what Ramet does anyway; these values of it are taken.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Values = tuple[Any, ...]
+_OFF: Values = (False,)
+# False, too: some clients send it for what they do not use.
+EMPTY: Values = ([], {}, "", False)
+_ONE: Values = (1,)
+_ZERO: Values = (0,)
+_ALL: Values = (-1,)
+
+# How a server logs, batches, routes, caches or keeps a request.
+OPERATION = frozenset(
+    {"log_metrics", "no_logs", "background", "keep_alive", "cache_prompt", "id_slot", "n_keep", "n_cache_reuse"}
+    | {"return_progress", "timings_per_token", "stream_interval", "custom_labels", "conversation_id", "session_id"}
+    | {"external_trace_header", "received_time", "validation_time", "http_worker_ipc", "data_parallel_rank"}
+    | {"routed_dp_rank", "dp_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank_decode"}
+    | {"disagg_prefill_dp_rank", "spaces_between_special_tokens", "guided_decoding_backend", "n_discard"}
+    | {"return_cached_tokens_details", "return_tokens"}
+    # Of samplers that are refused unless they are off.
+    | {"mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length"}
+    | {"dry_penalty_last_n", "dry_sequence_breakers", "adaptive_decay"}
+)
+# What OpenAI keeps or bills, and hints to its servers.
+OPENAI = frozenset(
+    {"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_retention", "verbosity"}
+    | {"prediction", "prompt_cache_key", "separate_reasoning", "stream_reasoning", "include_reasoning"}
+    | {"reasoning_format", "moderation"}
+)
+
+SAMPLING_ALIASES = {
+    **{"repeat_penalty": "repetition_penalty", "typical": "typical_p", "typ_p": "typical_p"},
+    **{"include_stop_str_in_output": "no_stop_trim"},
+}
+FORMAT_ALIASES = {
+    **{"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"},
+    "ebnf": "grammar",
+}
+REQUEST_ALIASES = {"rid": "request_id", "extra_key": "cache_salt"}
+SAMPLING: dict[str, Values] = {
+    **{"use_beam_search": _OFF, "early_stopping": _OFF, "length_penalty": _ONE, "structural_tag": EMPTY},
+    **{"allowed_token_ids": EMPTY, "bad_words": EMPTY, "stop_regex": EMPTY, "custom_params": EMPTY},
+    **{"logits_processors": EMPTY, "custom_logit_processor": EMPTY, "whitespace_pattern": EMPTY},
+    **{"guided_whitespace_pattern": EMPTY, "tfs_z": _ONE, "mirostat": _ZERO, "top_a": _ZERO, "top_n_sigma": (-1, 0)},
+    **{"dynatemp_range": _ZERO, "xtc_probability": _ZERO, "dry_multiplier": _ZERO, "thinking_token_budget": _ALL},
+    **{
+        "repeat_last_n": _ALL,
+        "min_keep": _ZERO,
+        "samplers": EMPTY,
+        "repetition_detection": EMPTY,
+        "no_repeat_ngram_size": _ZERO,
+    },
+}
+MODEL: dict[str, Values] = {
+    **{"lora_path": EMPTY, "lora_id": EMPTY, "lora": EMPTY, "adapter_id": EMPTY, "session_params": EMPTY},
+    **{"kv_transfer_params": EMPTY, "vllm_xargs": EMPTY, "image_data": EMPTY, "video_data": EMPTY, "audio_data": EMPTY},
+    **{"input_embeds": EMPTY, "prompt_embeds": EMPTY, "mm_processor_kwargs": EMPTY, "media_io_kwargs": EMPTY},
+    **{"return_hidden_states": _OFF, "return_routed_experts": _OFF, "return_entropy": _OFF, "return_bytes": _OFF},
+    **{"token_ids_logprob": EMPTY, "logprob_token_ids": EMPTY, "return_tokens_as_token_ids": _OFF},
+}
+COMPLETION: dict[str, Values] = {"suffix": EMPTY, "truncation_side": ("left",)}
+CHAT: dict[str, Values] = {
+    **{"functions": EMPTY, "function_call": ("none", "auto"), "modalities": (["text"], []), "audio": EMPTY},
+    **{"web_search_options": (), "chat_template": EMPTY, "echo": _OFF, "best_of": _ONE, "truncation_side": ("left",)},
+    **{"input_ids": EMPTY, "images_config": EMPTY, "think": _OFF},
+}

@@ -1,0 +1,54 @@
+"""`/v1/models`, and the routes of OpenAI that Ramet does not serve."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NoReturn
+
+from fastapi import APIRouter
+
+from runtime.errors import RametError
+from runtime.models.resolve import served_names
+from server.auth.keys import Asker, Tenant
+from server.context import Context, Ctx
+from server.http import examples
+
+router = APIRouter(prefix="/v1", tags=["openai"])
+
+_STARTED_S = int(time.time())
+
+
+class NotImplementedHere(RametError):
+    """The route exists elsewhere (HTTP 501)."""
+
+    status = 501
+    type = "not_implemented_error"
+
+
+@router.get("/models", responses=examples.MODELS)
+async def models(context: Ctx, asker: Asker) -> dict[str, Any]:
+    """The served model, once for each of its names."""
+    names = served_names(context.config.model) or [context.engine.info.name]
+    return {"object": "list", "data": [_model(name, context, asker) for name in names]}
+
+
+@router.get("/models/{name:path}", responses=examples.MODEL)
+async def model(name: str, context: Ctx, asker: Asker) -> dict[str, Any]:
+    """The model by any of its names."""
+    context.check_model(name)
+    return _model(name, context, asker)
+
+
+def _model(name: str, context: Context, asker: Tenant) -> dict[str, Any]:
+    info = context.engine.info
+    return {
+        **{"id": name, "object": "model", "created": _STARTED_S, "owned_by": "ramet"},
+        **{"root": info.path if asker.admin else info.name, "parent": None},
+        "max_model_len": info.context_length,
+    }
+
+
+@router.post("/embeddings", response_model=None, include_in_schema=False)
+async def embeddings() -> NoReturn:
+    """Generating models give no embeddings."""
+    raise NotImplementedHere("this server generates; it has no embeddings")

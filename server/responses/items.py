@@ -1,0 +1,130 @@
+"""The conversation that the items of a request stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from runtime.errors import InvalidRequest
+from server.http.errors import NotFound
+from server.openai.tools import CalledFunction, Function, Tool, ToolCall
+from server.openai.types import ChatRequest, Message, Part, TextPart
+from server.responses.types import (
+    Item,
+    ItemAllowed,
+    ItemCall,
+    ItemChoice,
+    ItemMessage,
+    ItemReasoning,
+    ItemReference,
+    ItemResult,
+    ResponseRequest,
+    TextFormat,
+)
+
+_items: TypeAdapter[Item] = TypeAdapter(Item)
+# Fields of chats that responses do not have, or have in another form.
+_OWN = frozenset(
+    {"messages", "tools", "tool_choice", "response_format", "max_tokens", "stream_options", "reasoning_effort"}
+)
+
+
+def turns_of(items: str | list[Item], answered: Mapping[str, dict[str, Any]]) -> list[Message]:
+    """Messages of a chat; `answered`: items of stored responses. Raises NotFound for a reference to none of them."""
+    if isinstance(items, str):
+        return [Message(role="user", content=items)]
+    turns: list[Message] = []
+    thoughts: list[str] = []
+    for item in _resolved(items, answered):
+        if isinstance(item, ItemReasoning):
+            thoughts += [part.text for part in item.content]
+            continue
+        turn = _turn(item, turns[-1] if turns else None)
+        if thoughts and turn.role == "assistant":
+            turn.reasoning_content = "\n".join(thoughts)
+            thoughts = []
+        if not turns or turn is not turns[-1]:
+            turns.append(turn)
+    return turns
+
+
+def _resolved(items: list[Item], answered: Mapping[str, dict[str, Any]]) -> Iterable[Item]:
+    for item in items:
+        if isinstance(item, ItemReference):
+            if item.id not in answered:
+                raise NotFound(f"there is no item {item.id!r} in a stored response", param="input")
+            yield _items.validate_python(answered[item.id])
+        else:
+            yield item
+
+
+def _turn(item: Item, last: Message | None) -> Message:
+    """The message of an item; a call belongs to the assistant's message before it."""
+    if isinstance(item, ItemMessage):
+        return item
+    if isinstance(item, ItemResult):
+        return Message(role="tool", tool_call_id=item.call_id, content=item.output)  # type: ignore[arg-type]
+    assert isinstance(item, ItemCall)
+    call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
+    if last is None or last.role != "assistant":
+        return Message(role="assistant", tool_calls=[call])
+    last.tool_calls = last.tool_calls or []
+    last.tool_calls.append(call)
+    return last
+
+
+def chat_of(body: ResponseRequest, turns: list[Message]) -> ChatRequest:
+    """The same request as a chat; `turns`: the whole conversation without instructions. Raises InvalidRequest."""
+    if body.instructions is not None:
+        turns = [Message(role="system", content=body.instructions), *turns]
+    if not turns:
+        raise InvalidRequest("there is no input", param="input")
+    same = (ChatRequest.model_fields.keys() & ResponseRequest.model_fields.keys() & body.model_fields_set) - _OWN
+    form = body.text.format or TextFormat()
+    fields = {
+        **{name: getattr(body, name) for name in same},
+        "messages": _with_one_system_message(turns),
+        "max_tokens": body.max_output_tokens,
+        "tools": [_tool(tool.name, tool.description, tool.parameters) for tool in body.tools] or None,
+        "tool_choice": _choice(body.tool_choice) if body.tools else None,
+        "response_format": {"type": form.type, "schema": form.schema_},
+        "reasoning_effort": body.reasoning.effort,
+        "logprobs": body.with_logprobs,
+        "top_logprobs": (body.top_logprobs or 0) if body.with_logprobs else None,
+    }
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:  # such as too many messages together with those before
+        problem = error.errors()[0]
+        param = body.NAMES.get(str(problem["loc"][0]), str(problem["loc"][0]))
+        raise InvalidRequest(f"{param}: {problem['msg'].removeprefix('Value error, ')}", param=param) from None
+
+
+def _with_one_system_message(turns: list[Message]) -> list[Message]:
+    """A conversation whose first system messages are one: many templates take one alone, at the beginning."""
+    count = next((i for i, turn in enumerate(turns) if turn.role not in ("system", "developer")), len(turns))
+    if count < 2:
+        return turns
+    parts: list[Part] = []
+    for turn in turns[:count]:
+        parts += turn.content if isinstance(turn.content, list) else [TextPart(type="text", text=turn.content or "")]
+    return [turns[0].model_copy(update={"role": "system", "content": parts}), *turns[count:]]
+
+
+def _tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> Tool:
+    return Tool(type="function", function=Function(name=name, description=description, parameters=parameters))
+
+
+def _choice(choice: ItemChoice) -> str | dict[str, Any]:
+    if isinstance(choice, str):
+        return choice
+    if isinstance(choice, ItemAllowed):
+        tools = [_named(tool.name) for tool in choice.tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+    return _named(choice.name)
+
+
+def _named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}

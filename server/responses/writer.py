@@ -1,0 +1,177 @@
+"""The answer to a request, as it grows: its items, and the events that tell of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from runtime.frontend.output import Output, new_rid
+from server.explain.reason import Explanation
+from server.http.answers import JsonList
+from server.openai.caching import cache_usage
+from server.openai.tools import CallReader
+from server.openai.types import Message
+from server.responses.types import ResponseRequest
+
+Event = dict[str, Any]
+
+
+class Writer:
+    """Makes a response's items of text and calls.
+
+    Args:
+        body: the request.
+        rid: of the response.
+        model: the served name.
+        reader: splits the text into what is shown and calls.
+    """
+
+    def __init__(self, body: ResponseRequest, rid: str, model: str, reader: CallReader):
+        self._body = body
+        self._reader = reader
+        self._message: dict[str, Any] | None = None
+        self._number = -1
+        self.response = _beginning(body, rid, model)
+
+    @property
+    def output(self) -> list[dict[str, Any]]:
+        return self.response["output"]
+
+    def begin(self) -> Iterator[Event]:
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response={**self.response, "output": []})
+
+    def add(self, output: Output, logprobs: JsonList) -> Iterator[Event]:
+        """The events of new text, and of the end with the last Output."""
+        last = output.finish is not None
+        text, calls = self._reader.push(output.delta, last)
+        if text or (last and not (calls or self.output or self._body.is_prewarming)):
+            yield from self._write(text, logprobs)
+        for call in calls:
+            yield from self._close()
+            yield from self._call(call)
+        if last:
+            yield from self._close()
+            yield from self._end(output)
+
+    def _write(self, text: str, logprobs: JsonList) -> Iterator[Event]:
+        if self._message is None:
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            self._message = {
+                **{"id": f"msg_{new_rid()}", "type": "message", "role": "assistant", "status": "in_progress"},
+                "content": [part],
+            }
+            self.output.append(self._message)
+            yield self._of_item("response.output_item.added", item={**self._message, "content": []})
+            yield self._of_part("response.content_part.added", part=dict(part))
+        entries = [{**entry, "bytes": entry["bytes"] or []} for entry in msgspec.json.decode(logprobs.text)]
+        self._message["content"][0]["text"] += text
+        self._message["content"][0]["logprobs"] += entries
+        if text:
+            yield self._of_part("response.output_text.delta", delta=text, logprobs=entries)
+
+    def _close(self) -> Iterator[Event]:
+        """End the open message."""
+        if self._message is None:
+            return
+        (part,) = self._message["content"]
+        yield self._of_part("response.output_text.done", text=part["text"], logprobs=part["logprobs"])
+        yield self._of_part("response.content_part.done", part=part)
+        self._message["status"] = "completed"
+        yield self._of_item("response.output_item.done", item=self._message)
+        self._message = None
+
+    def _call(self, call: dict[str, Any]) -> Iterator[Event]:
+        arguments = call["function"]["arguments"]
+        item = {
+            **{"id": f"fc_{new_rid()}", "type": "function_call", "status": "in_progress", "arguments": ""},
+            **{"call_id": call["id"], "name": call["function"]["name"]},
+        }
+        self.output.append(item)
+        yield self._of_item("response.output_item.added", item=dict(item))
+        named = {"item_id": item["id"]}
+        yield self._of_item("response.function_call_arguments.delta", **named, delta=arguments)
+        item |= {"arguments": arguments, "status": "completed"}
+        self.output[-1] = item
+        yield self._of_item("response.function_call_arguments.done", **named, arguments=arguments, name=item["name"])
+        yield self._of_item("response.output_item.done", item=item)
+
+    def _end(self, output: Output) -> Iterator[Event]:
+        assert output.finish is not None
+        self.response["usage"] = {
+            "input_tokens": output.prompt_tokens,
+            "input_tokens_details": cache_usage([output]),
+            "output_tokens": output.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": output.prompt_tokens + output.completion_tokens,
+        }
+        if output.finish.type == "stop" or self._body.is_prewarming:
+            self.response |= {"status": "completed", "completed_at": int(time.time())}
+        else:
+            reason = "max_output_tokens" if output.finish.type == "length" else None
+            self.response |= {"status": "incomplete", "incomplete_details": {"reason": reason}}
+            if self.output:
+                self.output[-1]["status"] = "incomplete"
+        yield self._event(f"response.{self.response['status']}", response=self.response)
+
+    def fail(self, message: str) -> Event:
+        """The event of a failure, the last one."""
+        self.response |= {"status": "failed", "error": {"code": "server_error", "message": message}}
+        return self._event("response.failed", response=self.response)
+
+    def turns(self) -> list[Message]:
+        """The answer as a message of a chat."""
+        texts = [item["content"][0]["text"] for item in self.output if item["type"] == "message"]
+        calls = [
+            {"id": item["call_id"], "function": {"name": item["name"], "arguments": item["arguments"]}}
+            for item in self.output
+            if item["type"] == "function_call"
+        ]
+        turn = {"role": "assistant", "content": "\n".join(texts) or None, "tool_calls": calls or None}
+        return [Message.model_validate(turn)] if self.output else []
+
+    def explain(self, explanation: Explanation) -> None:
+        """Tell why the prompt missed the cache."""
+        self.response |= {"explain": explanation.describe(), "prompt_cache_diagnostics": explanation.openai()}
+
+    def _of_item(self, kind: str, **more: Any) -> Event:
+        return self._event(kind, output_index=len(self.output) - 1, **more)
+
+    def _of_part(self, kind: str, **more: Any) -> Event:
+        assert self._message is not None
+        return self._of_item(kind, item_id=self._message["id"], content_index=0, **more)
+
+    def _event(self, kind: str, **more: Any) -> Event:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number, **more}
+
+
+def _beginning(body: ResponseRequest, rid: str, model: str) -> dict[str, Any]:
+    """A response of which nothing is known but its request."""
+    form, options = body.text.format, body.prompt_cache_options
+    shown: dict[str, Any] = {"type": "text" if form is None else form.type}
+    if form is not None and form.schema_ is not None:
+        shown |= {"name": "answer", "schema": form.schema_, "strict": True}
+    tools = [
+        {
+            **{"type": "function", "name": tool.name, "description": tool.description, "strict": None},
+            "parameters": tool.parameters,
+        }
+        for tool in body.tools
+    ]
+    choice = body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump()
+    return {
+        **{"id": rid, "object": "response", "created_at": int(time.time()), "status": "in_progress"},
+        **{"background": False, "error": None, "incomplete_details": None, "completed_at": None},
+        **{"instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "model": model},
+        **{"output": [], "parallel_tool_calls": body.parallel_tool_calls, "metadata": body.metadata or {}},
+        **{"previous_response_id": body.previous_response_id, "store": body.store, "temperature": body.temperature},
+        **{"reasoning": {"effort": body.reasoning.effort, "summary": None}, "text": {"format": shown}},
+        **{"tool_choice": choice, "tools": tools, "top_p": body.top_p, "top_logprobs": body.top_logprobs or 0},
+        **{"truncation": body.truncation, "usage": None, "user": body.user, "prompt_cache_key": body.prompt_cache_key},
+        "prompt_cache_options": None if options is None else options.model_dump(exclude={"prewarm"}),
+        "prompt_cache_retention": body.prompt_cache_retention,
+    }

@@ -1,0 +1,18 @@
+// Claude Code: one prompt over messages.
+import { execFileSync } from "node:child_process";
+import { mkdtempSync } from "node:fs";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+
+const [url, model] = process.argv.slice(2);
+const home = mkdtempSync(join(tmpdir(), "claude-"));
+const env = {
+  ...process.env, HOME: home, ANTHROPIC_BASE_URL: url, ANTHROPIC_AUTH_TOKEN: "none", ANTHROPIC_MODEL: model,
+  ANTHROPIC_SMALL_FAST_MODEL: model, CLAUDE_CODE_MAX_OUTPUT_TOKENS: "32", DISABLE_TELEMETRY: "1",
+  CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC: "1",
+};
+const text = execFileSync("claude", ["-p", "Say hello.", "--tools", "", "--system-prompt", "Be brief."], {
+  env, cwd: home, timeout: 600_000, input: "",
+}).toString();
+if (!text.trim()) throw new Error("no answer");
+console.log("one prompt");

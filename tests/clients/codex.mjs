@@ -1,0 +1,22 @@
+// Codex: one prompt over responses.
+import { execFileSync } from "node:child_process";
+import { mkdtempSync, writeFileSync } from "node:fs";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+
+const [url, model] = process.argv.slice(2);
+const home = mkdtempSync(join(tmpdir(), "codex-"));
+writeFileSync(join(home, "config.toml"), `model = "${model}"
+model_provider = "ramet"
+model_context_window = 8192
+web_search = "disabled"
+[model_providers.ramet]
+name = "Ramet"
+base_url = "${url}/v1"
+wire_api = "responses"
+`);
+const text = execFileSync("codex", ["exec", "--skip-git-repo-check", "--sandbox", "read-only", "Say hello."], {
+  env: { ...process.env, CODEX_HOME: home }, cwd: home, timeout: 600_000, input: "",
+}).toString();
+if (!text.trim()) throw new Error("no answer");
+console.log("one prompt");

@@ -1,0 +1,16 @@
+// OpenCode: one prompt over chats.
+import { execFileSync } from "node:child_process";
+import { mkdtempSync, writeFileSync } from "node:fs";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+
+const [url, model] = process.argv.slice(2);
+const home = mkdtempSync(join(tmpdir(), "opencode-"));
+const limit = { context: 8192, output: 64 };
+const provider = { npm: "@ai-sdk/openai-compatible", options: { baseURL: `${url}/v1`, apiKey: "none" }, models: { [model]: { limit } } };
+writeFileSync(join(home, "opencode.json"), JSON.stringify({ provider: { ramet: provider } }));
+const text = execFileSync("opencode", ["run", "--model", `ramet/${model}`, "Say hello."], {
+  env: { ...process.env, HOME: home, XDG_CONFIG_HOME: home, XDG_DATA_HOME: home }, cwd: home, timeout: 600_000, input: "",
+}).toString();
+if (!text.trim()) throw new Error("no answer");
+console.log("one prompt");

@@ -1,0 +1,365 @@
+"""Eviction by foresight: against a plain model of it, step by step, and by hand where it matters why."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+
+from radix import Namespace, Quotas, RadixTree, foresight, make_policy, returns
+from radix.eviction import Outlook, Policy
+from radix.foresight import Foresight
+from radix.node import Node
+from radix.returns import BUCKETS, EDGES, KINDS, Life, Returns, bucket, describe, gap_class, kind_of
+from tests.radix import foresight_model as plain
+
+
+def key(*tokens: int) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+# -- the index ---------------------------------------------------------------------------------------------------
+
+
+def test_buckets_are_two_an_octave():
+    assert [bucket(age) for age in (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12)] == [0, 1, 3, 4, 5, 5, 6, 6, 7, 7, 8]
+    assert [bucket(age) for age in (65535, 65536, 1 << 40)] == [32, 33, 33]
+    assert list(EDGES[1:]) == plain.BEHIND
+    assert EDGES[0] == 0
+    for age in range(5000):
+        assert bucket(age) == plain.bucket(age) == sum(edge <= age for edge in EDGES[1:])
+
+
+def test_kinds():
+    assert [gap_class(age) for age in (0, 63, 64, 255, 256, 1023, 1024, 4095, 4096, 16383, 16384)] == [
+        *(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5)
+    ]
+    assert [kind_of(turn, 0, False) for turn in (1, 2, 3, 4, 5)] == [7, 8, 9, 9, 10]
+    assert [kind_of(5, gap, False) for gap in range(6)] == [10, 13, 16, 19, 22, 25]
+    assert [kind_of(3, gap, True) for gap in range(6)] == [1, 2, 3, 4, 5, 6]
+    assert KINDS == 26
+
+
+def test_kinds_in_words():
+    assert [describe(kind) for kind in (1, 6, 7)] == [
+        "shared prefix, after less than 64 uses", "shared prefix, after 16384 uses or more", "first turn"
+    ]  # fmt: skip
+    assert [describe(kind) for kind in (8, 12, 25)] == [
+        "turn 2, after less than 64 uses", "turn 3 or 4, after less than 256 uses",
+        "turn 5 or later, after 16384 uses or more",
+    ]  # fmt: skip
+    assert len({describe(kind) for kind in range(1, KINDS)}) == KINDS - 1
+
+
+def test_what_returns_after_a_while_promises_more_the_nearer_that_is():
+    """Nothing returns at once, and all does after 100 uses: a page that has waited for 95 is worth five new ones."""
+    learned = Returns()
+    waiting: list[Life] = []
+    for tick in range(1, 4000):
+        waiting.append(learned.begin(tick, 1, 0))
+        if tick > 100:
+            learned.end(waiting[tick - 101], tick)
+    learned.learn(4000)
+    promise = learned.promises()[7]
+    chance = 1 / 100
+    assert promise[1] == pytest.approx(chance, rel=0.3)
+    assert list(promise[: bucket(100)]) == sorted(promise[: bucket(100)])
+    assert promise[bucket(100)] == pytest.approx(0.98 / (37 * (1 - 0.98 / 2)), rel=0.01)
+    assert promise[bucket(200)] < promise[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_learned_equals_a_plain_count(seed, monkeypatch):
+    monkeypatch.setattr(returns, "_MEMORY", 300)
+    draw, learned, model = random.Random(seed), Returns(), plain.Statistics()
+    pairs: list[tuple[Life, plain.Wait]] = []
+    tick = forgotten = 0
+    for step in range(1, 2000):
+        tick += draw.choice((0, 1, 1, 1, 2, 40))
+        if step - 1 - forgotten == 600:
+            forgotten += 300
+            for _, wait in pairs[:forgotten]:
+                wait.seen = BUCKETS
+        turn, gap, shared = draw.randint(1, 5), draw.randrange(6), draw.random() < 0.2
+        pairs.append((learned.begin(tick, turn, gap, shared), model.begin(tick, turn, gap, shared)))
+        life, wait = pairs[max(int(step - draw.paretovariate(0.5)), 0)]
+        assert (life.kind, life.is_over, life.next_turn) == (wait.kind, wait.over, min(wait.turn + 1, 5))
+        if not wait.over:
+            if wait.lost or draw.random() < 0.2:
+                learned.cancel(life)
+                wait.lost = True
+            else:
+                learned.end(life, tick)
+                wait.end = plain.bucket(tick - wait.since)
+        if step % 64 == 0:
+            learned.learn(tick)
+            model.learn(tick)
+        if step % 500 == 0:
+            learned.halve()
+            model.halve()
+        if step % 200 == 0:
+            assert learned.promises() == pytest.approx(array_of(model.promises()), rel=1e-9)
+
+
+def array_of(rows):
+    import numpy as np
+
+    return np.array(rows)
+
+
+# -- the policy --------------------------------------------------------------------------------------------------
+
+
+class Both(Policy):
+    """Tells foresight and its model the same, and compares what they say."""
+
+    def __init__(self, capacity: int, warm_uses: int, learn_every: int, halve_every: int):
+        self.real, self.victims = Foresight(capacity), 0
+        self.model = plain.PlainForesight(capacity, warm_uses, learn_every, halve_every)
+
+    def used(self, node: Node, tick: int) -> None:
+        self.model.used(node, tick)
+        self.real.used(node, tick)
+
+    def enter(self, node: Node) -> None:
+        self.model.enter(node)
+        self.real.enter(node)
+
+    def split(self, upper: Node, lower: Node) -> None:
+        self.model.split(upper, lower)
+        self.real.split(upper, lower)
+
+    def leaving(self, node: Node, kept_pages: int) -> None:
+        self.model.leaving(node, kept_pages)
+        self.real.leaving(node, kept_pages)
+
+    def absorb(self, parent: Node, child: Node) -> None:
+        self.model.absorb(parent, child)
+        self.real.absorb(parent, child)
+
+    def pop(self):
+        least, found = self.model.least(lambda node: node.is_free_leaf)
+        victim = self.real.pop()
+        assert (victim is None) == (not found)
+        if victim is not None:
+            node, pages = victim
+            assert found[node][0] == pytest.approx(least, rel=1e-9), "another promises less"
+            assert pages == found[node][1]
+            seen = self.real.outlook(node)
+            assert seen.promise == pytest.approx(self.model.promise(node), rel=1e-9)
+            assert (seen.age, seen.kind) == (self.model.now - node.last_use, describe(self.model.notes[node].wait.kind))
+            self.victims += 1
+        return victim
+
+
+class Traffic:
+    """Chats over some system prompts, on a tree of few pages, with requests that stay for a while."""
+
+    def __init__(self, seed: int, policy: Policy, capacity: int = 60, page_size: int = 1):
+        self.draw, self.page_size, self.time = random.Random(seed), page_size, 0.0
+        self.free, self.capacity = list(range(capacity)), capacity
+        quotas = Quotas({"b": capacity // 3})
+        self.tree = RadixTree(page_size, policy, lambda: self.time, quotas)
+        self.systems = [self.some(2, 5) for _ in range(3)]
+        self.chats: list[tuple[Namespace, list[int]]] = []
+        self.live: list[Node] = []
+        self.hits = 0
+
+    def some(self, least: int, most: int) -> list[int]:
+        """Whole pages; their first tokens are few, so that prompts share more than they mean to."""
+        draw = self.draw
+        return [draw.randrange(8) for _ in range(draw.randint(least, most) * self.page_size)]
+
+    def prompt(self) -> tuple[Namespace, list[int]]:
+        draw = self.draw
+        if self.chats and draw.random() < 0.7:
+            where = max(len(self.chats) - int(draw.paretovariate(0.6)), 0)
+            space, tokens = self.chats.pop(where)
+            tokens = tokens[: len(tokens) - draw.choice((0, 0, 0, 1, 2)) * self.page_size] + self.some(0, 3)
+        else:
+            space = Namespace(draw.choice("ab"))
+            tokens = draw.choice(self.systems)[:] + self.some(1, 4)
+        tokens = tokens[: 16 * self.page_size]
+        self.chats = [*self.chats[-30:], (space, tokens)]
+        return space, tokens
+
+    def step(self) -> None:
+        tree, draw = self.tree, self.draw
+        space, tokens = self.prompt()
+        match = tree.match(key(*tokens), space)
+        node = tree.lock_match(match)
+        tree.use(node)
+        self.hits += len(match.pages)
+        need = len(tokens) // self.page_size - len(match.pages)
+        self.free.extend(tree.make_room(space, need))
+        if need > len(self.free):
+            self.free.extend(tree.evict(need - len(self.free)))
+        fresh = [self.free.pop() for _ in range(min(need, len(self.free)))]
+        whole = match.pages + array("i", fresh)
+        at = len(match.pages)
+        for end in sorted({draw.randint(at, len(whole)), len(whole)}):
+            if end:
+                tree.insert(key(*tokens[: end * self.page_size]), whole[:end], space)
+        tip = tree.match(key(*tokens), space).node
+        tree.lock(tip)
+        tree.unlock(node)
+        self.live.append(tip)
+        while len(self.live) > draw.randrange(3):
+            one = self.live.pop(draw.randrange(len(self.live)))
+            tree.touch(one)
+            tree.unlock(one)
+        chance = draw.random()
+        if chance < 0.004:
+            self.free.extend(tree.flush())
+        elif chance < 0.01 and tree.num_nodes:
+            nodes = list(tree.nodes())
+            self.free.extend(tree.drop(nodes[draw.randrange(len(nodes))]))
+
+
+def test_foresight_equals_its_plain_model(monkeypatch):
+    """It learns from fewer uses than usual here, so that all of it happens within a second."""
+    for name, value in (("_WARM_USES", 150), ("_LEARN_EVERY", 30), ("_HALVE_EVERY", 200)):
+        monkeypatch.setattr(foresight, name, value)
+    for seed, (page_size, capacity) in enumerate(((1, 60), (2, 40), (1, 25), (1, 60))):
+        both = Both(capacity, 150, 30, 200)
+        traffic = Traffic(seed, both, capacity, page_size)
+        for _ in range(300):
+            traffic.step()
+        traffic.tree.check()
+        assert both.victims > 200
+        assert traffic.hits > 0
+        assert both.model.share != 1.0
+        assert both.real._promises[: KINDS * BUCKETS] == pytest.approx(array_of(both.model.table).ravel(), rel=1e-9)
+        assert len(both.real._ghosts) == len(both.model.ghosts) <= capacity
+        places = {node: node.record.place for node in traffic.tree.nodes()}
+        assert all(both.real._leaves._nodes[at] is node for node, at in places.items() if at >= 0)
+        assert len(both.real._leaves._nodes) == sum(at >= 0 for at in places.values())
+
+
+def test_foresight_equals_its_plain_model_over_a_long_time():
+    both = Both(30, 1024, 512, 4096)
+    traffic = Traffic(9, both, 30)
+    for _ in range(2200):
+        traffic.step()
+    assert both.model.uses > 4096
+    assert both.model.table[7][5] != 0.3 / 5
+
+
+# -- by hand -----------------------------------------------------------------------------------------------------
+
+
+class Tree(RadixTree):
+    """Pages are numbered by itself."""
+
+    def __init__(self, policy: Policy):
+        super().__init__(1, policy)
+        self.count = 0
+
+    def add(self, *tokens: int) -> Node:
+        pages = array("i", range(self.count, self.count + len(tokens)))
+        self.count += len(tokens)
+        return self.insert(key(*tokens), pages)[0]
+
+
+def test_until_enough_is_known_the_least_recently_used_goes():
+    tree = Tree(Foresight(1000))
+    nodes = [tree.add(i) for i in range(50)]
+    draw = random.Random(3)
+    for _ in range(300):
+        tree.use(draw.choice(nodes))
+    order = sorted(nodes, key=lambda node: node.last_use)
+    assert list(tree.evict(50)) == [node.pages[0] for node in order]
+    assert tree.policy.pop() is None
+
+
+def test_whoever_leaves_is_remembered_by_a_hash_alone():
+    tree = Tree(Foresight(3))
+    for i in range(5):
+        tree.add(70_000 + i)
+    tree.evict(5)
+    ghosts = tree.policy._ghosts
+    assert len(ghosts) == 3
+    assert all(type(mark) is int for mark in ghosts)
+    again = tree.add(70_004)
+    assert (again.record.life.turn, len(ghosts)) == (2, 2)
+    assert tree.add(70_000).record.life.turn == 1, "forgotten"
+
+
+def test_namespaces_are_remembered_apart():
+    tree = Tree(Foresight(9))
+    tree.insert(key(1), array("i", [0]), Namespace("a"))
+    tree.evict(1)
+    other, _ = tree.insert(key(1), array("i", [1]), Namespace("b"))
+    assert other.record.life.turn == 1
+    same, _ = tree.insert(key(1), array("i", [2]), Namespace("a"))
+    assert same.record.life.turn == 2
+
+
+def test_a_last_page_that_nobody_asks_for_goes_first_and_alone():
+    policy = Foresight(1000)
+    tree = Tree(policy)
+    tree.add(9, 9, 9)
+    assert policy.pop()[1] == 3, "until more is known, all of it"
+    for i in range(200):
+        tree.add(1, i, 7, 1000)
+        tree.use(tree.lock_match(tree.match(key(1, i, 7))))
+        tree.unlock(tree.match(key(1, i, 7)).node)
+        tree.add(1, i, 7, 2000, 2001)
+    assert policy._used_last / policy._could_use_last < 0.1
+    ends = {node.pages[-1] for node in tree.nodes() if not node.children and len(node.pages) == 2}
+    assert (len(ends), policy.pop()[1]) == (200, 1)
+    assert set(tree.evict(100)) & ends
+    tips = [node for node in tree.nodes() if node.record.place >= 0 and node.record.is_settled]
+    assert tips
+    assert {len(node.pages) for node in tips} == {1}, "one page of each alone, so far"
+
+
+def test_more_leaves_than_a_sample_are_compared_at_an_even_stride():
+    """Each victim is the least of its sample, and samples take turns: nobody is left out."""
+    policy = Foresight(10_000)
+    tree = Tree(policy)
+    nodes = [tree.add(i) for i in range(64 * 5 + 5)]
+    oldest = []
+    for _ in range(5):
+        (page,) = tree.evict(1)
+        oldest.append(page)
+    # The sample of turn n begins with the n-th leaf; in the places of those that went stand the last ones.
+    assert oldest == [1, 2, 3, 4, 0]
+    assert len(tree.evict(10**6)) == len(nodes) - 5
+    assert tree.num_pages == 0
+
+
+def test_places_are_given_to_the_last_leaf():
+    policy = Foresight(100)
+    tree = Tree(policy)
+    nodes = [tree.add(i) for i in range(200)]
+    assert [node.record.place for node in nodes] == list(range(200))
+    tree.drop(nodes[3])
+    assert (nodes[199].record.place, nodes[3].record.place, len(policy._leaves._nodes)) == (3, -1, 199)
+    tree.drop(nodes[198])
+    assert [node.record.place for node in (*nodes[:3], nodes[199], *nodes[4:198])] == list(range(198))
+    assert policy._leaves._ticks[3] == nodes[199].last_use
+
+
+def test_what_an_operator_sees():
+    policy = Foresight(100)
+    tree = Tree(policy)
+    node = tree.add(1)
+    for i in range(9):
+        tree.add(10 + i)
+    assert policy.outlook(node) == Outlook("first turn", 9, pytest.approx(0.3 / 9))
+    assert Outlook("a", 1, 0.5) == Outlook("a", 1, 0.5)
+    assert make_policy("lru", 5).outlook(node) is None
+
+
+def test_it_is_the_same_every_time():
+    def life(seed: int) -> list[int]:
+        traffic = Traffic(seed, Foresight(60))
+        freed: list[int] = []
+        for _ in range(300):
+            traffic.step()
+            freed += traffic.free
+        return freed
+
+    assert life(4) == life(4)

@@ -1,0 +1,174 @@
+"""What a second start takes over, and operators' calls on tiers."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from radix import Namespace
+from runtime.protocol import AddPin, AttachTier, DetachTier, EraseTenant, FlushCache, GetPins
+from tests.runtime.engine.driver import Driver
+from tests.runtime.kv.tiers.engines import NEW, drain, draw, evict, loaded, open_core, options_of
+
+PROMPTS = [draw(0, 150) + draw(i, 60) for i in range(3)]
+
+
+def answer(core, message):
+    """The answer to a call, which may take some steps."""
+    reply, until = core.handle(message), time.monotonic() + 60
+    while reply is None:
+        core.step()
+        reply = next(iter(core.take_replies()), None)
+        assert time.monotonic() < until
+    return reply.result
+
+
+def pin(core, tokens, **options):
+    driver = Driver(core)
+    message = AddPin(7, b"".join(token.to_bytes(4, "little") for token in tokens), **options)
+    assert core.handle(message) is None
+    driver.run()
+    assert core.take_replies()
+
+
+def test_pins_and_hot_prefixes_come_back_by_themselves(tiny_dir, tmp_path):
+    """The pin with its name and the rest of its time; what was used twice; not what was used once, before it is asked
+    for."""
+    first = open_core(tiny_dir, pool_tokens=2048, pin_budget=0.5, **options_of("disk", tmp_path))
+    driver = Driver(first)
+    pin(first, PROMPTS[0][:128], name="system", ttl_s=1000)
+    pin(first, draw(8, 64), ttl_s=1e-3)
+    tokens = driver.together([PROMPTS[1], PROMPTS[1]], max_new_tokens=NEW)
+    driver.together([draw(9, 200)], max_new_tokens=NEW)
+    first.close()
+    second = open_core(tiny_dir, pool_tokens=2048, pin_budget=0.5, **options_of("disk", tmp_path))
+    assert second.busy
+    again = Driver(second)
+    again.run()
+    (pinned,) = second.handle(GetPins(1)).result["pins"]
+    assert pinned["name"] == "system"
+    assert pinned["tokens"] == 128
+    assert 900 < pinned["expires_in_s"] < 1000
+    assert again.together([PROMPTS[1]], max_new_tokens=NEW) == tokens[:1]
+    assert again.events["r0"][-1].cached_tokens == 192
+    assert loaded(again, "r0") == {}, "it was there before it was asked for"
+    again.together([draw(9, 200)], max_new_tokens=NEW)
+    assert loaded(again, "r1") == {"disk": 192}
+    second.close()
+
+
+def test_a_pin_whose_blocks_are_lost_is_computed_again(tiny_dir, tmp_path):
+    first = open_core(tiny_dir, **options_of("disk", tmp_path))
+    pin(first, PROMPTS[0][:128], name="system")
+    first.close()
+    for file in (tmp_path / "disk").rglob("*.kv"):
+        file.unlink()
+    second = open_core(tiny_dir, **options_of("disk", tmp_path))
+    Driver(second).run()
+    assert [one["name"] for one in second.handle(GetPins(1)).result["pins"]] == ["system"]
+    second.close()
+
+
+def test_a_damaged_note_is_none(tiny_dir, tmp_path):
+    first = open_core(tiny_dir, **options_of("disk", tmp_path))
+    pin(first, PROMPTS[0][:128])
+    first.close()
+    (note,) = (tmp_path / "disk").glob("resume-*")
+    assert note.stat().st_mode & 0o777 == 0o600
+    data = bytearray(note.read_bytes())
+    for at in (0, len(data) // 2, len(data) - 1):
+        note.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        second = open_core(tiny_dir, **options_of("disk", tmp_path))
+        Driver(second).run()
+        assert second.handle(GetPins(1)).result["pins"] == []
+        second.tiering._resume = None
+        second.close()
+
+
+def test_a_tenant_is_erased_from_every_tier(tiny_dir, tmp_path):
+    options = options_of("host", tmp_path) | options_of("disk", tmp_path) | options_of("store", tmp_path)
+    core = open_core(tiny_dir, **options)
+    driver, spaces = Driver(core), (Namespace("a"), Namespace("a", "salt"), Namespace("b"))
+    pin(core, PROMPTS[1][:128], namespace=Namespace("a"))
+    for space in spaces:
+        driver.together([PROMPTS[0]], max_new_tokens=NEW, namespace=space)
+    evict(core)
+    core.tiering.note()
+    done = answer(core, EraseTenant(1, "a"))
+    assert done["erased_tokens"] == 128
+    assert done["erased_blocks"] == {"host": 6, "disk": 6, "store": 6}
+    assert core.handle(GetPins(1)).result["pins"] == []
+    assert {prefix.namespace.tenant for prefix in core.tiering._resume.read()} <= {"b"}
+    for i, space in enumerate(spaces):
+        driver.add(f"again {i}", PROMPTS[0], max_new_tokens=NEW, namespace=space)
+        driver.run()
+        assert bool(loaded(driver, f"again {i}")) == (space.tenant == "b")
+    core.close()
+
+
+def test_a_flush_reaches_tiers_when_asked(tiny_dir, tmp_path):
+    core = open_core(tiny_dir, **options_of("host", tmp_path))
+    driver = Driver(core)
+    driver.together(PROMPTS[:1], max_new_tokens=NEW)
+    evict(core)
+    assert "erased_blocks" not in driver.flush()
+    driver.together(PROMPTS[:1], max_new_tokens=NEW)
+    assert loaded(driver, "r1") == {"host": 192}
+    assert answer(core, FlushCache(1, tiers=True))["erased_blocks"] == {"host": 3}
+    driver.together(PROMPTS[:1], max_new_tokens=NEW)
+    assert loaded(driver, "r2") == {}
+    core.close()
+
+
+def test_tiers_come_and_go_while_requests_are_served(tiny_dir, tmp_path):
+    core = open_core(tiny_dir, **options_of("host", tmp_path))
+    driver = Driver(core)
+    assert answer(core, AttachTier(1, {"disk_cache": str(tmp_path / "disk")})) == {"tiers": ["host", "disk"]}
+    assert "already" in answer(core, AttachTier(2, {"disk_cache": str(tmp_path / "other")}))["failed"]
+    (tmp_path / "file").touch()
+    assert "failed" in answer(core, AttachTier(3, {"kv_store": f"dir:{tmp_path / 'file'}"}))
+    driver.together(PROMPTS[:1], max_new_tokens=NEW)
+    evict(core)
+    assert answer(core, DetachTier(4, "host")) == {"found": True}
+    assert answer(core, DetachTier(5, "host")) == {"found": False}
+    driver.together(PROMPTS[:1], max_new_tokens=NEW)
+    assert loaded(driver, "r1") == {"disk": 192}
+    assert answer(core, DetachTier(6, "disk")) == {"found": True}
+    evict(core)
+    driver.together(PROMPTS[:1], max_new_tokens=NEW)
+    assert loaded(driver, "r2") == {}
+    core.close()
+
+
+@pytest.mark.parametrize("message", [AttachTier(1, {"host_memory": 1.0}), DetachTier(1, "host")])
+def test_an_engine_without_tiers_says_so(tiny_dir, message):
+    from tests.runtime.engine.driver import make_core
+
+    result = make_core(tiny_dir).handle(message).result
+    assert result.get("failed") or result == {"found": False}
+
+
+def test_kv_that_is_distrusted_leaves_the_tiers(tiny_dir, tmp_path):
+    core = open_core(tiny_dir, **options_of("host", tmp_path))
+    driver = Driver(core)
+    driver.together(PROMPTS[:1], max_new_tokens=NEW)
+    evict(core)
+    run, done = core.executor.run, []
+
+    def bad(batch):
+        return torch.full_like(run(batch), torch.nan) if not done else run(batch)
+
+    core.executor.run = bad
+    driver.add("bad", PROMPTS[0], max_new_tokens=NEW)
+    driver.run()
+    assert driver.finish["bad"].type == "error"
+    assert core.tiers.loaded_tokens == {"host": 192}
+    done.append(True)
+    drain(core)
+    driver.add("good", PROMPTS[0], max_new_tokens=NEW)
+    driver.run()
+    assert loaded(driver, "good") == {}
+    assert driver.tokens["good"] == driver.tokens["r0"]
+    core.close()

@@ -1,0 +1,28 @@
+"""Prompts of which only the last tokens are served."""
+
+from __future__ import annotations
+
+import pytest
+
+from runtime.config import SchedulerConfig
+from runtime.errors import InvalidRequest
+from runtime.frontend.output import Submission
+from runtime.frontend.processor import Frontend
+from runtime.models.tokenizer import Tokenizer
+from runtime.params import SamplingParams
+from runtime.protocol import ModelInfo
+
+
+@pytest.mark.parametrize(
+    ("last", "new", "kept"), [(None, 4, None), (3, 4, 3), (-1, 4, 60), (-1, None, 63), (-1, 0, 64), (64, 4, None)]
+)
+def test_the_last_tokens_that_fit(tiny_dir, last, new, kept):
+    info = ModelInfo("tiny", "", "", 10_000, 64, [2], "", "", "", 16, 4096)
+    frontend = Frontend(info, Tokenizer.load(tiny_dir), lambda message: None, SchedulerConfig())
+    ids = list(range(5, 205))
+    submission = Submission(ids, SamplingParams(max_new_tokens=new), last_tokens=last)
+    if kept is None:
+        with pytest.raises(InvalidRequest, match="64 tokens"):
+            frontend.encode(submission)
+    else:
+        assert frontend.encode(submission) == ids[-kept:]

@@ -1,0 +1,307 @@
+"""Prefixes that tenants keep: their times, their share of the budget, and who may keep what."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from radix import Namespace, Quotas, RadixTree
+from runtime.kv.pins import PinBoard
+
+A, B, C = Namespace("a"), Namespace("b"), Namespace("c")
+PUBLIC = Namespace("public")
+
+
+class Board:
+    """A board over a tree with pages of two tokens."""
+
+    def __init__(self, budget: int = 6, quotas: Quotas | None = None):
+        self.now = 100.0
+        self.tree = RadixTree(2, quotas=quotas)
+        self.pins = PinBoard(self.tree, budget, lambda: self.now)
+        self.pages = 0
+
+    def compute(self, *tokens: int, namespace: Namespace, owner: Namespace | None = None) -> None:
+        pages = array("i", range(self.pages, self.pages + len(tokens) // 2))
+        self.pages += len(pages)
+        self.tree.insert(array("i", tokens).tobytes(), pages, namespace, owner=owner)
+
+    def keep(self, *tokens: int, keeper: Namespace, namespace: Namespace | None = None, ttl_s: float = 10.0):
+        """Compute a prefix and keep it; the reason if it is not kept."""
+        space = namespace or keeper
+        if len(self.tree.match(array("i", tokens).tobytes(), space).pages) < len(tokens) // 2:
+            self.compute(*tokens, namespace=space, owner=keeper)
+        return self.pins.keep(array("i", tokens), space, keeper, ttl_s)
+
+    def use(self, *tokens: int, user: Namespace, namespace: Namespace | None = None) -> None:
+        found = self.tree.match(array("i", tokens).tobytes(), namespace or user)
+        node = self.tree.lock_match(found)
+        self.tree.use(node)
+        self.pins.renew(node, user)
+        self.tree.unlock(node)
+
+    @property
+    def kept(self) -> int:
+        """Pages that stay when all others are flushed."""
+        self.pins.expire()
+        self.tree.flush()
+        return self.tree.num_pages
+
+
+@pytest.fixture
+def board() -> Board:
+    return Board()
+
+
+def test_a_prefix_is_kept_in_whole_pages_until_its_time_is_over(board):
+    assert board.keep(1, 1, 2, 2, 9, keeper=A) is None
+    board.now += 9.9
+    assert board.kept == 2
+    board.now += 0.2
+    assert board.kept == 0
+    assert board.tree.num_pinned_pages == board.tree.num_locked_pages == 0
+
+
+def test_a_prefix_kept_twice_is_one_entry_with_the_longer_time(board):
+    assert board.keep(1, 1, 2, 2, keeper=A, ttl_s=10) is None
+    board.now += 5
+    assert board.keep(1, 1, 2, 2, keeper=A, ttl_s=20) is None
+    assert board.keep(1, 1, 2, 2, keeper=A, ttl_s=3) is None
+    assert len(board.pins.keeps.keeps) == 1
+    board.now += 19
+    assert board.kept == 2
+    board.now += 1
+    assert board.kept == 0
+
+
+def test_each_use_renews_what_it_reads_whole_and_nothing_else(board):
+    board.keep(1, 1, keeper=A)
+    board.keep(1, 1, 2, 2, keeper=A)
+    board.keep(1, 1, 3, 3, keeper=A)
+    board.now += 8
+    board.use(1, 1, 2, 2, 5, 5, user=A)
+    board.now += 8
+    assert board.kept == 2, "the first two pages were used, the page 3, 3 was not"
+    board.use(1, 1, user=A)
+    board.now += 8
+    assert board.kept == 1
+    board.now += 3
+    assert board.kept == 0
+
+
+def test_nobody_renews_what_another_tenant_keeps(board):
+    board.keep(1, 1, keeper=A, namespace=PUBLIC)
+    board.now += 8
+    board.use(1, 1, user=B, namespace=PUBLIC)
+    board.now += 3
+    assert board.kept == 0
+
+
+def test_a_tenant_does_not_keep_what_counts_against_the_quota_of_another():
+    board = Board(quotas=Quotas({"a": 4, "b": 4}))
+    board.compute(1, 1, 2, 2, namespace=PUBLIC, owner=A)
+    board.compute(1, 1, 2, 2, 3, 3, namespace=PUBLIC, owner=B)
+    assert "quota of another tenant" in board.pins.keep(array("i", [1, 1]), PUBLIC, B, 10.0)
+    assert "quota of another tenant" in board.pins.keep(array("i", [1, 1, 2, 2, 3, 3]), PUBLIC, B, 10.0)
+    assert board.pins.keep(array("i", [1, 1, 2, 2]), PUBLIC, A, 10.0) is None
+    assert board.pins.num_unkept == 2
+    assert board.kept == 2
+
+
+def test_what_is_not_there_is_not_kept(board):
+    assert "shorter than a page" in board.keep(1, keeper=A)
+    board.compute(1, 1, namespace=A)
+    assert "not in the cache" in board.pins.keep(array("i", [1, 1, 2, 2]), A, A, 10.0)
+    assert board.pins.keeps.keeps == {}
+    assert board.pins.num_unkept == 2
+
+
+def test_turns_of_a_conversation_cost_their_distinct_pages(board):
+    turns = [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
+    for end in range(2, 13, 2):
+        assert board.keep(*turns[:end], keeper=A) is None
+        board.now += 6
+    assert board.tree.num_pinned_pages == board.kept == 6, "older turns live as long as the last one"
+    refused = board.keep(*turns, 7, 7, keeper=A)
+    assert "would be 7 pages of 2 tokens; the budget is 6 pages, its share of 6" in refused
+    assert board.kept == 6
+
+
+def test_one_tenant_may_use_what_others_leave_and_yields_beyond_an_equal_share(board):
+    for i in range(6):
+        assert board.keep(i, i, keeper=A) is None
+        board.now += 1
+    assert board.keep(9, 9, keeper=A) is not None
+    board.use(0, 0, user=A)
+    for i in range(3):
+        assert board.keep(i, i, keeper=B) is None
+    assert "share" in board.keep(3, 3, keeper=B), "half of the budget"
+    board.tree.flush()
+    kept = {(node.namespace, node.key[0]) for node in board.tree.nodes()}
+    assert kept == {(A, 0), (A, 4), (A, 5), (B, 0), (B, 1), (B, 2)}, "the least recently used ones yield"
+    assert board.keep(7, 7, keeper=C) is None
+    assert board.keep(8, 8, keeper=C) is None
+    assert "share" in board.keep(9, 9, keeper=C)
+    assert (board.pins.num_displaced, board.pins.num_broken) == (5, 0)
+    assert sorted(entry["prefixes"] for entry in board.pins.describe_kept()) == [2, 2, 2]
+
+
+def test_within_its_share_a_tenant_loses_nothing_to_floods_of_others(board):
+    assert board.keep(1, 1, 2, 2, 3, 3, keeper=A) is None
+    for i in range(10, 60):
+        board.keep(i, i, keeper=B)
+    assert len([keep for keep in board.pins.keeps.keeps.values() if keep.keeper == A]) == 1
+    board.now += 9
+    assert board.kept == 6
+
+
+def test_pins_of_operators_come_first(board):
+    for i in range(5):
+        board.keep(i, i, keeper=A)
+        board.now += 1
+    board.compute(7, 7, 8, 8, 9, 9, namespace=PUBLIC)
+    assert "pin" in board.pins.pin(array("i", [7, 7, 8, 8, 9, 9]), PUBLIC, None, None)
+    assert board.kept == 6
+    assert [keep.node.key[0] for keep in board.pins.keeps.oldest()] == [2, 3, 4]
+    assert "its share of 6" in board.keep(6, 6, keeper=A)
+    board.compute(*range(8), namespace=PUBLIC)
+    assert "would hold 7 pages" in board.pins.pin(array("i", range(8)), PUBLIC, None, None)["refused"]
+    assert board.kept == 6, "a pin that is refused takes nothing away"
+
+
+def test_kept_prefixes_yield_to_a_live_request_before_pins_do(board):
+    board.compute(1, 1, namespace=A)
+    board.pins.pin(array("i", [1, 1]), A, "pinned", None)
+    board.keep(2, 2, keeper=A)
+    board.now += 1
+    board.keep(3, 3, keeper=A)
+    board.now += 1
+    board.use(2, 2, user=A)
+    left = []
+    while board.pins.yield_one():
+        left.append((len(board.pins.pins), [keep.node.key[0] for keep in board.pins.keeps.oldest()]))
+    assert left == [(1, [2]), (1, []), (0, [])]
+    assert (board.pins.num_displaced, board.pins.num_broken) == (2, 1)
+
+
+def test_a_node_that_is_let_go_takes_pins_and_keeps_with_it(board):
+    board.keep(1, 1, keeper=A)
+    board.keep(1, 1, 2, 2, keeper=A)
+    made = board.pins.pin(array("i", [1, 1, 2, 2]), A, None, None)["pin"]
+    (deepest,) = [node for node in board.tree.nodes() if not node.children]
+    assert board.pins.unpin_node(deepest) == [made["id"]]
+    assert board.kept == 1
+    board.pins.unpin_all()
+    assert board.kept == 0
+
+
+class Keeping(RuleBasedStateMachine):
+    """Tenants on a tree with pages of one token; the model: by tenant and prefix, its time and when that ends."""
+
+    BUDGET = 6
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+        self.tree = RadixTree(1, clock=lambda: self.now)
+        self.board = PinBoard(self.tree, self.BUDGET, lambda: self.now)
+        self.kept: dict[tuple[Namespace, tuple[int, ...]], tuple[float, float]] = {}
+        self.next_page = 0
+
+    tenants = st.sampled_from([A, B, C])
+    tokens = st.sampled_from(["0", "00", "0000", "0001", "011", "1", "1000", "111"]).map(
+        lambda text: tuple(map(int, text))
+    )
+
+    def pages(self, tenant: Namespace | None = None) -> set[tuple[Namespace, tuple[int, ...]]]:
+        """Pages that are kept, of one tenant or all."""
+        return {
+            (keeper, prefix[: end + 1])
+            for keeper, prefix in self.kept
+            for end in range(len(prefix))
+            if tenant in (None, keeper)
+        }
+
+    def expire(self):
+        self.kept = {key: times for key, times in self.kept.items() if times[1] > self.now}
+
+    def compute(self, tenant, tokens):
+        pages = array("i", range(self.next_page, self.next_page + len(tokens)))
+        self.next_page += len(tokens)
+        self.tree.insert(array("i", tokens).tobytes(), pages, tenant)
+
+    def real(self):
+        """The real keeps, in the model's form."""
+        found = {}
+        for keep in self.board.keeps.keeps.values():
+            prefix, node = (), keep.node
+            while node.parent is not None:
+                prefix, node = (*array("i", node.key), *prefix), node.parent
+            found[keep.keeper, prefix] = keep.ttl_s, keep.expires_s
+        return found
+
+    @rule(tenant=tenants, tokens=tokens, ttl_s=st.sampled_from([2.0, 8.0]))
+    def keep(self, tenant, tokens, ttl_s):
+        self.compute(tenant, tokens)
+        self.board.expire()
+        self.expire()
+        before = self.pages()
+        wanted = {(tenant, tokens[: end + 1]) for end in range(len(tokens))}
+        why = self.board.keep(array("i", tokens), tenant, tenant, ttl_s)
+        keepers = {keeper for keeper, _ in self.kept} | {tenant}
+        share = self.BUDGET // len(keepers)
+        fits = len(before | wanted) <= self.BUDGET
+        assert (why is None) == (fits or len(self.pages(tenant) | wanted) <= share)
+        real = self.real()
+        for key in self.kept.keys() - real.keys():
+            assert not fits, "what there is room for takes nothing away"
+            assert key[0] != tenant
+            assert len(self.pages(key[0])) > share, "within its share a tenant loses nothing"
+            # Each one is looked at with what its tenant still had then: the least recently used go first.
+            oldest = min((x for x in self.kept if x[0] == key[0]), key=lambda x: self.kept[x][1] - self.kept[x][0])
+            assert oldest not in real
+        self.kept = {key: times for key, times in self.kept.items() if key in real}
+        if why is None:
+            self.renew(tenant, tokens)
+            ttl_s = max(ttl_s, self.kept.get((tenant, tokens), (0.0, 0.0))[0])
+            self.kept[tenant, tokens] = ttl_s, self.now + ttl_s
+
+    def renew(self, tenant, tokens):
+        for (keeper, prefix), (ttl_s, _) in list(self.kept.items()):
+            if keeper == tenant and tokens[: len(prefix)] == prefix:
+                self.kept[keeper, prefix] = ttl_s, self.now + ttl_s
+
+    @rule(tenant=tenants, tokens=tokens)
+    def use(self, tenant, tokens):
+        self.board.expire()
+        self.expire()
+        match = self.tree.match(array("i", tokens).tobytes(), tenant)
+        node = self.tree.lock_match(match)
+        self.board.renew(node, tenant)
+        self.tree.unlock(node)
+        self.renew(tenant, tokens[: len(match.pages)])
+
+    @rule(seconds=st.sampled_from([1.0, 3.0]))
+    def wait(self, seconds):
+        self.now += seconds
+
+    @rule()
+    def flush(self):
+        self.board.expire()
+        self.expire()
+        self.tree.flush()
+        assert self.tree.num_pages == len(self.pages()), "all but what is kept"
+
+    @invariant()
+    def agrees(self):
+        self.tree.check()
+        assert self.real() == self.kept
+        assert self.tree.num_pinned_pages == len(self.pages()) <= self.BUDGET
+
+
+TestKeeping = Keeping.TestCase
+TestKeeping.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)

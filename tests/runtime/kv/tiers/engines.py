@@ -1,0 +1,64 @@
+"""Engines with tiers, and prompts for them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from radix import path
+from runtime.engine.core import EngineCore
+from tests.runtime.engine.driver import Driver, make_core
+
+NEW = 4
+
+
+def options_of(tier: str, directory: Path) -> dict[str, Any]:
+    """Options of an engine with one tier."""
+    return {
+        "host": {"host_memory": 0.1},
+        "disk": {"disk_cache": directory / "disk"},
+        "store": {"kv_store": f"dir:{directory / 'store'}"},
+    }[tier]
+
+
+def open_core(model: Path, **options: Any) -> EngineCore:
+    """A core that loads whatever a tier has, whether that is quicker or not."""
+    core = make_core(model, **{"page_size": 8, "pool_tokens": 1024, "native_kernels": False, **options})
+    always(core)
+    return core
+
+
+def always(core: EngineCore) -> None:
+    """Let no measured rate advise against a load."""
+    assert core.tiers is not None
+    core.tiers.computed = lambda rows, seconds: None
+
+
+def drain(core: EngineCore) -> None:
+    """Wait until all is written that was to be written so far."""
+    worker = core.tiers.worker
+    worker._gatherer.run(lambda: None).result(60)
+    for tier in worker._tiers.values():
+        tier.lane.run(lambda: None).result(60)
+
+
+def evict(core: EngineCore) -> None:
+    """Evict all that can be, as if there were no room, and wait until it is written."""
+    core.cache.allocator.release(core.cache.tree.evict(core.cache.tree.num_pages))
+    drain(core)
+
+
+def draw(seed: int, count: int) -> list[int]:
+    """Random tokens."""
+    return [random.Random(f"{seed} {i}").randrange(49152) for i in range(count)]
+
+
+def loaded(driver: Driver, rid: str) -> dict[str, int]:
+    """Tokens that were loaded for a request, by tier."""
+    return driver.events[rid][-1].loaded_tokens
+
+
+def held_tokens(core: EngineCore, node: Any) -> int:
+    """Tokens from the root to the end of a node."""
+    return sum(len(above.pages) for above in path(node)) * core.cache.page_size

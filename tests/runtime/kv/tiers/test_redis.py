@@ -1,0 +1,170 @@
+"""Blocks in a real Redis or Valkey server, which dies, hangs, fills up and asks for passwords."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+import pytest
+
+from loadgen.redis_server import PROGRAM, SlowWay, free_port, running_redis
+from runtime.errors import ModelError
+from runtime.kv.tiers.guard import GuardedStore
+from runtime.kv.tiers.opening import open_shared
+from tests.runtime.kv.tiers.conftest import FORM, blocks_of, payload_of
+
+pytest.importorskip("redis")
+if PROGRAM is None:
+    pytest.skip("neither valkey-server nor redis-server is installed", allow_module_level=True)
+
+from runtime.kv.tiers.redis import RedisStore
+
+# Of good answers, also on a busy machine.
+LIMIT_S = 60
+ALICE, BOB = blocks_of("alice", 4), blocks_of("bob", 2)
+
+
+def put(store, block):
+    return store.put(block.key, FORM.encode(block, payload_of(block)), block.namespace.tenant, "evicted")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture
+def store(server):
+    store = RedisStore(server.url, LIMIT_S)
+    store._redis.flushall()
+    yield store
+    store.close()
+
+
+def test_the_same_door(store):
+    for block in ALICE + BOB:
+        assert put(store, block)
+    store._redis.set(b"somebody's", b"value")
+    keys = [block.key for block in ALICE + BOB]
+    assert store.contains_many([*keys, bytes(16)]) == [True] * 6 + [False]
+    assert store.contains_many([]) == []
+    for block in ALICE:
+        assert FORM.decode(store.get(block.key), block) == payload_of(block)
+    assert store.get(bytes(16)) is None
+    store.touch([keys[0], bytes(16)])
+    found = {(entry.key, entry.tenant, entry.size) for entry in store.entries()}
+    sizes = {block.key: sum(len(part) for part in FORM.encode(block, payload_of(block))) for block in ALICE + BOB}
+    assert found == {(block.key, block.namespace.tenant, sizes[block.key]) for block in ALICE + BOB}
+    assert store.usage().blocks == 7
+    assert store.usage().bytes > sum(sizes.values())
+    assert store.usage().capacity is None
+    store.delete([keys[0], bytes(16)])
+    assert store.erase("alice") == 3
+    assert {entry.tenant for entry in store.entries()} == {"bob"}
+    assert store.erase(None) == 2
+    assert store._redis.get(b"somebody's") == b"value"
+
+
+def test_an_erasure_passes_through_more_than_one_batch(store):
+    blocks = blocks_of("alice", 1200)
+    for block in blocks + BOB:
+        put(store, block)
+    assert store.erase("alice") == 1200
+    assert store.usage().blocks == 2
+
+
+def test_another_replica_finds_the_blocks(store, server):
+    put(store, ALICE[0])
+    other = open_shared(server.url)
+    assert FORM.decode(other.get(ALICE[0].key), ALICE[0]) == payload_of(ALICE[0])
+    other.close()
+
+
+def test_a_full_server_has_no_room(tmp_path):
+    with running_redis("--maxmemory", "4mb", "--maxmemory-policy", "noeviction") as server:
+        store = RedisStore(server.url, LIMIT_S)
+        done = [store.put(i.to_bytes(16, "big"), [bytes(500_000)], "", "evicted") for i in range(10)]
+        assert done[0]
+        assert not done[-1]
+        assert store.usage().capacity == 4 << 20
+        assert store.get(bytes(16)) is not None
+        store.close()
+
+
+def test_a_server_that_dies_and_comes_back():
+    with running_redis() as server:
+        guarded = GuardedStore(RedisStore(server.url, LIMIT_S))
+        assert put(guarded, ALICE[0])
+    assert guarded.get(ALICE[0].key) is None
+    assert not guarded.is_open
+    with running_redis(port=server.port):
+        until = time.monotonic() + 60
+        while not guarded.is_open and time.monotonic() < until:
+            time.sleep(0.05)
+        assert put(guarded, ALICE[0])
+        assert guarded.get(ALICE[0].key) is not None
+    guarded.close()
+
+
+def test_a_server_that_hangs_is_a_failure_after_the_time_limit(server):
+    way = SlowWay(server.port)
+    patient, store = (RedisStore(f"redis://127.0.0.1:{way.port}/0", limit_s) for limit_s in (LIMIT_S, 0.1))
+    try:
+        assert put(patient, ALICE[0])
+        way.bytes_per_s = 0
+        for call in (
+            lambda: store.get(ALICE[0].key),
+            lambda: store.contains_many([ALICE[0].key]),
+            lambda: put(store, ALICE[1]),
+            lambda: store.erase("alice"),
+            store.usage,
+        ):
+            with pytest.raises(OSError, match=r"[Tt]imeout"):
+                call()
+        way.bytes_per_s = None
+        assert FORM.decode(patient.get(ALICE[0].key), ALICE[0]) == payload_of(ALICE[0])
+    finally:
+        store.close()
+        patient.close()
+        way.close()
+
+
+def test_passwords_and_tls(tmp_path):
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", *name]
+    subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    user = ["--user", "ramet", "on", ">secret", "~ramet:*", "+@all", "-@admin", "--user", "default", "off"]
+    tls = ["--tls-cert-file", certificate, "--tls-key-file", key, "--tls-auth-clients", "no"]
+    tls_port = free_port()
+    with running_redis(*user, *map(str, tls), "--tls-port", str(tls_port)) as plain:
+        authority = f"ssl_ca_certs={certificate}"
+        for address in (f"redis://ramet:secret@127.0.0.1:{plain.port}", f"rediss://ramet:secret@127.0.0.1:{tls_port}"):
+            store = RedisStore(f"{address}/0?{authority if address.startswith('rediss') else ''}")
+            assert put(store, ALICE[0])
+            assert FORM.decode(store.get(ALICE[0].key), ALICE[0]) == payload_of(ALICE[0])
+            assert store.erase("alice") == 1
+            store.close()
+        for address, words in (
+            (f"redis://ramet:guess@127.0.0.1:{plain.port}/0", "invalid username-password"),
+            (f"redis://127.0.0.1:{plain.port}/0", "authenticated"),
+            (f"rediss://ramet:guess@127.0.0.1:{tls_port}/0", "CERTIFICATE_VERIFY_FAILED"),
+        ):
+            store = RedisStore(address)
+            with pytest.raises(OSError, match=words) as error:
+                put(store, ALICE[0])
+            assert "guess" not in str(error.value)
+            store.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("redis://host:port", "--kv-store: .*port"),
+        ("redis://host/0?socket_timeout=long", "--kv-store: .*socket_timeout"),
+    ],
+)
+def test_an_address_that_cannot_be_understood(address, words):
+    with pytest.raises(ModelError, match=words):
+        open_shared(address)

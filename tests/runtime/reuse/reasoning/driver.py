@@ -1,0 +1,83 @@
+"""Requests whose outputs repeat themselves, on a core that evaluates their steps at once or in its thread."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any
+
+from runtime.models.tokenizer import Tokenizer
+from runtime.params import SamplingParams
+from runtime.protocol import AddRequest
+from runtime.request import Request
+from runtime.reuse.reasoning.background import Background
+from runtime.reuse.reasoning.reservoir import Reservoir
+from runtime.reuse.reasoning.strategy import ReasonCache
+from tests.runtime.engine.driver import Driver, make_core
+
+PAGE = 4
+# All outputs, alike or not, pass the filter of words.
+ANY = {"percentile": 100, "tau_max": 0.0, "tau_min": 0.0}
+
+
+class AtOnce(Executor):
+    """Runs calls as they come, so that examples repeat."""
+
+    def submit(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(call(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class ReasonDriver(Driver):
+    """Keeps the requests, and the pages that were substituted in each."""
+
+    def __init__(self, path: Path, at_once: bool = True, warm_up: int = 8, **options: Any):
+        super().__init__(make_core(path, **{"page_size": PAGE, **options}))
+        self.strategy = self.core.strategies["reasoncache"]
+        assert isinstance(self.strategy, ReasonCache)
+        if at_once:
+            self.strategy.background = Background(AtOnce(), clock=lambda: 0.0)
+            self.strategy.background._credit = 1e9
+        self.strategy.reservoirs = {name: Reservoir(warm_up) for name in self.strategy.reservoirs}
+        self.requests: dict[str, Request] = {}
+        tokenizer = Tokenizer.load(path)
+        self.strategy._evaluation._load_tokenizer = lambda: tokenizer
+        self.bias = dict.fromkeys(words(tokenizer), 100.0)
+
+    def think(self, rid: str, prompt: Sequence[int], count: int, reuse: dict[str, Any], **options: Any) -> None:
+        """An output of `count` tokens: few words in random order, in steps of some ten tokens."""
+        fields = {name: options.pop(name) for name in {"namespace", "prompt_logprobs_from"} & options.keys()}
+        sampling = {"temperature": 8.0, "logit_bias": self.bias, "ignore_eos": True, "seed": 1} | options
+        params = SamplingParams(**sampling, max_new_tokens=count)
+        self.tokens[rid], self.events[rid] = [], []
+        message = AddRequest(
+            rid, array("i", prompt).tobytes(), params.model_dump(), reuse={"method": "reasoncache", **reuse}, **fields
+        )
+        answer = self.core.handle(message)
+        if answer is not None:
+            self.take(answer.events)
+        else:
+            self.requests[rid] = self.core.requests[rid]
+
+    def plain(self, rid: str, prompt: Sequence[int], count: int, **options: Any) -> None:
+        """The same without any sharing."""
+        sampling = {"temperature": 8.0, "logit_bias": self.bias, "seed": 1} | options
+        self.add(rid, prompt, max_new_tokens=count, **sampling)
+
+    def report(self, rid: str) -> dict[str, Any]:
+        """The last report, as an answer has it."""
+        return [event.reuse for event in self.events[rid] if event.reuse][-1]
+
+
+def words(tokenizer: Tokenizer) -> list[int]:
+    """Tokens of an output: the delimiter, and ten words."""
+    found = tokenizer.encode("\n\n", add_special_tokens=False)
+    for word in ("so", "we", "see", "that", "it", "is", "not", "the", "first", "one"):
+        found += tokenizer.encode(f" {word}", add_special_tokens=False)
+    return list(dict.fromkeys(found))

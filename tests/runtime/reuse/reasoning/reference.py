@@ -1,0 +1,269 @@
+"""ReasonCache, read plainly from the paper: one sequence, transformers in float32, rows in place of pages.
+
+A page of p tokens is rows [i * p, (i + 1) * p) of the cache in all layers. Sharing it means that another page's rows
+are read in its place; here they are copied over it. Nothing is incremental, cached or asynchronous.
+
+Where the paper is silent: S is the cosine times the ratio of lengths in characters; the threshold falls linearly with
+the mean of S over all earlier steps; a page is compared with those whose ordinal within the other step differs from its
+own by one at most. Two decisions are the engine's: of the steps that pass both filters four are compared, and steps are
+looked at whenever a page is full, with the consequences one token later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+
+@dataclass(frozen=True)
+class Step:
+    """A closed step: tokens [start, stop) of the output, and their text."""
+
+    start: int
+    stop: int
+    text: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """From `at` computed rows on, page `page` reads what lies in page `source`. Ordinals within the sequence."""
+
+    at: int
+    page: int
+    source: int
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The paper's parameters."""
+
+    page_size: int
+    percentile: float = 80.0
+    tau_max: float = 0.9
+    tau_min: float = 0.6
+    rotation: str = "stale"
+    warm_up: int = 256
+    most: int = 4
+
+
+# -- section IV-A1: steps ----------------------------------------------------------------------------------------
+
+
+def steps(ids: Sequence[int], texts: Sequence[str]) -> list[Step]:
+    """The closed steps of an output whose tokens have these texts.
+
+    A step ends with the token that ends the first "\\n\\n" behind its first visible character.
+    """
+    found, start = [], 0
+    for stop in range(1, len(texts) + 1):
+        text = "".join(texts[start:stop])
+        if "\n\n" in text.lstrip():
+            found.append(Step(start, stop, text, tuple(ids[start:stop])))
+            start = stop
+    return found
+
+
+def score(a: Step, b: Step) -> float:
+    """S: the cosine of the bags of tokens, times the ratio of the texts' lengths."""
+    one, other = Counter(a.ids), Counter(b.ids)
+    product = sum(count * other[token] for token, count in one.items())
+    norms = math.prod(sum(count**2 for count in bag.values()) for bag in (one, other)) ** 0.5
+    longer = max(len(a.text), len(b.text))
+    return product / norms * min(len(a.text), len(b.text)) / longer if norms and longer else 0.0
+
+
+def threshold(scores: Sequence[float], tau_max: float = 0.9, tau_min: float = 0.6) -> float:
+    """Low where the steps repeat each other; `scores`: S of the current step and each step before it."""
+    return tau_max - (tau_max - tau_min) * (sum(scores) / len(scores) if scores else 0.0)
+
+
+def alike(step: Step, earlier: Sequence[Step], rules: Rules, formal: Callable[[str, str], bool]) -> list[Step]:
+    """Earlier steps that pass both filters, the likest and of these the latest first.
+
+    `formal`: whether the syntax trees of two texts agree.
+    """
+    scores = [score(step, one) for one in earlier]
+    least = threshold(scores, rules.tau_max, rules.tau_min)
+    places = [i for i, s in enumerate(scores) if s > least and formal(step.text, earlier[i].text)]
+    return [earlier[i] for i in sorted(places, key=lambda i: (scores[i], i), reverse=True)][: rules.most]
+
+
+# What the formal filter says: texts of two steps, and whether they may share.
+FORMAL = [
+    ("We add five to it.", "We add five to it again.", True),
+    ("Solve $2x+5=10$.", "Solve $2x-5=10$.", False),
+    ("Solve $2x+5=10$.", "Solve $2x + 5 = 10$.", True),
+    ("Solve $2x+5=10$.", "Solve $2y+5=10$.", False),
+    ("Solve $2x+5=10$.", "Solve $2x+6=10$.", False),
+    ("Solve $a-(b-c)=1$.", "Solve $a-b-c=1$.", False),
+    ("Solve $2x+5=10$.", "Solve the equation above.", False),
+    ("Solve \\(2x+5\\).", "Solve \\(2x-5\\).", False),
+    ("Solve \\[2x+5\\].", "Solve \\[2x+5\\].", True),
+    ("```python\nx = a + 1\n```", "```python\nx = a + 1\n```", True),
+    ("```python\nx = a + 1\n```", "```python\nx = a - 1\n```", False),
+    ("```python\nx = a + 1\n```", "```python\nx  =  a+1  # as before\n```", True),
+    ("```python\nx = a + 1\n```", "```python\ny = a + 1\n```", False),
+    ("```python\nx = (a +\n```", "```python\nx = (a +\n```", False),
+    ("```python\nx = a + 1\n```", "x = a + 1", False),
+]
+
+
+# -- section IV-A2: pages ----------------------------------------------------------------------------------------
+
+
+def pages_of(step: Step, prompt_len: int, page_size: int) -> range:
+    """Pages of the sequence that lie wholly inside a step."""
+    return range(-(-(prompt_len + step.start) // page_size), (prompt_len + step.stop) // page_size)
+
+
+def pairs_of(mine: range, others: range) -> Iterator[tuple[int, int]]:
+    """Pages that are compared: at the same ordinal in both steps, or at one beside it."""
+    for ordinal, page in enumerate(mine):
+        for other in (ordinal - 1, ordinal, ordinal + 1):
+            if 0 <= other < len(others):
+                yield page, others[other]
+
+
+def may_share(distance: float, before: Sequence[float], percentile: float, warm_up: int = 256) -> bool:
+    """Whether a distance is within the percentile of all before it; but for the percentile 100, after a warm-up."""
+    is_warm = len(before) >= warm_up
+    return percentile == 100 or (is_warm and distance <= float(np.percentile(before, percentile)))
+
+
+# -- the model ---------------------------------------------------------------------------------------------------
+
+
+class Reference:
+    """A sequence that is computed token by token, and whose rows are replaced on the way."""
+
+    def __init__(self, path: Path):
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    @torch.inference_mode()
+    def run(
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        page_size: int,
+        shared: Sequence[Shared] = (),
+        rotation: str = "stale",
+        between: Callable[[int, DynamicCache], Sequence[Shared]] | None = None,
+    ) -> torch.Tensor:
+        """Compute a prompt, and then a given output behind it.
+
+        Args:
+            shared: pages that read others from a number of rows on.
+            between: called with the number of rows and the cache before each token; more of them.
+
+        Returns:
+            Logits float32 [1 + len(output), vocab]: after the prompt, and after each token.
+        """
+        cache = DynamicCache()
+        logits = [self.model(torch.tensor([list(prompt)]), past_key_values=cache).logits[:, -1]]
+        for rows, token in enumerate(output, len(prompt)):
+            now = [one for one in shared if one.at == rows]
+            for one in now + list(between(rows, cache) if between is not None else ()):
+                self.replace(cache, one, page_size, rotation)
+            logits.append(self.model(torch.tensor([[token]]), past_key_values=cache).logits[:, -1])
+        return torch.cat(logits)
+
+    def replace(self, cache: DynamicCache, one: Shared, page_size: int, rotation: str) -> None:
+        """Copy a page's rows over another page's, in all layers."""
+        source, target = (rows_of(page, page_size) for page in (one.source, one.page))
+        by = (one.page - one.source) * page_size if rotation == "moved" else 0
+        for layer in cache.layers:
+            layer.keys[:, :, target] = self.turn(layer.keys[:, :, source], by)
+            layer.values[:, :, target] = layer.values[:, :, source].clone()
+
+    def turn(self, keys: torch.Tensor, by: int) -> torch.Tensor:
+        """Keys [..., head_dim] as they would be `by` positions further on: pairs of features are turned by an angle."""
+        half = keys.shape[-1] // 2
+        angles = by * self.model.model.rotary_emb.inv_freq.double()
+        turned = torch.complex(keys[..., :half].double(), keys[..., half:].double()) * torch.exp(1j * angles)
+        return torch.cat((turned.real, turned.imag), -1).float()
+
+    def distance(self, cache: DynamicCache, a: int, b: int, page_size: int, rotation: str = "stale") -> float:
+        """D of two pages: mean over layers of (|dK| + |dV|) / (tokens x KV heads), Euclidean norms."""
+        by, total = (b - a) * page_size if rotation == "moved" else 0, 0.0
+        for layer in cache.layers:
+            keys = self.turn(layer.keys[0, :, rows_of(a, page_size)], by)
+            values = layer.values[0, :, rows_of(a, page_size)]
+            difference = float((keys - layer.keys[0, :, rows_of(b, page_size)]).norm())
+            difference += float((values - layer.values[0, :, rows_of(b, page_size)]).norm())
+            total += difference / (page_size * keys.shape[0])
+        return total / len(cache.layers)
+
+    # -- the whole system ----------------------------------------------------------------------------------------
+
+    def serve(
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        texts: Sequence[str],
+        rules: Rules,
+        formal: Callable[[str, str], bool],
+        measured: list[float],
+    ) -> tuple[list[Shared], torch.Tensor]:
+        """Let a given output share pages by the paper's rules.
+
+        Args:
+            texts: of the output's tokens.
+            formal: whether the syntax trees of two texts agree.
+            measured: distances so far; new ones are added.
+
+        Returns:
+            What was shared, and the logits as of `run`.
+        """
+        closed, found = steps(output, texts), []
+        looked, nearest = 0, []
+
+        def between(rows: int, cache: DynamicCache) -> list[Shared]:
+            nonlocal looked, nearest
+            new = []
+            for distance, page, source in nearest:
+                if may_share(distance, measured, rules.percentile, rules.warm_up):
+                    new.append(Shared(rows, page, source))
+                measured.append(distance)
+            nearest = []
+            while rows % rules.page_size == 0 and looked < len(closed) and len(prompt) + closed[looked].stop <= rows:
+                others = alike(closed[looked], closed[:looked], rules, formal)
+                nearest += self.nearest(cache, closed[looked], others, len(prompt), rules)
+                looked += 1
+            found.extend(new)
+            return new
+
+        logits = self.run(prompt, output, rules.page_size, rotation=rules.rotation, between=between)
+        return found, logits
+
+    def nearest(
+        self, cache: DynamicCache, step: Step, others: Sequence[Step], prompt_len: int, rules: Rules
+    ) -> list[tuple[float, int, int]]:
+        """For each page of a step that has one like it in similar steps: the distance, the page, and that one."""
+        best: dict[int, tuple[float, int, int]] = {}
+        for other in others:
+            pages = (pages_of(one, prompt_len, rules.page_size) for one in (step, other))
+            for page, source in pairs_of(*pages):
+                distance = self.distance(cache, page, source, rules.page_size, rules.rotation)
+                best[page] = min(best.get(page, (distance, page, source)), (distance, page, source))
+        return [best[page] for page in sorted(best)]
+
+
+def rows_of(page: int, page_size: int) -> slice:
+    return slice(page * page_size, (page + 1) * page_size)
+
+
+def distinct_share(num_rows: int, page_size: int, shared: Sequence[Shared]) -> float:
+    """AMSR of one request: 1 - distinct / logical pages."""
+    logical = -(-num_rows // page_size)
+    held = {page: page for page in range(logical)}
+    for one in sorted(shared, key=lambda one: one.at):
+        held[one.page] = held[one.source]
+    return 1 - len(set(held.values())) / logical

@@ -1,0 +1,364 @@
+"""Limits of sharing, its truth, and what a shared page means."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from concurrent.futures import wait
+
+import pytest
+import torch
+
+from radix import Namespace
+from runtime.errors import ModelError
+from runtime.models.rope import rotate
+from tests.runtime.engine.driver import make_core
+from tests.runtime.reuse.bicache.models import save_tiny
+from tests.runtime.reuse.reasoning.driver import ANY, PAGE, ReasonDriver
+
+PROMPT = [5, 6, 7, 8, 9, 10]
+LONG = 80
+
+
+def shared(driver: ReasonDriver, rid: str) -> int:
+    """References to pages of a live request beyond their first."""
+    pages = driver.requests[rid].sequence.pages
+    return len(pages) - len(set(pages))
+
+
+def cached(driver: ReasonDriver, tokens: list[int]) -> int:
+    """Tokens of a sequence that lie in the tree."""
+    request = driver.requests["r"]
+    request.sequence.tokens[:] = type(request.sequence.tokens)("i", tokens)
+    return len(driver.core.cache.tree.match(request.key(len(tokens)), Namespace()).pages) * PAGE
+
+
+def sources(driver: ReasonDriver) -> Counter[tuple[bool, int, int]]:
+    """Shared pages: whether the page came from the same request, its place, and the other's."""
+    found: Counter[tuple[bool, int, int]] = Counter()
+    substitute = driver.strategy.substitute
+
+    def watch(taker, place, source, source_place):
+        found[taker is source, place, source_place] += 1
+        substitute(taker, place, source, source_place)
+
+    driver.strategy.substitute = watch
+    return found
+
+
+# -- limits ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rotation", ["stale", "moved"])
+def test_a_threshold_of_one_shares_nothing(tiny_dir, rotation):
+    driver = ReasonDriver(tiny_dir)
+    strict = {"percentile": 100, "tau_max": 1, "tau_min": 1, "rotation": rotation}
+    # A loop, too, in which steps are equal.
+    for rid, options in (("drawn", {}), ("greedy", {"temperature": 0})):
+        driver.think(rid, PROMPT, LONG, strict, **options)
+        driver.plain(f"plain {rid}", PROMPT, LONG, **options)
+    driver.run()
+    for rid in ("drawn", "greedy"):
+        assert driver.tokens[rid] == driver.tokens[f"plain {rid}"]
+        assert driver.report(rid)["approximate"] is False
+        assert driver.report(rid)["substituted_pages"] == 0
+    assert driver.core.counters["substituted_pages"] == 0
+
+
+def test_percentile_100_leaves_the_decision_to_the_filters(tiny_dir):
+    driver = ReasonDriver(tiny_dir, warm_up=1 << 20)
+    driver.think("r", PROMPT, LONG, ANY)
+    seen = []
+    consider = driver.strategy._consider
+    driver.strategy._consider = lambda match: (seen.append(match), consider(match))[1]
+    driver.run()
+    assert len(seen) > 5
+    assert driver.core.counters["substituted_pages"] == len(seen) == driver.report("r")["substituted_pages"]
+
+
+def test_distances_decide_behind_the_warm_up(tiny_dir):
+    warm_up = 6
+    driver = ReasonDriver(tiny_dir, warm_up=warm_up)
+    decisions = []
+    consider = driver.strategy._consider
+
+    def watch(match):
+        before, known = driver.core.counters["substituted_pages"], sorted(driver.strategy.reservoirs["stale"]._sorted)
+        consider(match)
+        decisions.append((match.distance, known, driver.core.counters["substituted_pages"] - before))
+
+    driver.strategy._consider = watch
+    driver.think("r", PROMPT, 2 * LONG, ANY | {"percentile": 50})
+    driver.run()
+    for distance, known, was_shared in decisions:
+        below = sum(one < distance for one in known) / max(len(known), 1)
+        assert was_shared == (len(known) >= warm_up and below <= 0.5) or abs(below - 0.5) <= 1 / len(known)
+    assert len(driver.strategy.reservoirs["moved"]) == 0
+    late = [was_shared for _, _, was_shared in decisions[warm_up:]]
+    assert 0.2 < sum(late) / len(late) < 0.8
+
+
+@pytest.mark.parametrize(("sign", "may_share"), [("-", {(2, 0)}), ("+", {(1, 0), (2, 0), (2, 1)})])
+def test_equal_words_with_another_formula_are_not_shared(tiny_dir, sign, may_share):
+    driver = ReasonDriver(tiny_dir)
+    found = sources(driver)
+    text = "".join(f"So we see that 2x{one}5 is the first of all that we know.\n\n" for one in ("+", sign, "+"))
+    regex = re.escape(text + "So we go on.").replace("\\\n", "\\n").replace("\\ ", " ")
+    driver.think("r", PROMPT, LONG, {"percentile": 100}, logit_bias={}, regex=regex, ignore_eos=False)
+    wait(driver.core.grammars.open.values())
+    driver.run()
+    steps = driver.requests["r"].reuse.steps
+    assert "".join(one.text for one in steps) == text
+
+    def step_of(place: int) -> int:
+        return next(i for i, one in enumerate(steps) if PAGE * place - len(PROMPT) < one.end)
+
+    shared_steps = {(step_of(place), step_of(source)) for _, place, source in found}
+    assert shared_steps
+    assert shared_steps <= may_share
+
+
+# -- pages -------------------------------------------------------------------------------------------------------
+
+
+def test_pages_are_freed_when_they_are_shared(tiny_dir):
+    driver = ReasonDriver(tiny_dir)
+    driver.think("r", PROMPT, LONG, ANY)
+    allocator = driver.core.cache.allocator
+    most = 0
+    while driver.core.busy:
+        driver.step()
+        if "r" in driver.core.requests:
+            pages = driver.requests["r"].sequence.pages
+            state = driver.core.admin.state()
+            assert state["saved_pages"] == shared(driver, "r")
+            assert state["pages_free"] == allocator.num_pages - len(set(pages)) - driver.core.cache.tree.num_pages
+            assert dict(Counter(pages)) == {page: allocator.refs[page] for page in pages}
+            most = max(most, shared(driver, "r"))
+    report = driver.report("r")
+    assert most == report["substituted_pages"] > 5
+    assert report["amsr"] == pytest.approx(most / -(-(len(PROMPT) + LONG) // PAGE), abs=1e-4)
+    assert driver.core.admin.state()["saved_pages"] == 0
+    driver.check_idle()
+
+
+def test_neither_the_prompt_nor_the_tail_is_shared(tiny_dir):
+    """Not even a prompt that is made of the output's own steps."""
+    driver = ReasonDriver(tiny_dir, prefix_cache=False)
+    driver.plain("before", PROMPT, LONG)
+    driver.run()
+    prompt = PROMPT + driver.tokens["before"] + [7] * 3
+    driver.think("r", prompt, LONG, ANY)
+    first = -(-len(prompt) // PAGE)
+    while driver.core.busy:
+        driver.step()
+        if "r" in driver.core.requests and (life := driver.requests["r"].reuse.life):
+            pages = driver.requests["r"].sequence.pages
+            assert len(set(pages[:first])) == first
+            assert not set(pages[:first]) & set(pages[first:])
+            assert pages.count(pages[-1]) == 1
+            assert all(first <= place < len(pages) - 1 for place in life.shifts)
+    assert driver.report("r")["substituted_pages"] > 5
+
+
+@pytest.mark.parametrize(("rotation", "native"), [("stale", False), ("stale", True), ("moved", True)])
+def test_a_shared_page_reads_as_a_copy(tiny_dir, rotation, native):
+    """With its rotation as it is, or with keys moved from its place to the other."""
+    logprobs = []
+    for is_shared in (True, False):
+        driver = ReasonDriver(tiny_dir, native_kernels=native)
+        quiet = {"percentile": 1, "tau_max": 1, "tau_min": 1, "rotation": rotation}
+        driver.think("r", PROMPT, 60, quiet, logit_bias={}, temperature=0)
+        request = driver.requests["r"]
+        request.logprobs = 0
+        while request.num_output < 40:
+            driver.step()
+        for place, source in ((5, 3), (8, 2), (9, 3), (7, 5)):
+            if is_shared:
+                driver.strategy.substitute(request.reuse, place, request.reuse, source)
+            else:
+                _copy(driver, request.sequence.pages, place, source, rotation)
+        driver.run()
+        logprobs.append([one.logprob for event in driver.events["r"] for one in event.logprobs])
+        if is_shared:
+            assert driver.report("r")["substituted_pages"] == 4
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
+    assert logprobs[0][:40] == logprobs[1][:40]
+
+
+def _copy(driver: ReasonDriver, pages, place: int, source: int, rotation: str) -> None:
+    # Nothing of this prompt lies in the tree but its first page.
+    first = driver.requests["r"].sequence.start // PAGE
+    pool, rope = driver.core.cache.pool, driver.core.executor.rope
+    into, out_of = (slice(pages[at - first] * PAGE, (pages[at - first] + 1) * PAGE) for at in (place, source))
+    for layer in range(len(pool.k)):
+        keys = pool.k[layer, out_of]
+        if rotation == "moved":
+            keys = rotate(keys, *rope.shift(torch.tensor([(place - source) * PAGE])))
+        pool.k[layer, into], pool.v[layer, into] = keys, pool.v[layer, out_of]
+
+
+# -- truth -------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_approximate_is_committed(tiny_dir):
+    driver = ReasonDriver(tiny_dir)
+    driver.think("r", PROMPT, LONG, ANY)
+    driver.run()
+    report, tokens = driver.report("r"), PROMPT + driver.tokens["r"]
+    assert report["approximate"]
+    assert 0 < report["first_substituted_token"] < report["exact_tokens"] < LONG
+    # Whole pages before the first substituted one are kept, and are exact.
+    found = cached(driver, tokens)
+    assert found == len(PROMPT) + report["first_substituted_token"]
+    later = tokens[: len(tokens) - 7]
+    driver.add("later", later, max_new_tokens=8, logprobs=0)
+    cold = ReasonDriver(tiny_dir, prefix_cache=False)
+    cold.add("later", later, max_new_tokens=8, logprobs=0)
+    for one in (driver, cold):
+        one.run()
+    assert driver.events["later"][-1].cached_tokens >= found
+    assert driver.tokens["later"] == cold.tokens["later"]
+    for mine, theirs in zip(driver.events["later"], cold.events["later"], strict=True):
+        assert mine.logprobs[0].logprob == pytest.approx(theirs.logprobs[0].logprob, abs=1e-4)
+
+
+def test_tokens_before_the_first_substitution_are_exact(tiny_dir):
+    driver = ReasonDriver(tiny_dir)
+    driver.think("r", PROMPT, LONG, ANY)
+    driver.plain("plain", PROMPT, LONG)
+    driver.run()
+    exact = driver.report("r")["exact_tokens"]
+    assert driver.tokens["r"][:exact] == driver.tokens["plain"][:exact]
+    assert driver.tokens["r"] != driver.tokens["plain"]
+
+
+def test_a_retracted_request_is_computed_again_and_says_so(tiny_dir):
+    driver = ReasonDriver(tiny_dir)
+    driver.think("r", PROMPT, LONG, ANY)
+    request = driver.requests["r"]
+    while not shared(driver, "r"):
+        driver.step()
+    num_output = request.num_output
+    driver.core.scheduler._retract(request)
+    driver.core.cache.check([])
+    driver.step()
+    assert driver.report("r")["recomputed"] == 1
+    assert driver.report("r")["substituted_pages"] == 0
+    assert driver.report("r")["approximate"]
+    # What is computed again is exact, and may be committed.
+    assert request.sequence.start + PAGE > len(PROMPT) + num_output
+    driver.run()
+    assert len(driver.tokens["r"]) == LONG
+    assert driver.report("r")["exact_tokens"] <= num_output
+
+
+def test_a_page_that_others_share_is_not_committed(tiny_dir):
+    """A page of the tree has one owner, or evictions would free less than they count on."""
+    driver = ReasonDriver(tiny_dir)
+    across = ANY | {"across": True}
+    driver.think("r", PROMPT, LONG, across)
+    driver.think("s", PROMPT, 2 * LONG, across, seed=2)
+    reached = driver.strategy.counters["substituted_pages"]
+    driver.run()
+    assert driver.strategy.counters["substituted_pages"] > reached
+    refs = driver.core.cache.allocator.refs
+    assert refs.max() == 1
+    tree = driver.core.cache.tree
+    assert len(tree.evict(tree.num_evictable_pages)) == (refs > 0).sum()
+
+
+# -- across requests ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_shared"),
+    [
+        ({"across": True}, {"across": True}, True),
+        ({}, {"across": True}, False),
+        ({"across": True, "rotation": "moved"}, {"across": True}, False),
+        ({"across": True, "namespace": Namespace("a")}, {"across": True, "namespace": Namespace("b")}, False),
+        ({"across": True, "namespace": Namespace("a")}, {"across": True, "namespace": Namespace("a")}, True),
+    ],
+)
+def test_only_requests_of_a_tenant_that_want_it_share(tiny_dir, first, second, is_shared):
+    driver = ReasonDriver(tiny_dir)
+    found = sources(driver)
+    for rid, options in (("a", first), ("b", second)):
+        options = dict(options)
+        namespace = options.pop("namespace", Namespace())
+        driver.think(rid, PROMPT, LONG, ANY | options, namespace=namespace, seed=len(driver.tokens) + 1)
+    driver.run()
+    assert sum(is_same for is_same, _, _ in found) > 5
+    assert any(not is_same for is_same, _, _ in found) == is_shared
+
+
+def test_random_pages_are_the_control(tiny_dir):
+    driver = ReasonDriver(tiny_dir)
+    driver.think("r", PROMPT, LONG, {"random_share": 1.0})
+    driver.run()
+    reached = driver.report("r")["substituted_pages"]
+    driver.think("s", PROMPT, LONG, {"random_share": 0.5})
+    driver.run()
+    assert reached > driver.report("s")["substituted_pages"] > 0
+    assert len(driver.strategy.reservoirs["stale"]) == 0
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------
+
+
+def test_prompt_logprobs_are_refused(tiny_dir):
+    driver = ReasonDriver(tiny_dir)
+    driver.think("r", PROMPT, 4, {}, prompt_logprobs_from=0)
+    assert driver.finish["r"].type == "error"
+    assert driver.finish["r"].refused
+    driver.check_idle()
+
+
+def test_an_engine_of_a_diffusion_model_has_none(tmp_path, default_model_dir):
+    path = save_tiny("llada", tmp_path / "llada", layers=1)
+    with pytest.raises(ModelError, match="--reasoning-cache is for causal models"):
+        make_core(path, reasoning_cache=True)
+
+
+def test_several_ranks_are_refused(tiny_dir):
+    driver = ReasonDriver(tiny_dir)
+    driver.strategy._has_all_heads = False
+    driver.think("r", PROMPT, 4, {})
+    assert driver.finish["r"].refused
+
+
+# -- lives -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_lives(tiny_dir, seed):
+    """Aborts, retraction for lack of memory, stops, overlap and other requests; invariants hold at every step."""
+    draw = random.Random(seed)
+    overlap = ("off", "on")[seed % 2]
+    driver = ReasonDriver(tiny_dir, overlap=overlap, pool_tokens=160, max_running=6, at_once=seed != 2)
+    stop = list(driver.bias)[3]
+    reuses = [ANY, ANY | {"across": True}, ANY | {"rotation": "moved", "across": True}, {"random_share": 0.5}]
+    prompts = [[5, 6, 7, draw.randrange(100)] * draw.randrange(1, 6) for _ in range(4)]
+    for i in range(9):
+        options = {"seed": i, **({"stop_token_ids": [stop], "min_new_tokens": 30} if draw.random() < 0.3 else {})}
+        if i % 5 == 4:
+            driver.plain(f"{i}", draw.choice(prompts), 40, seed=i)
+        else:
+            driver.think(f"{i}", draw.choice(prompts), draw.randrange(30, 110), draw.choice(reuses), **options)
+    aborts = {draw.randrange(20, 110): f"{draw.randrange(9)}" for _ in range(3)}
+
+    def between(step: int) -> None:
+        if step in aborts:
+            driver.abort(aborts[step])
+        if step == 100:
+            driver.flush()
+
+    driver.run(between)
+    assert driver.core.scheduler.num_retracted > 0
+    assert driver.core.counters["substituted_pages"] > 5 or seed == 2
+    assert driver.strategy.num_saved == 0
+    assert not driver.strategy._across
+    driver.flush()
+    assert driver.core.cache.allocator.num_free == driver.core.cache.pool.num_pages

@@ -1,0 +1,214 @@
+"""`/v1/messages` on a live server: usage, events, errors; on the real model."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from runtime.frontend.output import Output
+from runtime.protocol import CacheBooks, Place
+from server.anthropic.messages import usage as usage_of
+
+MODEL = "smollm2"
+FIVE, HOUR = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
+WORDS = ["root", "stem", "leaf", "bark", "ring", "seed", "twig", "moss", "fern", "vine"]
+
+
+def text(said: str, control=None) -> dict:
+    return {"type": "text", "text": said} | ({"cache_control": control} if control else {})
+
+
+def said(seed: int, count: int) -> str:
+    draw = random.Random(seed)
+    return " ".join(draw.choice(WORDS) for _ in range(count))
+
+
+def body(*blocks: dict, **fields) -> dict:
+    ask = [{"role": "user", "content": list(blocks) or "Name a tree."}]
+    return {"model": MODEL, "max_tokens": 4, "temperature": 0, "messages": ask, **fields}
+
+
+def send(client: httpx.Client, asked: dict) -> dict:
+    answer = client.post("/v1/messages", json=asked)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def events(client: httpx.Client, asked: dict) -> list[dict]:
+    """The events of a stream, each under its own name."""
+    answer = client.post("/v1/messages?beta=true", json={**asked, "stream": True})
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for block in answer.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+def total(usage: dict) -> int:
+    assert sum(usage["cache_creation"].values()) == usage["cache_creation_input_tokens"]
+    return usage["input_tokens"] + usage["cache_creation_input_tokens"] + usage["cache_read_input_tokens"]
+
+
+def count(client: httpx.Client, asked: dict) -> int:
+    fields = {name: asked[name] for name in ("model", "messages", "system", "tools") if name in asked}
+    return client.post("/v1/messages/count_tokens", json=fields).json()["input_tokens"]
+
+
+def let_go(client: httpx.Client) -> None:
+    client.post("/flush_cache?pins=true")
+
+
+def test_usage_adds_up_in_every_mix_of_breakpoints(client):
+    draw = random.Random(4)
+    salt = "mix"
+    for turn in range(12):
+        parts = [
+            text(said(draw.randrange(3), draw.randrange(5, 60)), draw.choice([None, FIVE, HOUR])) for _ in range(3)
+        ]
+        system = [text(said(9, 40), draw.choice([None, HOUR]))]
+        asked = body(*parts, system=system, cache_salt=salt, max_tokens=draw.choice([0, 2]))
+        before = client.get("/cache/pins").json()
+        usage = send(client, asked)["usage"]
+        assert total(usage) == count(client, asked)
+        places = usage["breakpoints"]
+        assert len(places) == sum("cache_control" in part for part in (*parts, *system))
+        kept = max((place["kept_tokens"] for place in places), default=0)
+        assert usage["cache_creation_input_tokens"] == max(kept - usage["cache_read_input_tokens"], 0)
+        after = client.get("/cache/pins").json()
+        assert after["pinned_tokens"] >= max(before["pinned_tokens"], kept)
+        if turn % 4 == 3:
+            assert client.post("/flush_cache").json()["live_tokens"] == after["pinned_tokens"], "what is kept stays"
+        if turn == 7:
+            let_go(client)
+    assert client.get("/cache/stats").json()["keeps"] > 0
+    let_go(client)
+    assert client.get("/cache/pins").json()["pinned_tokens"] == 0
+
+
+def test_a_breakpoint_that_is_not_kept_is_said():
+    places = [Place(40, 3600.0, 32), Place(64, 300.0, 64), Place(90, 300.0, reason="no room")]
+    books = CacheBooks(read=16, created={3600.0: 16, 300.0: 32}, input=36, places=places)
+    output = Output(0, 0, "r", "", "", [], [], None, None, 100, 16, 5, None, 0.0, 0.0, 0.0, cache=books)
+    assert usage_of(output) == {
+        **{"input_tokens": 36, "cache_creation_input_tokens": 48, "cache_read_input_tokens": 16, "output_tokens": 5},
+        **{"cache_creation": {"ephemeral_5m_input_tokens": 32, "ephemeral_1h_input_tokens": 16}},
+        "service_tier": "standard",
+        "breakpoints": [
+            {"tokens": 40, "kept_tokens": 32, "ttl_s": 3600.0, "reason": None},
+            {"tokens": 64, "kept_tokens": 64, "ttl_s": 300.0, "reason": None},
+            {"tokens": 90, "kept_tokens": 0, "ttl_s": 300.0, "reason": "no room"},
+        ],
+    }
+    assert total(usage_of(replace(output, cache=None))) == 100
+
+
+def test_a_stream_is_the_same_message(client):
+    asked = body(text(said(1, 60), FIVE), max_tokens=8)
+    whole = send(client, asked)
+    told = events(client, asked)
+    kinds = [event["type"] for event in told]
+    deltas = kinds.count("content_block_delta")
+    assert kinds == [
+        *("message_start", "ping", "content_block_start", *["content_block_delta"] * deltas),
+        *("content_block_stop", "message_delta", "message_stop"),
+    ]
+    assert "".join(event["delta"]["text"] for event in told[3 : 3 + deltas]) == whole["content"][0]["text"]
+    start, end = told[0]["message"], told[-2]
+    assert (start["content"], start["stop_reason"], start["role"]) == ([], None, "assistant")
+    assert end["delta"] == {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    assert end["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    assert total(start["usage"]) == total(end["usage"]) == total(whole["usage"])
+    let_go(client)
+
+
+def test_ends_of_answers(client):
+    ask = {"messages": [{"role": "user", "content": "Count: 1, 2, 3,"}, {"role": "assistant", "content": "4, 5,"}]}
+    assert send(client, body(**ask))["stop_reason"] == "max_tokens"
+    stopped = send(client, body(**ask, stop_sequences=["7", "6"]) | {"max_tokens": 20})
+    assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "6")
+    warmed = send(client, body(max_tokens=0))
+    assert (warmed["content"], warmed["usage"]["output_tokens"]) == ([], 0)
+    shape = {"type": "json_schema", "schema": {"type": "object", "properties": {"n": {"type": "integer"}}}}
+    shaped = send(client, body(max_tokens=60, output_config={"format": shape}))
+    assert isinstance(json.loads(shaped["content"][0]["text"]), dict)
+
+
+def test_a_call_and_its_stream(client):
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
+    tools = [{"name": "plant", "input_schema": schema}, {"name": "water", "input_schema": schema}]
+    asked = body(tools=tools, tool_choice={"type": "tool", "name": "water"}, max_tokens=60)
+    whole = send(client, asked)
+    (call,) = whole["content"]
+    assert (call["type"], call["name"], whole["stop_reason"]) == ("tool_use", "water", "tool_use")
+    told = events(client, asked)
+    starts = [event["content_block"] for event in told if event["type"] == "content_block_start"]
+    assert [(start["type"], start["name"], start["input"]) for start in starts] == [("tool_use", "water", {})]
+    (delta,) = [event["delta"] for event in told if event["type"] == "content_block_delta"]
+    assert json.loads(delta["partial_json"]) == call["input"]
+    assert told[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+BAD = [
+    ({"max_tokens": -1}, 400, "max_tokens"),
+    ({"max_tokens": None}, 400, "max_tokens"),
+    ({"model": "another"}, 404, "model"),
+    ({"messages": []}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, 400, "messages.0.content.0.type"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
+    ({"system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral", "ttl": "2h"}}]}, 400, None),
+    ({"system": [text("x", FIVE)] * 5}, 400, "cache_control"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, None),
+    ({"tool_choice": {"type": "any"}}, 400, "tool_choice"),
+    ({"tools": [{"name": "f", "input_schema": {}}], "tool_choice": {"type": "tool", "name": "g"}}, 400, "tool_choice"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "tree"}}}}, 400, None),
+    ({"stop_sequences": [""]}, 400, "stop_sequences.0"),
+    ({"container": "c"}, 400, "container"),
+    ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, 400, None),
+    ({"messages": [{"role": "user", "content": "word " * 9000}]}, 400, "messages"),
+    ({"colour": 1}, 400, "colour"),
+]
+
+
+@pytest.mark.parametrize(("fields", "status", "param"), BAD, ids=range(len(BAD)))
+def test_errors_have_their_form(client, fields, status, param):
+    answer = client.post("/v1/messages", json=body(**fields))
+    assert answer.status_code == status, answer.text
+    told = answer.json()
+    assert told.keys() == {"type", "error", "request_id"}
+    assert told["type"] == "error"
+    assert told["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+    assert param is None or told["error"]["param"] == param
+    assert told["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
+def test_errors_before_the_route_have_their_form_too(client):
+    for answer, kind in (
+        (client.get("/v1/messages"), "invalid_request_error"),
+        (client.post("/v1/messages/nothing", json={}), "not_found_error"),
+        (client.post("/v1/messages", content=b"x" * 100_001), "request_too_large"),
+        (client.post("/v1/messages/count_tokens", content=b"{"), "invalid_request_error"),
+    ):
+        assert 400 <= answer.status_code < 500
+        assert answer.json()["error"]["type"] == kind
+    assert client.head("/").status_code == client.head("/v1/models").status_code == 200
+    assert client.head("/v1/messages").status_code == 405
+
+
+def test_an_answer_that_is_aborted_is_an_error(client, server):
+    client.post("/pause")
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(httpx.post, f"{server.url}/v1/messages", json=body(), timeout=60)
+            server.wait(lambda state: state["waiting"] == 1)
+            client.post("/abort_request", json={"abort_all": True})
+            told = asked.result()
+    finally:
+        client.post("/resume")
+    assert (told.status_code, told.json()["error"]["type"]) == (409, "conflict_error")

@@ -1,0 +1,176 @@
+"""`/v1/responses` through the real `openai` client, whose types are checked strictly; over a live server."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, TypeAdapter
+
+MODEL = "smollm2"
+WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Paris"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+GREEDY = {"model": MODEL, "temperature": 0}
+EVENTS: TypeAdapter = TypeAdapter(ResponseStreamEvent)
+
+
+class Tree(BaseModel):
+    name: str
+    height: int
+
+
+def typed(answer: Response) -> Response:
+    """The answer, which fits the client's types: the client itself takes whatever it gets."""
+    return Response.model_validate(answer.model_dump(mode="json", exclude_unset=True, by_alias=True))
+
+
+def stream(api: openai.OpenAI, **asked) -> tuple[list, Response]:
+    """The events, each of which fits its type, and the response of the last one."""
+    events = list(api.responses.create(**asked, stream=True))
+    for event in events:
+        EVENTS.validate_python(event.model_dump(mode="json", exclude_unset=True, by_alias=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    return events, events[-1].response
+
+
+def test_an_answer_and_its_events(api):
+    asked = {**GREEDY, "input": "Name a tree.", "max_output_tokens": 12, "instructions": "Be brief."}
+    whole = typed(api.responses.create(**asked, metadata={"a": "b"}))
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert whole.output_text
+    assert whole.metadata == {"a": "b"}
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+    events, last = stream(api, **asked)
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == whole.output_text
+    assert last.output_text == whole.output_text
+    assert last.usage.input_tokens_details.cached_tokens > 0
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert {*kinds[4:-4]} == {"output_text.delta"}
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+
+
+def test_items_are_the_conversation_that_a_chat_has(api):
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Name a tree."}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Which one?"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Oak."}], "id": "msg_1"},
+        {"role": "user", "content": "Another one."},
+    ]
+    answer = typed(api.responses.create(**GREEDY, input=items, max_output_tokens=8, instructions="You know trees."))
+    system = {"role": "system", "content": "You know trees.\nBe brief."}
+    turns = [
+        system,
+        *({"role": "user", "content": "Name a tree."}, {"role": "assistant", "content": "Oak."}),
+        items[-1],
+    ]
+    chat = api.chat.completions.create(**GREEDY, messages=turns, max_tokens=8)
+    assert answer.output_text == chat.choices[0].message.content
+    assert answer.usage.input_tokens == chat.usage.prompt_tokens
+    counted = api.responses.input_tokens.count(model=MODEL, input=items, instructions="You know trees.")
+    assert counted.input_tokens == answer.usage.input_tokens
+
+
+def test_a_response_goes_on(api):
+    first = api.responses.create(**GREEDY, input="Name a tree.", max_output_tokens=8, instructions="Be brief.")
+    asked = {**GREEDY, "input": "Another one.", "previous_response_id": first.id, "max_output_tokens": 4}
+    second = typed(api.responses.create(**asked))
+    said = [{"role": "user", "content": "Name a tree."}, {"role": "assistant", "content": first.output_text}]
+    turns = [*said, {"role": "user", "content": "Another one."}]
+    chat = api.chat.completions.create(**GREEDY, messages=turns, max_tokens=4)
+    assert second.usage.input_tokens == chat.usage.prompt_tokens, "instructions are of one request alone"
+    assert second.output_text == chat.choices[0].message.content
+    by_item = [said[0], {"type": "item_reference", "id": first.output[0].id}, turns[-1]]
+    third = typed(api.responses.create(**GREEDY, input=by_item, max_output_tokens=4, store=False))
+    assert (third.output_text, third.usage.input_tokens) == (second.output_text, second.usage.input_tokens)
+    assert api.responses.retrieve(first.id) == first
+    with pytest.raises(openai.NotFoundError):
+        api.responses.retrieve(third.id)
+    api.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError) as error:
+        api.responses.create(**asked)
+    assert error.value.body["param"] == "response"
+    assert api.responses.retrieve(second.id).previous_response_id == first.id
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "name": "get_weather"},
+               {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]}],
+    ids=["required", "named", "allowed"],
+)  # fmt: skip
+def test_a_call_and_its_result(api, choice):
+    tools = [WEATHER, {"type": "function", "name": "stop", "parameters": None, "strict": None}]
+    if choice == "required":
+        tools = [WEATHER]
+    asked = {**GREEDY, "input": "The weather in Rome?", "tools": tools, "tool_choice": choice, "max_output_tokens": 60}
+    answer = typed(api.responses.create(**asked))
+    (call,) = answer.output
+    assert (call.type, call.name, answer.status) == ("function_call", "get_weather", "completed")
+    assert json.loads(call.arguments)["city"] in ("Rome", "Paris")
+    events, last = stream(api, **asked)
+    kinds = [event.type.removeprefix("response.") for event in events]
+    arguments = [f"function_call_arguments.{word}" for word in ("delta", "done")]
+    assert kinds[2:] == ["output_item.added", *arguments, "output_item.done", "completed"]
+    assert last.output[0].arguments == call.arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "15 C"}
+    after = {**GREEDY, "tools": tools, "max_output_tokens": 4}
+    stored = api.responses.create(**after, input=[result], previous_response_id=answer.id)
+    sent = [{"role": "user", "content": "The weather in Rome?"}, call.model_dump(exclude_none=True), result]
+    assert api.responses.create(**after, input=sent, store=False).output_text == stored.output_text
+    assert stored.usage.input_tokens_details.cached_tokens > 0
+
+
+def test_formats_of_the_text_and_log_probabilities(api):
+    parsed = api.responses.parse(**GREEDY, input="A tree.", text_format=Tree, max_output_tokens=80)
+    assert isinstance(parsed.output_parsed, Tree)
+    asked = {**GREEDY, "input": "x", "max_output_tokens": 3, "include": ["message.output_text.logprobs"]}
+    events, last = stream(api, **asked, top_logprobs=2)
+    (part,) = last.output[0].content
+    assert [len(entry.top_logprobs) for entry in part.logprobs] == [2] * last.usage.output_tokens
+    told = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    assert [entry.token for entry in told] == [entry.token for entry in part.logprobs]
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "msg_none"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, None),
+        ({"input": [{"type": "computer_call_output", "call_id": "x", "output": {}}]}, None),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "nobody"}}, "tool_choice"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"previous_response_id": "resp_none"}, "response"),
+        ({"max_output_tokens": 9000}, "max_output_tokens"),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "colour"}}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"extra_body": {"colour": 1}}, "colour"),
+        ({"model": "gpt-9"}, "model"),
+    ],
+)
+def test_what_is_refused(api, options, param):
+    with pytest.raises((openai.BadRequestError, openai.NotFoundError)) as error:
+        api.responses.create(**{"model": MODEL, "input": "x", **options})
+    assert error.value.body["message"]
+    if param:
+        assert error.value.body["param"] == param
+
+
+def test_the_types_are_strict():
+    """The tests' own check refuses an answer without a field that the client's type wants."""
+    with pytest.raises(ValueError, match="tools"):
+        Response.model_validate({"id": "x", "object": "response"})

@@ -1,0 +1,176 @@
+"""Fields of other servers: the table, and the rule for each kind; bodies alone, without a server."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from runtime.errors import InvalidRequest
+from server.fields import BODIES, fields_table
+from server.http.fields import EMPTY
+from server.http.generate import GenerateRequest
+from server.http.wire import Body
+from server.openai.tools import Tool
+from server.openai.types import ChatRequest, CompletionRequest
+from server.responses.types import ResponseRequest
+
+ASK = {"messages": [{"role": "user", "content": "x"}]}
+CALL = {"type": "function", "function": {"name": "f"}}
+
+
+def chat(**fields) -> ChatRequest:
+    return ChatRequest.model_validate({**ASK, **fields})
+
+
+def test_the_readme_has_the_table():
+    """`make docs` writes it."""
+    readme = (Path(__file__).parents[2] / "server/README.md").read_text(encoding="utf-8")
+    assert re.search(r"^<!-- fields.*\n((?s:.*?))^<!-- end", readme, re.MULTILINE)[1] == fields_table() + "\n"
+
+
+def every_body(kind: type[Body] = Body) -> set[type[Body]]:
+    return {kind}.union(*(every_body(one) for one in kind.__subclasses__()))
+
+
+def test_every_body_with_fields_of_others_is_in_the_table():
+    described = set(BODIES.values())
+    small = {body for body in every_body() if body.IGNORED or body.ALIASES or body.NEUTRAL} - described
+    named = {base for body in described for base in body.__mro__}
+    assert {body.__name__ for body in small - named} <= {"ItemTool", "Function", "ItemMessage", "ItemReasoning"}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_no_field_has_two_meanings(body):
+    kinds = (body.KNOWN, body.IGNORED, body.ALIASES.keys(), body.NEUTRAL.keys())
+    assert sum(map(len, kinds)) == len(set().union(*kinds))
+    assert set(body.ALIASES.values()) <= body.KNOWN
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [(ChatRequest, ASK), (CompletionRequest, {"prompt": "x"}), (ResponseRequest, {"input": "x"}),
+     (GenerateRequest, {"text": "x"})],
+)  # fmt: skip
+def test_the_three_kinds_of_fields(kind, given):
+    for name in kind.IGNORED:
+        assert kind.model_validate({**given, name: {"any": 1}}) == kind.model_validate(given)
+    for name, values in kind.NEUTRAL.items():
+        for value in (*values, None):
+            assert kind.model_validate({**given, name: value}) == kind.model_validate(given)
+        with pytest.raises(InvalidRequest) as error:
+            kind.model_validate({**given, name: 0.123})
+        assert (error.value.param, name in error.value.message) == (name, True)
+    for value in (1, False, "", []):
+        with pytest.raises(ValidationError, match="Extra inputs"):
+            kind.model_validate({**given, "colour": value})
+    assert kind.model_validate({**given, "colour": None}) == kind.model_validate(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "own"),
+    [
+        ({"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"include_stop_str_in_output": True}, {"no_stop_trim": True}),
+        ({"guided_json": {"type": "object"}}, {"json_schema": '{"type": "object"}'}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"ebnf": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+        ({"rid": "mine"}, {"request_id": "mine"}),
+        ({"extra_key": "salt"}, {"cache_salt": "salt"}),
+        ({"max_tokens": 5.0, "n": 2.0, "seed": 7.0}, {"max_tokens": 5, "n": 2, "seed": 7}),
+        ({"stop": ""}, {"stop": None}),
+        ({"stop": []}, {"stop": None}),
+    ],
+)
+def test_other_names_and_forms_mean_the_same(given, own):
+    assert chat(**given) == chat(**own)
+
+
+def test_one_field_by_two_names_has_one_value():
+    assert chat(repeat_penalty=1.1, repetition_penalty=1.1).repetition_penalty == 1.1
+    with pytest.raises(InvalidRequest, match="the same field"):
+        chat(repeat_penalty=1.1, repetition_penalty=1.2)
+
+
+@pytest.mark.parametrize("value", [5.5, "5", True, float("inf"), 1e30])
+def test_no_other_number_is_an_integer(value):
+    with pytest.raises(ValidationError):
+        chat(max_tokens=value)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"choice": ["a b", 'q"']}, {"grammar": 'start: "a b" | "q\\""'}),
+        ({"structured_outputs": {"json": {"a": 1}}}, {"json_schema": '{"a": 1}'}),
+        ({"structured_outputs": {"choice": ["a"]}}, {"grammar": 'start: "a"'}),
+        ({"structured_outputs": {"json_object": True}}, {"json_schema": '{"type": "object"}'}),
+        ({"response_format": {"type": "json_object", "schema": {"a": 1}}}, {"json_schema": '{"a": 1}'}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}},
+            {"json_schema": '{"a": 1}'},
+        ),
+        ({"response_format": {"type": "json_schema", "schema": {"a": 1}}}, {"json_schema": '{"a": 1}'}),
+        ({"response_format": {"type": "regex", "pattern": "a"}}, {"regex": "a"}),
+        ({"response_format": {"type": "grammar", "grammar": "g"}}, {"grammar": "g"}),
+        ({"response_format": {"type": "text"}}, {}),
+    ],
+)
+def test_forms_of_formats(given, wanted):
+    assert chat(**given).constraint() == wanted
+
+
+def test_formats_exclude_each_other():
+    for given in ({"regex": "a", "choice": ["b"]}, {"regex": "a", "response_format": {"type": "json_object"}}):
+        with pytest.raises(InvalidRequest, match="one format alone"):
+            chat(**given).constraint()
+    with pytest.raises(InvalidRequest, match="exclude each other"):
+        chat(regex="a", tools=[CALL]).refuse_unsupported()
+
+
+def test_what_senders_mean_by_limits():
+    assert [chat(max_tokens=count).sampling(count, {}).max_new_tokens for count in (-1, 0, 5)] == [None, 0, 5]
+    assert chat(max_tokens=5, max_completion_tokens=0).most_tokens == 0
+
+
+def test_parts_of_messages():
+    said = [{"type": "thinking", "thinking": "Hm.", "signature": "x"}, {"type": "output_text", "text": "Yes."}]
+    turn = chat(messages=[{"role": "assistant", "content": said}]).turns()
+    assert turn == [{"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}]
+    refused = chat(messages=[{"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}]).turns()
+    assert refused[0]["content"] == "No."
+    call = {"id": "a", "function": {"name": "f", "arguments": {"city": "Köln"}}}
+    turns = chat(
+        messages=[{"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "I call."},
+                  {"role": "tool", "tool_call_id": "a", "content": None}]
+    ).turns()  # fmt: skip
+    assert turns[0]["tool_calls"][0]["function"]["arguments"] == {"city": "Köln"}
+    assert turns[0]["reasoning_content"] == "I call."
+    assert turns[1]["content"] == ""
+    with pytest.raises(ValidationError):
+        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+
+
+def test_variables_of_the_chat_template():
+    asked = chat(enable_thinking=True, reasoning_effort="low", chat_template_kwargs={"enable_thinking": False, "a": 1})
+    assert asked.template_variables() == {"enable_thinking": False, "reasoning_effort": "low", "a": 1}
+    assert chat(reasoning_effort="none").template_variables() == {"reasoning_effort": "none", "enable_thinking": False}
+
+
+def test_allowed_tools():
+    tools = [CALL, {"type": "function", "function": {"name": "g"}}]
+    allowed = {"mode": "required", "tools": [CALL]}
+    asked = chat(tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+    assert [tool.function.name for tool in asked.offered] == ["f", "g"], "the prompt stays that of all tools"
+    assert asked.callable_tools() == [Tool.model_validate(CALL)]
+    assert asked.must_call
+    assert '"g"' not in asked.constraint()["json_schema"]
+    allowed = {"mode": "auto", "tools": [CALL]}
+    assert chat(tools=tools, tool_choice={"type": "allowed_tools", "allowed_tools": allowed}).constraint() == {}
+
+
+def test_the_empty_values():
+    assert EMPTY == ([], {}, "", False)
