@@ -38,7 +38,8 @@ def chat(client, *messages, **options) -> tuple[str, dict]:
 def clean(client):
     chat(client, ASK, explain=True)  # what leaves is remembered from then on
     client.post("/flush_cache").raise_for_status()
-    return client
+    yield client
+    client.post("/flush_cache?pins=true")  # prompts with `prompt_cache_options` are kept
 
 
 def test_parts_that_differ_beside_the_nearest_prompt_and_an_earlier_answer(clean):
