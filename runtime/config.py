@@ -195,6 +195,9 @@ class EngineConfig(Section):
     overlap: Literal["auto", "on", "off"] = Field(
         "auto", description="overlap scheduling with decode steps of causal models; auto: on a GPU"
     )
+    drafts: Literal["auto", "off"] = Field(
+        "auto", description="verify tokens that followed in earlier texts, where measured times promise a gain"
+    )
     debug_invariants: bool = Field(False, description="check page conservation after every step (slow)")
     grammar_timeout: float = Field(
         5.0, gt=0, description="seconds that compiling a JSON schema or a regular expression may take; waiting is free"

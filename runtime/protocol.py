@@ -279,7 +279,8 @@ class TokenEvent(msgspec.Struct):
 
     `cached_tokens` counts prompt tokens whose KV came from the cache at first admission, `loaded_tokens` those of them
     that had been loaded from a tier for this request, by tier. Times are seconds:
-    `queue_s` from arrival in the engine to first admission, `prefill_s` from there to the first token. For
+    `queue_s` from arrival in the engine to first admission, `prefill_s` from there to the first token. `drafted`
+    tokens were verified so far, of which `accepted` were right. For
     diffusion models, `reuse` describes the reused KV, and `canvas` holds all output positions, if they were asked for.
     `lookup` is on the first event of a request that asks for it, unless its KV is reused in other ways than by prefix.
     The first event of a request with places to keep has their `cache`.
@@ -298,6 +299,8 @@ class TokenEvent(msgspec.Struct):
     canvas: list[int] | None = None
     lookup: Lookup | None = None
     cache: CacheBooks | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 class StepEvents(msgspec.Struct, tag="events"):

@@ -125,6 +125,7 @@ class Request:
         counts: int64 [vocab], how often each token was generated, and `prompt_ids`, those of the prompt; on the
             device of the logits, and only where a penalty needs them. None: to be made from `tokens`.
         grammar: the state of the grammar that the output follows; None: there is none.
+        draft: the state that the drafter keeps here; `drafted` tokens were verified, of which `accepted` were right.
         serial: order of arrival.
         matched_tokens, rank: of a waiting request: cached tokens when it was last looked up, and its place.
         turn: serial of the last step in which this request took its turn, see `Strategy.takes_turns`.
@@ -160,6 +161,9 @@ class Request:
     counts: torch.Tensor | None = None
     prompt_ids: torch.Tensor | None = None
     grammar: Grammar | None = None
+    draft: Any = None
+    drafted: int = 0
+    accepted: int = 0
     status: Status = Status.WAITING
     matched_tokens: int = 0
     rank: Any = None
@@ -232,6 +236,8 @@ class Work:
         start, count: the range of the sequence that is computed.
         num_rows: rows of the step.
         ahead: 1 where the one token to be computed is chosen by a step that has not been read yet.
+        draft: int32, tokens that may follow the last one; their rows are computed behind its own, and count if they
+            turn out to be right.
         detail: the strategy's own, for planning and booking.
     """
 
@@ -240,13 +246,25 @@ class Work:
     count: int
     num_rows: int
     ahead: int = 0
+    draft: array[int] = field(default_factory=lambda: array("i"))
     detail: Any = None
 
     @property
     def samples(self) -> bool:
         """Whether the last of these rows gives a new token."""
         sequence = self.request.sequence
-        return self.start + self.count == len(sequence.tokens) + self.ahead
+        return self.start + self.count == len(sequence.tokens) + self.ahead + len(self.draft)
+
+    def add(self, draft: array[int]) -> None:
+        """Verify a draft as well."""
+        self.draft = draft
+        self.count += len(draft)
+        self.num_rows += len(draft)
+
+    def keep(self, num_tokens: int) -> None:
+        """Leave out the rows of a draft behind those that gave the first `num_tokens` new tokens."""
+        self.draft = self.draft[: num_tokens - 1]
+        self.count = self.num_rows = num_tokens
 
     @property
     def prefills(self) -> bool:

@@ -51,7 +51,7 @@ class Forcing(Decoding):
 
     def choose(
         self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor
-    ) -> tuple[list[Request], Sampled | None]:
+    ) -> tuple[list[Request], Sampled | None, list[int | None]]:
         forced = logits.clone()
         for item, place in zip(work, places, strict=True):
             answer, number = self.answers.get(item.request.rid, []), item.request.num_output
@@ -67,10 +67,10 @@ class Forcing(Decoding):
         work: Work,
         logits: torch.Tensor,
         places: Sequence[slice],
-        token: int | None,
-        logprob: TokenLogprob | None,
+        tokens: list[int],
+        logprobs: list[TokenLogprob] | None,
     ) -> TokenEvent | None:
-        return self._inner.book(work, logits, places, token, logprob)
+        return self._inner.book(work, logits, places, tokens, logprobs)
 
 
 class Asker(Drive):

@@ -24,11 +24,11 @@ class Drive:
 
     Args:
         path: the model's directory.
-        options: as of `ramet serve`.
+        options: as of `ramet serve`; without drafts unless they say so, so that a step gives each request a token.
     """
 
     def __init__(self, path: Path, **options: Any):
-        self.core = EngineCore(make_config(model=str(path), **options), path)
+        self.core = EngineCore(make_config(model=str(path), **{"drafts": "off", **options}), path)
         self._draw, self._count = random.Random(0), 0
 
     def text(self, length: int) -> array[int]:

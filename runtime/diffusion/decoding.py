@@ -53,8 +53,8 @@ class CanvasDecoding(Decoding):
         work: Work,
         logits: torch.Tensor,
         places: Sequence[slice],
-        token: int | None,
-        logprob: TokenLogprob | None,
+        tokens: list[int],
+        logprobs: list[TokenLogprob] | None,
     ) -> TokenEvent | None:
         """Book a denoising step. A second row set is the canvas without its prompt, for guidance."""
         request = work.request

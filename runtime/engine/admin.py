@@ -35,6 +35,7 @@ from runtime.protocol import (
 )
 from runtime.request import Request, Status
 from runtime.reuse.strategy import Strategy
+from runtime.sampling.drafts.drafter import Drafter
 
 _Walk = Generator[None, None, list[Block]]
 
@@ -48,6 +49,7 @@ class _Core(Protocol):
     requests: dict[str, Request]
     counters: dict[str, int]
     step_rows: Histogram
+    drafter: Drafter | None
     paused: bool
     tiers: Tiers | None
 
@@ -90,6 +92,8 @@ class Admin:
         cache.pins.expire()
         for strategy in self._core.strategies.values():
             strategy.flush()
+        if self._core.drafter is not None:
+            self._core.drafter.clear()
         if pins:
             cache.pins.unpin_all()
         return {

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from radix import Namespace
 from radix.stats import Histogram
 from runtime.batch import ForwardBatch
 from runtime.config import Config
@@ -19,6 +17,7 @@ from runtime.diffusion.decoding import CanvasDecoding
 from runtime.engine.admin import Admin
 from runtime.engine.in_flight import InFlight
 from runtime.engine.keeping import keep_prompt
+from runtime.engine.opening import open_request
 from runtime.engine.pinning import Pinning
 from runtime.engine.scheduler import Scheduler
 from runtime.engine.tiering import Tiering
@@ -29,7 +28,6 @@ from runtime.kv.cache import PagedCache
 from runtime.kv.publisher import EventPublisher
 from runtime.models.resolve import model_name
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import SamplingParams
 from runtime.protocol import (
     Abort,
     AddPin,
@@ -38,13 +36,12 @@ from runtime.protocol import (
     Inbound,
     ModelInfo,
     Outbound,
-    Place,
     Reply,
     Shutdown,
     StepEvents,
     TokenEvent,
 )
-from runtime.request import Request, Sequence, Work
+from runtime.request import Request, Work
 from runtime.reuse.bicache.strategy import BiCache
 from runtime.reuse.build import build
 from runtime.reuse.fusion.strategy import Fusion
@@ -54,6 +51,7 @@ from runtime.reuse.reasoning.strategy import ReasonCache
 from runtime.reuse.strategy import Strategy
 from runtime.sampling.batched import make_sampler
 from runtime.sampling.decoding import Decoding, NextToken
+from runtime.sampling.drafts.drafter import Drafter
 from runtime.sampling.grammar import GrammarCompiler
 from runtime.sampling.sampler import BadLogits
 
@@ -62,7 +60,7 @@ log = logging.getLogger("ramet.engine")
 _COUNTED = (
     *("requests", "aborted_requests", "failed_requests", "failed_steps", "bad_logits", "prompt_tokens"),
     *("queries", "hits", "queried_tokens", "cached_tokens", "generation_tokens", "prefill_tokens", "steps"),
-    "row_layers",
+    *("row_layers", "drafted_tokens", "accepted_tokens"),
 )
 # Wait for KV from a tier that may come at once: of an engine with nothing to run, and of one that runs as a share of
 # its last step.
@@ -109,6 +107,7 @@ class EngineCore:
         self.publisher = self._make_publisher()
         self.requests: dict[str, Request] = {}
         self.admin = Admin(self)
+        self.drafter = Drafter(self.cache.tree) if self._wants_drafts() else None
         self._in_flight: InFlight | None = None
         self._serial = 0
         self._step_s = 0.0
@@ -167,6 +166,10 @@ class EngineCore:
             raise InvalidRequest(f"no reuse method {asked['method']!r} for this model", param="reuse.method")
         return strategy
 
+    def _wants_drafts(self) -> bool:
+        """Overlapping steps leave no time to look at tokens; canvases have no next token."""
+        return self.config.engine.drafts == "auto" and self.info.diffusion is None and not self.overlap
+
     def _make_publisher(self) -> EventPublisher | None:
         cache = self.config.cache
         if cache.kv_events is None:
@@ -220,7 +223,9 @@ class EngineCore:
     def add(self, message: AddRequest) -> StepEvents | None:
         """Accept a request; the front end has checked that it can be served and that its id is new."""
         try:
-            request = self._open(message)
+            strategy = self.strategy_of(message.reuse or {})
+            self._serial += 1
+            request = open_request(message, self.info, strategy, self.decoding, self._serial)
         except RametError as error:
             return StepEvents([TokenEvent(message.rid, [], _finish(error))])
         self.requests[request.rid] = request
@@ -232,55 +237,6 @@ class EngineCore:
         self.counters["requests"] += 1
         self.counters["prompt_tokens"] += request.num_prompt
         return None
-
-    def _open(self, message: AddRequest) -> Request:
-        tokens = array("i")
-        tokens.frombytes(message.tokens)
-        sampling = SamplingParams.model_construct(**message.sampling)
-        eos = () if sampling.ignore_eos else self.info.eos_token_ids
-        room = min(self.info.context_length, self.info.pool_tokens) - len(tokens)
-        limit = room if sampling.max_new_tokens is None else sampling.max_new_tokens
-        asked = message.reuse or {}
-        strategy = self.strategy_of(asked)
-        self._serial += 1
-        request = Request(
-            rid=message.rid,
-            sequence=Sequence(tokens),
-            prompt_len=len(tokens),
-            sampling=sampling,
-            stop_ids=frozenset((*eos, *sampling.stop_token_ids)),
-            max_tokens=len(tokens) + limit,
-            strategy=strategy,
-            decoding=self.decoding,
-            namespace=message.namespace,
-            # Of what tenants share, each one that computes some pays for it; where nobody is named, the salt does.
-            owner=Namespace(message.account) if message.account else message.namespace.owner,
-            logprobs=message.logprobs,
-            prompt_logprobs_from=message.prompt_logprobs_from,
-            priority=message.priority,
-            store=message.store,
-            keep=[Place(end, ttl_s) for end, ttl_s in sorted(message.keep)],
-            serial=self._serial,
-            explain=message.explain,
-            arrival_s=time.monotonic(),
-        )
-        self.decoding.open(request, message.diffusion or {})
-        strategy.open(request, asked)
-        self._check_positions(request)
-        return request
-
-    def _check_positions(self, request: Request) -> None:
-        """Raise InvalidRequest where the sequence's last position, which need not be an index, is beyond the context.
-
-        Segments are found later: a strategy that lets requests place them checks their positions in `open`.
-        """
-        last = request.sequence.position(request.max_tokens - 1) + 1
-        if last > self.info.context_length:
-            raise InvalidRequest(
-                f"the request's positions go up to {last}; the model's context is {self.info.context_length} tokens",
-                param="prompt",
-                code="context_length_exceeded",
-            )
 
     def abort(self, rid: str) -> list[TokenEvent]:
         """End a request; its terminal event, none if it is not live."""
@@ -309,6 +265,8 @@ class EngineCore:
                     self.tiers.wait(_LOAD_WAIT_S)
                 return events
             self._note_admitted(work)
+            if self.drafter is not None:
+                self.drafter.extend(work, self.scheduler.step_tokens - len(work))
             events += self._compute(work)
         if self.config.engine.debug_invariants:
             self.cache.check(self.scheduler.running)
@@ -409,22 +367,26 @@ class EngineCore:
             self._note_failed(work)
             return None
 
-    def _book(self, flight: InFlight, tokens: Mapping[Request, int | RametError]) -> list[TokenEvent]:
+    def _book(self, flight: InFlight, tokens: Mapping[Request, list[int] | RametError]) -> list[TokenEvent]:
         """Book a step that was read, for the requests that are still live; returns its events."""
         logprobs = flight.logprobs()
         self._step_s = time.monotonic() - flight.started
         row_s = self._step_s / flight.num_rows
         if self.tiers is not None and any(item.prefills for item in flight.work):
             self.tiers.computed(flight.num_rows, self._step_s)
+        if self.drafter is not None:
+            self.drafter.note_step(flight.work, self._step_s)
         events: list[TokenEvent] = []
         for item, places, saved in zip(flight.work, flight.places, flight.saved, strict=True):
             if not self._is_live(item):
                 continue
             request = item.request
-            token = tokens.get(request)
-            if isinstance(token, RametError):
-                events += self._fail(request, token)
+            chosen = tokens.get(request, [])
+            if isinstance(chosen, RametError):
+                events += self._fail(request, chosen)
                 continue
+            if item.draft:
+                chosen = self._keep(item, chosen)
             prefills = item.prefills and not request.strategy.takes_turns
             self.counters["prefill_tokens"] += item.count if prefills else 0
             if not request.strategy.book(item, saved, row_s * item.num_rows):
@@ -437,7 +399,8 @@ class EngineCore:
             elif self.scheduler.blocked:
                 self.scheduler.wake(request)
             try:
-                event = self.decoding.book(item, flight.logits, places, token, logprobs.get(request))
+                measured = logprobs.get(request)
+                event = self.decoding.book(item, flight.logits, places, chosen, measured and measured[: len(chosen)])
             except RametError as error:
                 events += self._fail(request, error)
                 continue
@@ -448,6 +411,16 @@ class EngineCore:
                 events += [event] if event.finish is None else self._end(request, event.finish, event)
         return events
 
+    def _keep(self, item: Work, tokens: list[int]) -> list[int]:
+        """The tokens of a request with a draft, up to one that ends it; the draft's other rows are left out."""
+        assert self.drafter is not None
+        tokens, drafted = self.decoding.cut(item.request, tokens), len(item.draft)
+        item.keep(len(tokens))
+        self.drafter.note(item, drafted)
+        self.counters["drafted_tokens"] += drafted
+        self.counters["accepted_tokens"] += len(item.draft)
+        return tokens
+
     # -- failures --------------------------------------------------------------------------------------------
 
     def _note_failed(self, work: list[Work]) -> None:
@@ -455,6 +428,8 @@ class EngineCore:
         self.counters["failed_steps"] += 1
         for item in work:
             item.request.counts = None
+            if item.draft:
+                item.keep(1)
 
     def _compute_less(self, work: list[Work], error: Exception) -> list[TokenEvent]:
         """After a step that failed: in halves, so that only the request at fault fails; without memory, fewer rows.
@@ -463,7 +438,11 @@ class EngineCore:
         """
         if is_lost(self.executor.device):
             raise EngineDead(f"{self.executor.device} cannot be used any more after {error!r}") from error
+        drafted = any(item.draft for item in work)
         self._note_failed(work)
+        if drafted:
+            log.warning("a step of %d requests failed (%r) and is run again without drafts", len(work), error)
+            return self._compute(work)
         if len(work) > 1:
             log.warning("a step of %d requests failed (%r) and is run again in halves", len(work), error)
             middle = len(work) // 2
@@ -504,6 +483,8 @@ class EngineCore:
         if request.sampling.constrained and request.grammar is None:
             self.grammars.cancel(request.rid)
         self.scheduler.remove(request, keep)
+        if self.drafter is not None and keep and request.store:
+            self.drafter.ended(request)
         if self._pinning.ended(request.rid, finish):
             return []
         return [event or TokenEvent(request.rid, [], finish, cached_tokens=max(request.cached_tokens, 0))]

@@ -25,7 +25,9 @@ class InFlight:
         logits: float32 [S, vocab], valid until the next step is launched.
         num_rows: rows of the step.
         started: time of the launch, seconds.
-        asking: requests in the order of the tokens `sampled` for them.
+        asking: requests in the order of the tokens `sampled` for them; one with a draft stands there for each of its
+            rows.
+        expected: by row, the token of a draft that the row before it has to have chosen; None: there is no such row.
     """
 
     work: list[Work]
@@ -36,6 +38,7 @@ class InFlight:
     started: float
     asking: list[Request] = field(default_factory=list)
     sampled: Sampled | None = None
+    expected: list[int | None] = field(default_factory=list)
 
     def tokens_of(self, requests: Sequence[Request]) -> torch.Tensor:
         """Sampled tokens int64 [n] of some requests, on the device and without a wait; 0 in place of a failure."""
@@ -47,11 +50,28 @@ class InFlight:
         index = torch.tensor([places[request] for request in requests], dtype=torch.int64)
         return tokens[upload(index, tokens.device)]
 
-    def read(self) -> dict[Request, int | RametError]:
-        """Wait for the step; the next token of each asking request, or its error."""
-        return {} if self.sampled is None else dict(zip(self.asking, self.sampled.read(), strict=True))
+    def read(self) -> dict[Request, list[int] | RametError]:
+        """Wait for the step; the next tokens of each asking request, or its error.
 
-    def logprobs(self) -> dict[Request, TokenLogprob]:
-        """Log-probabilities of the sampled tokens, for requests that want them."""
-        found = {} if self.sampled is None else self.sampled.logprobs()
-        return {self.asking[place]: logprob for place, logprob in found.items()}
+        There are several where a draft was right. Behind right ones an error is left to the next step.
+        """
+        found: dict[Request, list[int] | RametError] = {}
+        if self.sampled is None:
+            return found
+        tokens: list[int] = []  # of the request whose rows come now; none once one of them is wrong
+        for request, expected, token in zip(self.asking, self.expected, self.sampled.read(), strict=True):
+            if expected is None:
+                tokens = [] if isinstance(token, RametError) else [token]
+                found[request] = token if isinstance(token, RametError) else tokens
+            elif not tokens or tokens[-1] != expected or isinstance(token, RametError):
+                tokens = []
+            else:
+                tokens.append(token)
+        return found
+
+    def logprobs(self) -> dict[Request, list[TokenLogprob]]:
+        """Log-probabilities of the sampled tokens, for requests that want them; more than `read` has tokens."""
+        found: dict[Request, list[TokenLogprob]] = {}
+        for place, logprob in ({} if self.sampled is None else self.sampled.logprobs()).items():
+            found.setdefault(self.asking[place], []).append(logprob)
+        return found

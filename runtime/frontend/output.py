@@ -131,6 +131,7 @@ class Output:
         canvas: all output positions of a diffusion model, decided or masked, if requested.
         lookup: of the prompt in the cache, if requested, and if its KV is reused by prefix.
         cache: books of the prompt, if places of it are to be kept.
+        drafted, accepted: tokens of drafts that were verified, and how many of them were right.
     """
 
     index: int
@@ -154,6 +155,8 @@ class Output:
     lookup: Lookup | None = None
     loaded_tokens: dict[str, int] = field(default_factory=dict)
     cache: CacheBooks | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 def join_logprobs(first: Logprobs, later: Logprobs) -> Logprobs:

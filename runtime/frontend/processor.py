@@ -408,13 +408,11 @@ class Frontend:
         choice.on_output(output)
 
     def _advance(self, choice: Choice, event: TokenEvent) -> Output:
-        choice.tokens.extend(event.tokens)
+        new, delta = _push(choice, event)
         if event.tokens:
             choice.queue_s, choice.prefill_s = event.queue_s, event.prefill_s
         choice.reuse = _report(choice, event.reuse) or choice.reuse
         finish = event.finish
-        may_stop = len(choice.tokens) >= choice.submission.sampling.min_new_tokens
-        delta = choice.text.push(event.tokens, may_stop, last=finish is not None)
         if choice.text.stopped is not None:
             finish = Finish("stop", matched=choice.text.stopped)
         prompt_logprobs, choice.prompt_logprobs = choice.prompt_logprobs, None
@@ -425,8 +423,8 @@ class Frontend:
             text=choice.text.text,
             delta=delta,
             token_ids=choice.tokens,
-            new_token_ids=event.tokens,
-            logprobs=event.logprobs,
+            new_token_ids=new,
+            logprobs=event.logprobs and event.logprobs[: len(new)],
             prompt_logprobs=prompt_logprobs,
             prompt_tokens=choice.prompt_tokens,
             cached_tokens=choice.cached_tokens,
@@ -440,6 +438,8 @@ class Frontend:
             canvas=event.canvas,
             lookup=choice.lookup,
             cache=choice.cache,
+            drafted=event.drafted,
+            accepted=event.accepted,
         )
 
     def _begin(self, choice: Choice) -> None:
@@ -463,3 +463,17 @@ def _report(choice: Choice, engine: dict[str, Any] | None) -> dict[str, Any] | N
     if isinstance(prompt, DocumentPrompt) and (engine or choice.reuse is None):
         return prompt.report(engine, choice.cached_tokens)
     return engine
+
+
+def _push(choice: Choice, event: TokenEvent) -> tuple[list[int], str]:
+    """Add an event's tokens, up to one that completes a stop string; these tokens, and the text to show now."""
+    params = choice.submission.sampling
+    pieces = [[token] for token in event.tokens] if params.stop and len(event.tokens) > 1 else [event.tokens]
+    before, delta = len(choice.tokens), ""
+    for i, piece in enumerate(pieces):
+        choice.tokens.extend(piece)
+        last = event.finish is not None and i == len(pieces) - 1
+        delta += choice.text.push(piece, len(choice.tokens) >= params.min_new_tokens, last)
+        if choice.text.stopped is not None:
+            break
+    return choice.tokens[before:], delta

@@ -139,9 +139,10 @@ class Strategy(ABC):
     def grow(self, request: Request, ahead: int = 0) -> bool:
         """Make room for the next token's KV, and for `ahead` more; False if memory does not suffice."""
         sequence = request.sequence
-        if len(sequence.pages) * self.cache.page_size > sequence.num_computed - sequence.start + ahead:
+        missing = self.cache.pages_for(sequence.num_computed - sequence.start + ahead + 1) - len(sequence.pages)
+        if missing <= 0:
             return True
-        fresh = self.cache.allocate(1, self._behind(request), request.owner)
+        fresh = self.cache.allocate(missing, self._behind(request), request.owner)
         if fresh is None:
             return False
         sequence.pages.extend(fresh)
@@ -163,7 +164,10 @@ class Strategy(ABC):
         """Leave half of the rows to later steps; False if that cannot be."""
         if work.count == 1:
             return False
-        work.count //= 2
+        if work.draft:
+            work.keep(1)
+        else:
+            work.count //= 2
         work.num_rows = work.count
         return True
 
@@ -172,7 +176,7 @@ class Strategy(ABC):
         request, first, stop = work.request, work.start, work.start + work.count
         sequence = request.sequence
         # A token that nobody has read yet is left 0.
-        tokens = (0,) if work.ahead else sequence.tokens[first:stop]
+        tokens = (0,) if work.ahead else sequence.tokens[first:stop] + work.draft
         return [
             RowSet(
                 tokens=np.array(tokens, dtype=np.int64),

@@ -32,10 +32,10 @@ class BatchedSampler(Sampler):
     def _kernels(self) -> ModuleType:
         return load_flashinfer().sampling
 
-    def _draw_all(self, logits: torch.Tensor, requests: Sequence[Request], ahead: int) -> torch.Tensor:
+    def _draw_all(self, logits: torch.Tensor, requests: Sequence[Request], aheads: Sequence[int]) -> torch.Tensor:
         probs = self.filter(logits, requests)
         noise = torch.empty_like(probs).exponential_(generator=self._unseeded)
-        for row, request in zip(noise, requests, strict=True):
+        for row, request, ahead in zip(noise, requests, aheads, strict=True):
             if request.sampling.seed is not None:
                 row.exponential_(generator=self.generator(request, ahead))
         return race(probs, noise)

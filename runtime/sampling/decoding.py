@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -40,7 +41,7 @@ class Decoding(ABC):
 
     def choose(
         self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor
-    ) -> tuple[list[Request], Sampled | None]:
+    ) -> tuple[list[Request], Sampled | None, list[int | None]]:
         """Choose next tokens on the device of the logits, without a wait.
 
         Args:
@@ -49,9 +50,13 @@ class Decoding(ABC):
             logits: float32 [S, vocab].
 
         Returns:
-            The requests that get a token, and their tokens in that order.
+            The requests that get a token, their tokens in that order, and `InFlight.expected`.
         """
-        return [], None
+        return [], None, []
+
+    def cut(self, request: Request, tokens: list[int]) -> list[int]:
+        """New tokens of a request up to the first one that ends it."""
+        return tokens
 
     @abstractmethod
     def book(
@@ -59,8 +64,8 @@ class Decoding(ABC):
         work: Work,
         logits: torch.Tensor,
         places: Sequence[slice],
-        token: int | None,
-        logprob: TokenLogprob | None,
+        tokens: list[int],
+        logprobs: list[TokenLogprob] | None,
     ) -> TokenEvent | None:
         """Book a piece of computed work.
 
@@ -68,8 +73,8 @@ class Decoding(ABC):
             work: the strategy has booked its rows.
             logits: float32 [S, vocab], of the step.
             places: this work's rows of them, by row set.
-            token: that `choose` chose.
-            logprob: its log-probability, if the request wants any.
+            tokens: that `choose` chose, up to one that ends the request.
+            logprobs: their log-probabilities, if the request wants any.
 
         Returns:
             The event, if any; `finish` is set if the request ends.
@@ -92,6 +97,8 @@ class Decoding(ABC):
             queue_s=request.admitted_s - request.arrival_s,
             prefill_s=max(request.first_token_s - request.admitted_s, 0.0),
             reuse=request.strategy.report(request),
+            drafted=request.drafted,
+            accepted=request.accepted,
         )
 
 
@@ -110,45 +117,58 @@ class NextToken(Decoding):
             return np.arange(min(skipped, work.count), work.count)
         if not work.samples:
             return _NO_ROWS
+        if work.draft:
+            return np.arange(work.count)
         return _ONE_ROW if work.count == 1 else np.array((work.count - 1,))
 
     def choose(
         self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor
-    ) -> tuple[list[Request], Sampled | None]:
-        rows = {
-            item.request: place[0].stop - 1
+    ) -> tuple[list[Request], Sampled | None, list[int | None]]:
+        asking = [
+            (place[0].stop - 1 - len(item.draft), item)
             for item, place in zip(work, places, strict=True)
             if item.samples and place[0].start < place[0].stop
-        }
-        if not rows:
-            return [], None
-        requests = sorted(rows, key=rows.__getitem__)
-        index = [rows[request] for request in requests]
+        ]
+        if not asking:
+            return [], None, []
+        index: list[int] = []
+        requests: list[Request] = []
+        expected: list[int | None] = []
+        for first, item in sorted(asking, key=itemgetter(0)):
+            index += range(first, first + 1 + len(item.draft))
+            requests += [item.request] * (1 + len(item.draft))
+            expected += [None, *item.draft]
         if index != list(range(len(logits))):
             logits = logits[upload(torch.tensor(index), logits.device)]
-        return requests, self._sampler.sample(logits, requests, work[0].ahead)
+        return requests, self._sampler.sample(logits, requests, work[0].ahead, expected), expected
+
+    def cut(self, request: Request, tokens: list[int]) -> list[int]:
+        for i, token in enumerate(tokens):
+            if self._stops(request, token, request.num_output + i + 1):
+                return tokens[: i + 1]
+        return tokens
 
     def book(
         self,
         work: Work,
         logits: torch.Tensor,
         places: Sequence[slice],
-        token: int | None,
-        logprob: TokenLogprob | None,
+        tokens: list[int],
+        logprobs: list[TokenLogprob] | None,
     ) -> TokenEvent | None:
         request = work.request
         prompt_logprobs = self._prompt_logprobs(work, logits, places[0])
         is_read = work.samples and not request.wants_tokens
         if is_read:
-            token = None  # it was chosen to see that the logits are numbers
-        if token is None and prompt_logprobs is None and not is_read:
+            tokens = []  # one was chosen to see that the logits are numbers
+        if not tokens and prompt_logprobs is None and not is_read:
             return None
-        if token is None:
+        if not tokens:
             event = self.event(request, [], Finish("length") if is_read else None)
         else:
-            request.tokens.append(token)
-            event = self.event(request, [token], self._finish(request, token))
-            event.logprobs = None if logprob is None else [logprob]
+            request.tokens.extend(tokens)
+            event = self.event(request, tokens, self._finish(request, tokens[-1]))
+            event.logprobs = logprobs
         event.prompt_logprobs = prompt_logprobs
         return event
 
@@ -167,10 +187,14 @@ class NextToken(Decoding):
         return found
 
     def _finish(self, request: Request, token: int) -> Finish | None:
-        if token in request.stop_ids and request.num_output >= request.sampling.min_new_tokens:
+        if self._stops(request, token, request.num_output):
             return Finish("stop", matched=token)
         if request.grammar is not None and request.grammar.complete:
             return Finish("stop")
         if len(request.tokens) >= request.max_tokens:
             return Finish("length")
         return None
+
+    @staticmethod
+    def _stops(request: Request, token: int, num_output: int) -> bool:
+        return token in request.stop_ids and num_output >= request.sampling.min_new_tokens

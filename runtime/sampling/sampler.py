@@ -90,26 +90,43 @@ class Sampler:
         self._unseeded, self._seeded = torch.Generator(device), torch.Generator(device)
         self._unseeded.seed()
 
-    def sample(self, logits: torch.Tensor, requests: Sequence[Request], ahead: int = 0) -> Sampled:
-        """Choose the next tokens; waits for the device only for requests with a grammar.
+    def sample(
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[Request],
+        ahead: int = 0,
+        expected: Sequence[int | None] | None = None,
+    ) -> Sampled:
+        """Choose the next tokens; waits for the device only for requests with a grammar, or with a draft and penalties.
+
+        Rows behind a wrong token of a draft get any token or none, and change nothing of their requests.
 
         Args:
             logits: float32 [n, vocab]; neither changed nor read after the return.
-            requests: n requests.
+            requests: n requests; one with a draft is there for each of its rows.
             ahead: number of tokens of each request that the host has not read yet.
+            expected: for the rows of drafts, see `InFlight`.
         """
+        aheads = _aheads(len(requests), ahead, expected)
         best = self._argmax(logits)
         # argmax takes a NaN for the maximum, so that the chosen logit shows whether the row has one.
         sound = logits.gather(-1, best[:, None])[:, 0].isfinite()
-        alone = [i for i, request in enumerate(requests) if _adjusts(request, ahead)]
-        drawing = [i for i, r in enumerate(requests) if not r.sampling.greedy and not _adjusts(r, ahead)]
+        adjusts = [_adjusts(request, at) for request, at in zip(requests, aheads, strict=True)]
+        alone = [i for i, adjusted in enumerate(adjusts) if adjusted]
+        drawing = [i for i, r in enumerate(requests) if not r.sampling.greedy and not adjusts[i]]
         tokens, failures = best.clone(), {}
         if drawing:
-            drawn = self._draw_all(self._rows(logits, drawing), [requests[i] for i in drawing], ahead)
+            asking = [requests[i] for i in drawing]
+            drawn = self._draw_all(self._rows(logits, drawing), asking, [aheads[i] for i in drawing])
             tokens = drawn if len(drawing) == len(best) else tokens.index_copy_(0, self._index(drawing), drawn)
         for i in alone:
+            if expected is not None and (wanted := expected[i]) is not None:
+                before = int(tokens[i - 1])
+                if before != wanted or _ended(requests[i], before, aheads[i]):
+                    tokens[i] = NO_TOKEN
+                    continue
             try:
-                tokens[i] = self._one(logits[i], sound[i], requests[i], ahead)
+                tokens[i] = self._one(logits[i], sound[i], requests[i], aheads[i])
             except RametError as error:
                 failures[i] = error
             except Exception as error:
@@ -136,9 +153,9 @@ class Sampler:
     def _index(self, index: Sequence[int]) -> torch.Tensor:
         return upload(torch.tensor(index, dtype=torch.int64), self.device)
 
-    def _draw_all(self, logits: torch.Tensor, requests: Sequence[Request], ahead: int) -> torch.Tensor:
+    def _draw_all(self, logits: torch.Tensor, requests: Sequence[Request], aheads: Sequence[int]) -> torch.Tensor:
         """Draw int64 [n] for requests that do not adjust their logits [n, vocab]."""
-        return torch.stack([self._draw(row, r, ahead) for row, r in zip(logits, requests, strict=True)])
+        return torch.stack([self._draw(*row) for row in zip(logits, requests, aheads, strict=True)])
 
     def _one(self, logits: torch.Tensor, sound: torch.Tensor, request: Request, ahead: int) -> torch.Tensor:
         """The token of a request that adjusts its logits [vocab]; `sound`: whether they are finite."""
@@ -251,6 +268,22 @@ def _mix(seed: int, place: int) -> int:
 
 def _penalised(params: SamplingParams) -> bool:
     return bool(params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1)
+
+
+def _aheads(rows: int, ahead: int, expected: Sequence[int | None] | None) -> list[int]:
+    """For each row, the number of its request's tokens that stand between the last known one and its own."""
+    aheads = [ahead] * rows
+    for i, token in enumerate(expected or ()):
+        if token is not None:
+            aheads[i] = aheads[i - 1] + 1
+    return aheads
+
+
+def _ended(request: Request, token: int, num_drafted: int) -> bool:
+    """Whether a request ends with a token, `num_drafted` of a draft included."""
+    if request.grammar is not None and request.grammar.complete:
+        return True
+    return token in request.stop_ids and request.num_output + num_drafted >= request.sampling.min_new_tokens
 
 
 def _adjusts(request: Request, ahead: int) -> bool:

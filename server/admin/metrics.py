@@ -59,6 +59,8 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("ramet:reasoning_deferred",),
     ),
     "reasoning_seconds": ("CPU seconds of the comparison of reasoning steps", ("ramet:reasoning_cpu_seconds",)),
+    "drafted_tokens": ("Tokens of drafts that were verified", ("vllm:spec_decode_num_draft_tokens",)),
+    "accepted_tokens": ("Tokens of drafts that were right", ("vllm:spec_decode_num_accepted_tokens",)),
     "prefill_tokens": ("Token rows computed by prefill", ("ramet:prefill_tokens",)),
 }
 _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -256,6 +256,8 @@ def _result(
     }
     if finish is not None and output.index in prompts:
         meta["prompt_token_ids"] = prompts[output.index]
+    if output.drafted:
+        meta |= {"spec_draft_token_num": output.drafted, "spec_accept_token_num": output.accepted}
     if output.reuse is not None and "strategy" not in output.reuse:
         meta |= output.reuse
     elif output.reuse is not None and finish is not None:  # not in every event: it names all modules or documents

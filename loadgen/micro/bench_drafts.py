@@ -1,0 +1,223 @@
+"""`ramet bench drafts`: output tokens per second with drafts and without, in process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.progress import track
+
+from loadgen.accuracy.bench_quality import interval
+from loadgen.http.files import write_json
+from loadgen.http.prose import Prose
+from loadgen.http.tables import make_table, markdown_table, wide_console
+from runtime.engine.offline import Engine
+
+_COLUMNS = (
+    "task",
+    "clients",
+    "off, tokens/s",
+    "auto, tokens/s",
+    "auto / off [95 %]",
+    "right of drafted",
+    "drafted of output",
+)
+_NAMES = ("price", "total", "count", "order", "stock", "weight", "height", "score", "limit", "offset", "budget", "rate")
+
+
+class Question(NamedTuple):
+    """A prompt, and the answer to which a grammar holds the model; None: it answers as it likes."""
+
+    prompt: str
+    answer: str | None = None
+    again: bool = False
+
+
+def _chat(system: str, user: str) -> str:
+    return f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def quote(draw: random.Random, prose: Prose) -> Question:
+    """An answer that repeats a paragraph of a document, with a sentence of its own before and behind."""
+    paragraphs = [prose.text(70) for _ in range(5)]
+    answer = f"{prose.text(12)} {draw.choice(paragraphs)} {prose.text(12)}"
+    return Question(_chat("Answer from the document.", "\n\n".join(paragraphs) + "\n\nWhat does it say?"), answer)
+
+
+def edit(draw: random.Random, prose: Prose) -> Question:
+    """A function that comes back with one name changed."""
+    names = draw.sample(_NAMES, 4)
+    lines = [f"def {names[0]}_of({names[1]}, {names[2]}):", f"    {names[3]} = {draw.randrange(100)}"]
+    for _ in range(10):
+        a, b, c = draw.choices(names[1:], k=3)
+        lines.append(f"    {a} = {b} {draw.choice('+-*')} {c} {draw.choice('+-')} {draw.randrange(1000)}")
+    code = "\n".join([*lines, f"    return {names[3]}"])
+    new = draw.choice([name for name in _NAMES if name not in names])
+    return Question(_chat("Edit code.", f"Rename {names[2]} to {new}:\n{code}"), code.replace(names[2], new))
+
+
+def call(draw: random.Random, prose: Prose) -> Question:
+    """An agent's next call of a tool, after some calls in the same form."""
+
+    def one() -> str:
+        path = f"src/{draw.choice(_NAMES)}/{draw.choice(_NAMES)}.py"
+        arguments = {"path": path, "first_line": draw.randrange(400), "last_line": draw.randrange(400, 900)}
+        return json.dumps({"name": "read_file", "arguments": arguments})
+
+    calls = [one() for _ in range(6)]
+    turns = "".join(f"{text}\n{prose.text(25)}\n" for text in calls)
+    return Question(_chat("Call tools.", turns + "Go on."), "\n".join([draw.choice(calls), one(), one()]))
+
+
+def chat(draw: random.Random, prose: Prose) -> Question:
+    """A third turn, answered as the model likes."""
+    turns = "".join(
+        f"<|im_start|>user\n{prose.text(20)}<|im_end|>\n<|im_start|>assistant\n{prose.text(60)}<|im_end|>\n"
+        for _ in range(2)
+    )
+    return Question(
+        turns + f"<|im_start|>user\nWhat can you tell me about {prose.text(3)}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def again(draw: random.Random, prose: Prose) -> Question:
+    """An answer that was given before."""
+    return chat(draw, prose)._replace(again=True)
+
+
+def unique(draw: random.Random, prose: Prose) -> Question:
+    """Text that repeats nothing: at a temperature of 1.5, the model writes what stands nowhere."""
+    return Question(_chat("Write.", prose.text(40)))
+
+
+TASKS: dict[str, Callable[[random.Random, Prose], Question]] = {
+    "quote": quote, "edit": edit, "call": call, "chat": chat, "again": again, "unique": unique,
+}  # fmt: skip
+_HEAT = {"unique": 1.5, "chat": 0.7, "again": 0.7}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options."""
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="default: the default model")
+    parser.add_argument("--dtype", default="auto", help="default: auto")
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: all")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32], help="default: 1 8 32")
+    parser.add_argument("--output", type=int, default=128, help="output tokens where the model answers freely")
+    parser.add_argument("--rounds", type=int, default=5, help="of each median (default: 5)")
+    parser.add_argument("--seed", type=int, default=0, help="of the texts (default: 0)")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot as PNG or SVG")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print the table, write the files."""
+    a = arguments
+    draw, found = random.Random(a.seed), []
+    prose = Prose(draw)
+    engines = {drafts: Engine(a.model, dtype=a.dtype, drafts=drafts) for drafts in ("off", "auto")}
+    try:
+        cells = [(task, clients) for task in a.tasks for clients in a.clients]
+        for task, clients in track(cells, description="drafts"):
+            found.append(_measure(engines, draw, prose, task, clients, a))
+    finally:
+        for engine in engines.values():
+            engine.close()
+    rows = [_row(cell) for cell in found]
+    wide_console().print(make_table(f"drafts, {engines['off'].info.dtype}", _COLUMNS, rows, left=1))
+    if a.markdown:
+        a.markdown.write_text(markdown_table(_COLUMNS, rows))
+    if a.plot:
+        _plot(found, a.plot)
+    if a.json:
+        write_json(a.json, {"cells": found})
+    return 0
+
+
+def _measure(
+    engines: dict[str, Engine], draw: random.Random, prose: Prose, task: str, clients: int, a: argparse.Namespace
+) -> dict[str, Any]:
+    cell: dict[str, Any] = {"task": task, "clients": clients, "drafted": 0, "accepted": 0, "output": 0}
+    cell |= {name: [] for name in engines}
+    for number in range(a.rounds + 1):
+        asked = [TASKS[task](draw, prose) for _ in range(clients)]
+        seed = draw.randrange(1 << 30)
+        for name in sorted(engines, reverse=bool(number % 2)):
+            rate, outputs = _run(engines[name], asked, _HEAT.get(task, 0.0), seed, a.output)
+            if not number:
+                continue  # warms up
+            cell[name].append(rate)
+            if name == "auto":
+                cell["output"] += sum(output.completion_tokens for output in outputs)
+                cell["drafted"] += sum(output.drafted for output in outputs)
+                cell["accepted"] += sum(output.accepted for output in outputs)
+    return cell
+
+
+def _run(engine: Engine, asked: Sequence[Question], heat: float, seed: int, most: int) -> tuple[float, list[Any]]:
+    """Output tokens per second, behind cached prompts."""
+    prompts = [question.prompt for question in asked]
+    sampling = [_sampling(question, heat, seed + i, most) for i, question in enumerate(asked)]
+    if asked[0].again:
+        engine.generate(prompts, sampling)
+    else:
+        engine.generate(prompts, {"max_new_tokens": 1, "temperature": 0})
+    started = time.perf_counter()
+    outputs = engine.generate(prompts, sampling)
+    seconds = time.perf_counter() - started
+    return sum(output.completion_tokens for output in outputs) / seconds, outputs
+
+
+def _sampling(question: Question, heat: float, seed: int, most: int) -> dict[str, Any]:
+    if question.answer is not None:
+        return {"temperature": heat, "regex": _literal(question.answer)}
+    return {"temperature": heat, "seed": seed, "max_new_tokens": most, "ignore_eos": True}
+
+
+def _literal(text: str) -> str:
+    """A regular expression that one text alone matches."""
+    return "".join("\\" + c if c in r"\.+*?()|[]{}^$#&-~/" else "\\n" if c == "\n" else c for c in text)
+
+
+def _ratios(cell: dict[str, Any]) -> np.ndarray:
+    return np.array(cell["auto"]) / np.array(cell["off"])
+
+
+def _row(cell: dict[str, Any]) -> list[str]:
+    ratios = _ratios(cell)
+    low, high = interval(ratios, np.random.default_rng(0), np.median)
+    return [
+        *(cell["task"], str(cell["clients"])),
+        *(f"{statistics.median(cell[name]):.0f}" for name in ("off", "auto")),
+        f"{np.median(ratios):.2f} [{low:.2f}, {high:.2f}]",
+        f"{cell['accepted'] / cell['drafted']:.0%}" if cell["drafted"] else "-",
+        f"{cell['drafted'] / cell['output']:.0%}",
+    ]
+
+
+def _plot(found: Sequence[dict[str, Any]], path: Path) -> None:
+    """Gains by task, a bar for each number of clients."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    tasks = list(dict.fromkeys(cell["task"] for cell in found))
+    counts = list(dict.fromkeys(cell["clients"] for cell in found))
+    for number, clients in enumerate(counts):
+        mine = [cell for cell in found if cell["clients"] == clients]
+        gains = np.array([np.median(_ratios(cell)) for cell in mine])
+        spread = np.array([interval(_ratios(cell), np.random.default_rng(0), np.median) for cell in mine]).T
+        places = np.array([tasks.index(cell["task"]) for cell in mine]) + (number - (len(counts) - 1) / 2) * 0.25
+        axes.bar(places, gains, 0.22, yerr=np.abs(spread - gains), capsize=2, label=f"{clients} clients")
+    axes.axhline(1, color="gray", linewidth=0.8)
+    axes.set_xticks(range(len(tasks)), tasks)
+    axes.set_ylabel("tokens/s, with drafts / without")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)

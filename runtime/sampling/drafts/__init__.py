@@ -1,0 +1,1 @@
+"""Drafts: tokens that may follow, found in earlier texts and verified with the token that is known."""

@@ -1,0 +1,124 @@
+"""Earlier places of a text's last tokens, and what followed there."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+
+import numpy as np
+
+from radix import Namespace, RadixTree
+from radix.node import TOKEN_BYTES
+
+# Tokens that must be equal before a place counts; two ids of 21 bits are one key.
+LEAST = 2
+_BITS = 21
+_MASK = (1 << _BITS * LEAST) - 1
+# Equal tokens are counted up to here, at so many of the latest places.
+_LONGEST, _TRIED = 16, 8
+# Of finished outputs, the tokens that are remembered for a namespace: between this many and twice as many.
+_REMEMBERED = 1 << 15
+_NAMESPACES = 64
+
+
+class Places:
+    """The places of every run of `LEAST` tokens in a text that grows."""
+
+    def __init__(self) -> None:
+        self._ends: dict[int, int] = {}  # of the latest place of each run
+        self._earlier = array("i", [0] * LEAST)  # by its end, the end of the place before with the same run
+        self._indexed = 0
+
+    def follow(self, tokens: array[int]) -> None:
+        """Index the runs that end before the last token."""
+        first, stop = max(self._indexed - LEAST + 1, 0), len(tokens) - 1
+        if stop - self._indexed > 2 * LEAST:
+            ids = np.frombuffer(tokens, dtype=np.int32)[first:stop].astype(np.int64)
+            runs = np.lib.stride_tricks.sliding_window_view(ids, LEAST) if len(ids) >= LEAST else ids.reshape(0, LEAST)
+            keys = (runs << np.arange(_BITS * (LEAST - 1), -1, -_BITS)).sum(-1)
+            self._add(keys.tolist(), first + LEAST)
+        else:
+            begin = max(self._indexed + 1, LEAST)
+            self._add([_key(tokens[end - LEAST : end]) for end in range(begin, stop + 1)], begin)
+        self._indexed = max(stop, self._indexed)
+
+    def _add(self, keys: list[int], end: int) -> None:
+        """Add runs, the first of which ends at `end`."""
+        ends, earlier = self._ends, self._earlier
+        for at, key in enumerate(keys, end):
+            earlier.append(ends.get(key, 0))
+            ends[key] = at
+
+    def find(self, text: array[int], tokens: array[int]) -> tuple[int, int]:
+        """The place behind the last tokens of `tokens` where they stood in `text`, whose runs are indexed.
+
+        Returns:
+            The index in `text` of the token that followed, and how many tokens before it are equal; (0, 0): no place.
+            Of the latest places, the one with the most equal tokens.
+        """
+        at, longest = 0, 0
+        end = self._ends.get(_key(tokens[-LEAST:]), 0) if len(tokens) >= LEAST else 0
+        for _ in range(_TRIED):
+            if not end or longest >= _LONGEST:
+                break
+            equal, most = LEAST, min(end, len(tokens), _LONGEST)
+            while equal < most and text[end - equal - 1] == tokens[-equal - 1]:
+                equal += 1
+            if equal > longest:
+                at, longest = end, equal
+            end = self._earlier[end]
+        return at, longest
+
+
+class Recent:
+    """Texts of finished requests, by namespace, which are forgotten when newer ones have come."""
+
+    def __init__(self) -> None:
+        self._texts: OrderedDict[Namespace, list[tuple[array[int], Places]]] = OrderedDict()
+
+    def add(self, namespace: Namespace, tokens: array[int]) -> None:
+        """Remember an output; `tokens` begins with the tokens before it that find its beginning."""
+        halves = self._texts.setdefault(namespace, [(array("i"), Places())])
+        self._texts.move_to_end(namespace)
+        if len(halves[-1][0]) >= _REMEMBERED:
+            halves.append((array("i"), Places()))
+            del halves[:-2]
+        text, places = halves[-1]
+        text.extend(tokens[-_REMEMBERED:])
+        places.follow(text)
+        while len(self._texts) > _NAMESPACES:
+            self._texts.popitem(last=False)
+
+    def find(self, namespace: Namespace, tokens: array[int], limit: int) -> tuple[array[int], int]:
+        """Tokens that followed the last ones, up to `limit` tokens, and how many tokens were equal."""
+        for text, places in reversed(self._texts.get(namespace, ())):
+            at, equal = places.find(text, tokens)
+            if equal:
+                return text[at : at + limit], equal
+        return array("i"), 0
+
+    def clear(self) -> None:
+        self._texts.clear()
+
+
+def continuation(tree: RadixTree, key: bytes, namespace: Namespace, limit: int) -> array[int]:
+    """Up to `limit` tokens that follow a key in the tree; where it branches, the newest branch."""
+    match, found = tree.match(key, namespace), array("i")
+    page_bytes = tree.page_size * TOKEN_BYTES
+    if len(match.pages) * page_bytes + match.partial_rows * TOKEN_BYTES < len(key):
+        return found
+    node, at = match.node, match.node_pages * page_bytes
+    if match.partial_node is not None:
+        at = match.partial_rows * TOKEN_BYTES + (at if match.partial_node is node else 0)
+        node = match.partial_node
+    while node is not None and len(found) < limit:
+        found.frombytes(node.key[at : at + (limit - len(found)) * TOKEN_BYTES])
+        node, at = next(reversed(node.children.values()), None), 0
+    return found
+
+
+def _key(run: array[int]) -> int:
+    key = 0
+    for token in run:
+        key = key << _BITS | token
+    return key & _MASK

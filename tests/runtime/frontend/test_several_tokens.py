@@ -1,0 +1,46 @@
+"""Events of several tokens: the output is that of one token at a time."""
+
+from __future__ import annotations
+
+import pytest
+
+from runtime.config import SchedulerConfig
+from runtime.frontend.output import Submission
+from runtime.frontend.processor import Frontend
+from runtime.models.tokenizer import Tokenizer
+from runtime.params import SamplingParams
+from runtime.protocol import Abort, AddRequest, Finish, TokenEvent, TokenLogprob
+from tests.runtime.frontend.test_request_ids import INFO
+
+TEXT = "One, two, three END four, five END six."
+
+
+def outputs_of(tokenizer, pieces, **params):
+    """The Outputs of tokens that come in pieces, and whether the engine was told to stop."""
+    found, sent = [], []
+    frontend = Frontend(INFO, tokenizer, sent.append, SchedulerConfig())
+    frontend.submit(Submission([1], SamplingParams(**params)), [1], 0, found.append)
+    rid = next(message.rid for message in sent if isinstance(message, AddRequest))
+    for i, piece in enumerate(pieces):
+        last = Finish("length") if i == len(pieces) - 1 else None
+        logprobs = [TokenLogprob(token, -1.0, []) for token in piece]
+        frontend.handle(TokenEvent(rid, piece, last, logprobs=logprobs))
+    return found, any(isinstance(message, Abort) for message in sent)
+
+
+@pytest.mark.parametrize("size", [2, 3, 7, 100])
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"stop": ["END"]}, {"stop": ["END"], "min_new_tokens": 10}, {"stop": ["three E"], "no_stop_trim": True}],
+)
+def test_a_stop_string_ends_the_output_at_its_last_token(tiny_dir, params, size):
+    tokenizer = Tokenizer.load(tiny_dir)
+    tokens = tokenizer.encode(TEXT)
+    single, _ = outputs_of(tokenizer, [[token] for token in tokens], **params)
+    several, told = outputs_of(tokenizer, [tokens[i : i + size] for i in range(0, len(tokens), size)], **params)
+    assert several[-1].text == single[-1].text == "".join(output.delta for output in several)
+    assert several[-1].token_ids == single[-1].token_ids
+    assert several[-1].completion_tokens == single[-1].completion_tokens == len(several[-1].token_ids)
+    assert several[-1].finish == single[-1].finish
+    assert [one.token for output in several for one in output.logprobs] == several[-1].token_ids
+    assert told == ("stop" in params and several[-1].completion_tokens <= len(tokens) - (len(tokens) % size or size))
