@@ -392,6 +392,7 @@ class EngineCore:
                 events += self._fail(request, error)
                 continue
             if event is not None:
+                event.lookup, request.lookup = request.lookup, None
                 event.cache, request.books = request.books, None
                 self.counters["generation_tokens"] += len(event.tokens)
                 events += [event] if event.finish is None else self._end(request, event.finish, event)
