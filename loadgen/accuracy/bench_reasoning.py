@@ -98,7 +98,7 @@ class Bench:
         self._stocks: dict[str, Iterator[Chain]] = {}
 
     def settings(self) -> dict[str, Any]:
-        """What the tables say of a run's options."""
+        """A run's options, as the tables name them."""
         names = ("page_size", "length", "requests", "room", "rounds", "percentile")
         return {**{name: getattr(self.a, name) for name in names}, "text": _name(self.a.texts[0])}
 
