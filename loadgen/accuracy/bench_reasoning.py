@@ -98,7 +98,7 @@ class Bench:
         self._stocks: dict[str, Iterator[Chain]] = {}
 
     def settings(self) -> dict[str, Any]:
-        """A run's options, as the tables name them."""
+        """A run's options, for the tables."""
         names = ("page_size", "length", "requests", "room", "rounds", "percentile")
         return {**{name: getattr(self.a, name) for name in names}, "text": _name(self.a.texts[0])}
 
@@ -213,7 +213,7 @@ class Bench:
 def _equal(drawn: dict[str, Any], found: list[float], wanted: list[float]) -> dict[str, Any]:
     """Options of random sharing that save as many pages as is wanted, after what they saved."""
     if not found or not fmean(found):
-        return drawn
+        return dict(_DRAWN)
     return drawn | {"random_share": min(drawn["random_share"] * fmean(wanted) / fmean(found), 1.0)}
 
 

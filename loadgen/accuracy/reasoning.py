@@ -236,7 +236,7 @@ def compare(
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a kind of text is like; means over its chains.
+    """The nature of a text; means over its chains.
 
     Attributes:
         similar: steps with a cosine above 0.8 to an earlier one, the paper's similarity ratio.
