@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 
-from server.anthropic.types import MessagesRequest, Thinking
+from server.anthropic.types import CacheControl, MessagesRequest, Thinking
 from server.anthropic.types import Tool as AnthropicTool
 from server.http.fields import EMPTY
 from server.http.generate import GenerateRequest
@@ -29,6 +29,7 @@ BODIES: dict[str, type[Body]] = {
     "messages": Message,
     "`/detokenize`": DetokenizeRequest,
     "`/v1/messages`": MessagesRequest,
+    "its `cache_control`": CacheControl,
     "its `thinking`": Thinking,
     "its `tools`": AnthropicTool,
 }

@@ -26,6 +26,8 @@ _SECONDS = {"5m": 300.0, "1h": 3600.0}
 class CacheControl(Body):
     """A breakpoint: the prompt up to the end of its block is kept for this time from its last use on."""
 
+    IGNORED = frozenset({"scope"})  # who shares the KV is the affair of keys and cache_scope
+
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
 

@@ -10,9 +10,12 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from runtime.errors import EngineDead, Overloaded, RametError, RateLimited
 from runtime.frontend.output import Output
 from runtime.protocol import CacheBooks, Place
 from server.anthropic.messages import usage as usage_of
+from server.auth.keys import Forbidden, Unauthorized
+from server.http.errors import error_response
 
 MODEL = "smollm2"
 FIVE, HOUR = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
@@ -199,6 +202,18 @@ def test_errors_before_the_route_have_their_form_too(client):
         assert answer.json()["error"]["type"] == kind
     assert client.head("/").status_code == client.head("/v1/models").status_code == 200
     assert client.head("/v1/messages").status_code == 405
+
+
+def test_each_status_has_its_type_of_error():
+    told = {
+        kind: error_response(kind("no"), "/v1/messages") for kind in (Unauthorized, Forbidden, RateLimited, Overloaded)
+    }
+    types = [json.loads(response.body)["error"]["type"] for response in told.values()]
+    assert types == ["authentication_error", "permission_error", "rate_limit_error", "overloaded_error"]
+    assert told[Unauthorized].headers["www-authenticate"] == "Bearer"
+    assert json.loads(error_response(EngineDead("no"), "/v1/messages/count_tokens").body)["type"] == "error"
+    assert json.loads(error_response(RametError("no"), "/v1/messages").body)["error"]["type"] == "api_error"
+    assert "type" not in json.loads(error_response(RametError("no"), "/generate").body)
 
 
 def test_an_answer_that_is_aborted_is_an_error(client, server):
