@@ -112,7 +112,7 @@ class Server:
         The first grammar loads its library with a table of the vocabulary (60 MiB in the engine, once); the first long
         prompt with log-probabilities takes the largest logits of a step (40 MiB).
         """
-        info = (await self.get("/server_info"))["model"]
+        info = (await self.get("/server_info"))["model_info"]
         length = min(1024, info["context_length"] - 64, info["pool_tokens"] // 2)
         await asyncio.gather(*(self.generate(ids(draw, 40), 16) for _ in range(32)))
         await asyncio.gather(*(self.generate(ids(draw, length), 8) for _ in range(info["pool_tokens"] // length + 1)))

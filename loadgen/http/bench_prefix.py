@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure and print the table."""
     server = nullcontext(arguments.url) if arguments.url else local_server(arguments.server_options)
     with server as url, httpx.Client(base_url=url, timeout=600) as client:
-        info = client.get("/server_info").raise_for_status().json()["model"]
+        info = client.get("/server_info").raise_for_status().json()["model_info"]
         measured = _measure(client, info["vocab_size"], arguments)
     _report(measured, info, arguments)
     return 0

@@ -57,7 +57,7 @@ async def server_info(context: Ctx) -> dict[str, Any]:
         **{"context_length": info.context_length, "page_size": info.page_size},
         **{"max_total_num_tokens": info.pool_tokens, "max_running_requests": options.scheduler.max_running},
         "version": version("ramet"),
-        "model": msgspec.to_builtins(context.engine.info),
+        "model_info": msgspec.to_builtins(info),
         "config": context.config.model_dump(mode="json"),
         "state": await context.engine.state(),
     }

@@ -121,9 +121,9 @@ def test_a_pin_encodes_the_prefix(tiny):
 
 def test_server_info_and_health(tiny):
     info = tiny.get("/server_info").json()
-    assert info["model"]["diffusion"]["mask_token_id"] == MASK
-    assert info["model"]["diffusion"]["depth_table"].startswith("none: depth 1")
-    assert info["model"]["diffusion"]["refresh_interval"] == 1, "exact"
+    assert info["model_info"]["diffusion"]["mask_token_id"] == MASK
+    assert info["model_info"]["diffusion"]["depth_table"].startswith("none: depth 1")
+    assert info["model_info"]["diffusion"]["refresh_interval"] == 1, "exact"
     assert info["state"]["denoise_steps"] >= info["state"]["refreshes"]
     assert tiny.get("/health_generate").status_code == 200
     assert "ramet:steps_total" in tiny.get("/metrics").text
