@@ -82,6 +82,8 @@ class EngineCore:
 
     def __init__(self, config: Config, path: Path, quotas: Mapping[str, int] | None = None):
         """Load the model directory `path`; `quotas`: cached pages by tenant. Raises ModelError."""
+        if config.cache.reasoning_cache and config.model.tensor_parallel > 1:
+            raise ModelError("--reasoning-cache is not served by several ranks")
         self.config = config
         self.executor = open_executor(config, path)
         self.cache = PagedCache(self.executor.pool, config.cache, quotas)
@@ -390,6 +392,7 @@ class EngineCore:
                 events += self._fail(request, error)
                 continue
             if event is not None:
+                event.lookup, request.lookup = request.lookup, None
                 event.cache, request.books = request.books, None
                 self.counters["generation_tokens"] += len(event.tokens)
                 events += [event] if event.finish is None else self._end(request, event.finish, event)

@@ -137,6 +137,12 @@ class Metrics:
         self._success = Counter(
             "vllm:request_success", "Finished requests", [*self._labels, "finished_reason"], registry=self._registry
         )
+        self.early_partings = Counter(
+            "ramet:early_partings",
+            "Prompts that part early from their tenant's others, where earlier ones did, and go on alike",
+            list(self._labels),
+            registry=self._registry,
+        ).labels(**self._labels)
 
     def _histograms(self, text: str, *names: str, buckets: tuple[float, ...] = _SECONDS) -> list[Histogram]:
         return [

@@ -124,6 +124,21 @@ TRIPS = """<schema name="page-trips">You plan.<module name="plan"> For <paramete
 <union><module name="rome"> To Rome.</module><module name="oslo"> I go to Oslo.</module></union></module></schema>"""
 
 
+def test_the_playground_says_why_a_prompt_was_computed(page, server):
+    httpx.post(f"{server.url}/flush_cache")
+    generate(server.url, f"Monday <b>it</b> is. {SAYING}")
+    page.goto(server.url)
+    page.locator("#tokens").fill("1")
+    for day, words in (
+        ("Monday <b>it</b> was", "goes on with “was"),
+        ("Tuesday", "Nothing of this prompt is in"),
+    ):
+        page.locator("#prompt").fill(f"{day}. {SAYING}")
+        page.get_by_role("button", name="Generate").click()
+        page.locator("#why", has_text=words).wait_for()
+    assert page.locator("#why b").count() == 0
+
+
 def test_the_playground_imports_modules_which_the_tree_shows_under_their_schema(page, server):
     httpx.post(f"{server.url}/flush_cache")
     httpx.post(f"{server.url}/v1/schemas", json={"pml": TRIPS}).raise_for_status()
@@ -258,7 +273,8 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
     figures = {"at_s": 0, "running": 0, "waiting": 0, "pages_total": 10**6, "pages_free": 0, "pages_tree": 10**6,
                "pages_private": 0, "pages_locked": 0, "pages_pinned": 0, "pins": 0, "tree_nodes": 10**5,
                "queried_tokens": 0, "cached_tokens": 0, "prompt_tokens": 0, "generation_tokens": 0, "requests": [],
-               "evicted_tokens": 0, "retracted_requests": 0, "tokens_per_s": 0, "ttft_p50_s": None,
+               "evicted_tokens": 0, "retracted_requests": 0, "substituted_pages": 5, "saved_pages": 2,
+               "tokens_per_s": 0, "ttft_p50_s": None,
                "ttft_p95_s": None}  # fmt: skip
     common = {
         "namespace": "",
@@ -282,6 +298,7 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
     page.route("**/dashboard/events", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
     page.goto(server.url)
     page.locator("#treefigures", has_text="16,000,000 tokens in 100,000 nodes, 499 of them shown").wait_for()
+    page.locator("#chart-reasoning-steps", has_text="2 pages saved").wait_for()
     last = page.locator("#evictions tr").nth(1).inner_text()
     told = "turn 2, after less than 64 uses; 40 uses ago; 1.2 hits a page in 1,000 uses"
     assert last.split("\t") == ["alice", "room", "1 of 9", "61", told]
