@@ -231,6 +231,8 @@ class ReasoningParams(BaseModel):
 
 
 AnyReuse = ReuseParams | ReasoningParams
+# For answers that have no place to say what was approximate.
+EXACT = ReuseParams(method="none")
 
 
 def _refuse_sampling(sampling: SamplingParams) -> None:

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from runtime.errors import RametError
 from runtime.frontend.output import KeptText, Output, Submission
 from runtime.frontend.stream import OutputStream
+from runtime.params import EXACT
 from runtime.protocol import CacheBooks
 from server.anthropic.content import ContentReader, Piece
 from server.anthropic.prompt import conversation_of, render
@@ -86,6 +87,7 @@ def submission_of(body: MessagesRequest, tenant: Tenant, context: Context) -> Su
         priority=tenant.priority(body.priority),
         add_special_tokens=False,
         store=body.cache.store,
+        reuse=EXACT,
     )
 
 

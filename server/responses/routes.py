@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from fastapi import APIRouter, Request, Response
 from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.output import Submission, new_rid
 from runtime.frontend.stream import OutputStream
+from runtime.params import EXACT
 from server.auth.keys import Asker, Tenant
 from server.context import Context, Ctx
 from server.explain.inquiry import Inquiry, ask
@@ -87,7 +89,7 @@ async def _read(
         chat = chat_of(body, turns)
         try:
             chat.refuse_unsupported()
-            return turns, chat, submission_of(chat, tenant, context)
+            return turns, chat, replace(submission_of(chat, tenant, context), reuse=EXACT)
         except InvalidRequest as error:
             param = body.NAMES.get(error.param, error.param) if error.param else None
             raise InvalidRequest(error.message, param=param, code=error.code) from None

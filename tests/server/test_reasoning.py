@@ -110,3 +110,17 @@ def test_modules_are_refused(http):
     # The default is for those that it can serve.
     served = http.post("/generate", json={"pml": pml, "sampling_params": {"max_new_tokens": 1}})
     assert served.json()["meta_info"]["reuse"]["strategy"] == "modules"
+
+
+def test_routes_that_cannot_say_it_stay_exact(http, thinker):
+    """Whatever they ask for is served by another strategy: no page of theirs is handed to the evaluation."""
+    model = http.get("/v1/models").json()["data"][0]["id"]
+    before = metric(http, "ramet:reasoning_cpu_seconds_total")
+    said = {"model": model, "messages": [{"role": "user", "content": "Think."}], "max_tokens": 24, "temperature": 0}
+    assert http.post("/v1/messages", json=said).status_code == 200
+    asked = {"model": model, "input": "Think.", "max_output_tokens": 24, "temperature": 0}
+    assert http.post("/v1/responses", json=asked).status_code == 200
+    # The time is booked by a later request that shares steps.
+    short = {"text": "Think.", "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
+    assert http.post("/generate", json=short).status_code == 200
+    assert metric(http, "ramet:reasoning_cpu_seconds_total") == before

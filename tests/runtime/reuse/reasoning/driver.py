@@ -53,7 +53,7 @@ class ReasonDriver(Driver):
 
     def think(self, rid: str, prompt: Sequence[int], count: int, reuse: dict[str, Any], **options: Any) -> None:
         """An output of `count` tokens: few words in random order, in steps of some ten tokens."""
-        fields = {name: options.pop(name) for name in {"namespace", "prompt_logprobs_from"} & options.keys()}
+        fields = {name: options.pop(name) for name in {"namespace", "prompt_logprobs_from", "store"} & options.keys()}
         sampling = {"temperature": 8.0, "logit_bias": self.bias, "ignore_eos": True, "seed": 1} | options
         params = SamplingParams(**sampling, max_new_tokens=count)
         self.tokens[rid], self.events[rid] = [], []

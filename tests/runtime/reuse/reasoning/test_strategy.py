@@ -299,6 +299,7 @@ def test_a_page_that_others_share_is_not_committed(tiny_dir):
     [
         ({"across": True}, {"across": True}, True),
         ({}, {"across": True}, False),
+        ({"across": True, "store": False}, {"across": True}, False),
         ({"across": True, "rotation": "moved"}, {"across": True}, False),
         ({"across": True, "namespace": Namespace("a")}, {"across": True, "namespace": Namespace("b")}, False),
         ({"across": True, "namespace": Namespace("a")}, {"across": True, "namespace": Namespace("a")}, True),
@@ -309,8 +310,8 @@ def test_only_requests_of_a_tenant_that_want_it_share(tiny_dir, first, second, i
     found = sources(driver)
     for rid, options in (("a", first), ("b", second)):
         options = dict(options)
-        namespace = options.pop("namespace", Namespace())
-        driver.think(rid, PROMPT, LONG, ANY | options, namespace=namespace, seed=len(driver.tokens) + 1)
+        fields = {name: options.pop(name) for name in {"namespace", "store"} & options.keys()}
+        driver.think(rid, PROMPT, LONG, ANY | options, seed=len(driver.tokens) + 1, **fields)
     driver.run()
     assert sum(is_same for is_same, _, _ in found) > 5
     assert any(not is_same for is_same, _, _ in found) == is_shared
