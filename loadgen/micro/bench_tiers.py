@@ -92,7 +92,8 @@ class Bench:
         values = found["milliseconds"]
         with self._directory() as directory:
             tiers = self._tiers(directory)
-            drives = {name: Drive(self._path, pool_memory=2.0, **options) for name, options in tiers.items()}
+            pool = 4 * (self.arguments.prefix + self.arguments.question) + 1024
+            drives = {name: Drive(self._path, pool_tokens=pool, **options) for name, options in tiers.items()}
             for drive in drives.values():  # kernels, threads and rates are warm
                 self._first(drive, drive.text(256))
             for _ in track(range(self.arguments.rounds), description="first tokens"):
@@ -132,7 +133,7 @@ class Bench:
 
     def writes(self) -> Figures:
         """Prompt and output tokens a second where all prefixes are used four times, so are written; none is loaded."""
-        return self._both(self._shared, {"tokens/s": 0}, pool_memory=2.0)
+        return self._both(self._shared, {"tokens/s": 0}, pool_tokens=300 * self.arguments.requests + 4096)
 
     def _both(self, measure: Callable[[Drive], list[float]], names: dict[str, int], **options: Any) -> Figures:
         found: Figures = {name: {"without": [], "with": []} for name in names}
