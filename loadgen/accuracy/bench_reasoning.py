@@ -25,8 +25,6 @@ from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.reasoning.reservoir import WARM_UP
 
-# Batches in which the reservoirs should be filled; texts without similar steps never fill them.
-_MOST_WARM_UP = 40
 _ROTATIONS = ("stale", "moved")
 _GENERATED = "generated"
 _TEMPERATURE = 0.8
@@ -56,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chains", type=int, default=40, help="of each text in the quality (default: 40)")
     parser.add_argument("--batch", type=int, default=4, help="chains at a time in the quality (default: 4)")
+    parser.add_argument(
+        "--warm-up", type=int, default=40, metavar="BATCHES", help="most, to fill the reservoirs (default: 40)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the texts (default: 0)")
     parser.add_argument("--merge", type=Path, metavar="JSON", help="of another run: parts that this one lacks")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables")
@@ -97,7 +98,7 @@ class Bench:
         self._stocks: dict[str, Iterator[Chain]] = {}
 
     def settings(self) -> dict[str, Any]:
-        """What the tables say of a run's options."""
+        """A run's options, as the tables name them."""
         names = ("page_size", "length", "requests", "room", "rounds", "percentile")
         return {**{name: getattr(self.a, name) for name in names}, "text": _name(self.a.texts[0])}
 
@@ -188,17 +189,20 @@ class Bench:
         return found
 
     def _warm_up(self, thinker: Thinker, text: str, progress: Progress) -> dict[str, Any]:
-        """Fill the reservoirs of distances; the options of as much random sharing as the paper's percentile gives."""
+        """Fill the reservoirs of distances; the options of as much random sharing as the paper's percentile gives.
+
+        Texts without similar steps never fill them.
+        """
         a = self.a
         stale, random_pages = [], []
         bar = progress.add_task(f"{_name(text)}, warm-up", total=WARM_UP)
-        for _ in range(_MOST_WARM_UP):
+        for left in reversed(range(a.warm_up)):
             batch = self.tasks(text, a.batch)
             before = thinker.measured("stale")
             rotations = {name: self._fields(name, a.percentile) for name in _ROTATIONS}
             found = {name: thinker.predict(batch, fields) for name, fields in rotations.items()}
             progress.update(bar, completed=thinker.measured("stale"))
-            if before >= WARM_UP:
+            if before >= WARM_UP or not left:
                 stale += [one.amsr for one in found["stale"]]
                 random_pages += [one.amsr for one in thinker.predict(batch, _DRAWN)]
             if len(stale) >= a.batch:

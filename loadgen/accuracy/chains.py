@@ -100,6 +100,7 @@ def _chain(rng: random.Random, length: int, formula: str) -> Chain:
     listed = ", ".join(one.fill("{pieces} {thing} for {price} dollars each") for one in goods)
     asides, order = iter(rng.sample(_ASIDES, len(_ASIDES))), iter(goods)
     steps: list[str] = []
+    told: list[_Goods] = []
     tokens = 0
     while tokens < length:
         new = next(order, None)
@@ -107,8 +108,9 @@ def _chain(rng: random.Random, length: int, formula: str) -> Chain:
         said = one.fill(f"{begin} work out what the {{thing}} bring in. {_SAYS} {formula}") + f"{one.taken} dollars."
         more = [text for text in (said, " ".join(islice(asides, 2))) if text]
         steps += more
+        told.append(one)
         tokens += sum(map(_about, more))
-    asked = rng.choice(goods)
+    asked = rng.choice(told)
     return Chain(
         f"On one day a shop sells {listed}. How much does it take in? Think step by step, and check every step.",
         "".join(f"{step}\n\n" for step in steps),

@@ -54,7 +54,7 @@ class Forcing(Decoding):
     ) -> tuple[list[Request], Sampled | None, list[int | None]]:
         forced = logits.clone()
         for item, place in zip(work, places, strict=True):
-            answer, number = self.answers.get(item.request.rid, []), item.request.num_output
+            answer, number = self.answers.get(item.request.rid, []), item.request.num_output + item.ahead
             if item.samples and place[0].start < place[0].stop and number < len(answer):
                 row = place[0].stop - 1
                 self.watch(item.request.rid, number, logits[row])

@@ -273,7 +273,8 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
     figures = {"at_s": 0, "running": 0, "waiting": 0, "pages_total": 10**6, "pages_free": 0, "pages_tree": 10**6,
                "pages_private": 0, "pages_locked": 0, "pages_pinned": 0, "pins": 0, "tree_nodes": 10**5,
                "queried_tokens": 0, "cached_tokens": 0, "prompt_tokens": 0, "generation_tokens": 0, "requests": [],
-               "evicted_tokens": 0, "retracted_requests": 0, "tokens_per_s": 0, "ttft_p50_s": None,
+               "evicted_tokens": 0, "retracted_requests": 0, "substituted_pages": 5, "saved_pages": 2,
+               "tokens_per_s": 0, "ttft_p50_s": None,
                "ttft_p95_s": None}  # fmt: skip
     common = {
         "namespace": "",
@@ -297,6 +298,7 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
     page.route("**/dashboard/events", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
     page.goto(server.url)
     page.locator("#treefigures", has_text="16,000,000 tokens in 100,000 nodes, 499 of them shown").wait_for()
+    page.locator("#chart-reasoning-steps", has_text="2 pages saved").wait_for()
     last = page.locator("#evictions tr").nth(1).inner_text()
     told = "turn 2, after less than 64 uses; 40 uses ago; 1.2 hits a page in 1,000 uses"
     assert last.split("\t") == ["alice", "room", "1 of 9", "61", told]

@@ -6,7 +6,7 @@ are read in its place; here they are copied over it. Nothing is incremental, cac
 Where the paper is silent: S is the cosine times the ratio of lengths in characters; the threshold falls linearly with
 the mean of S over all earlier steps; a page is compared with those whose ordinal within the other step differs from its
 own by one at most. Two decisions are the engine's: of the steps that pass both filters four are compared, and steps are
-looked at whenever a page is full, with the consequences one token later.
+looked at whenever a page is full, with the consequences some tokens later.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
+
+# Of distances that are about 1: float32, in another order.
+SLACK = 1e-4
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Rules:
     rotation: str = "stale"
     warm_up: int = 256
     most: int = 4
+    late: int = 1
 
 
 # -- section IV-A1: steps ----------------------------------------------------------------------------------------
@@ -155,25 +159,39 @@ class Reference:
         page_size: int,
         shared: Sequence[Shared] = (),
         rotation: str = "stale",
-        between: Callable[[int, DynamicCache], Sequence[Shared]] | None = None,
     ) -> torch.Tensor:
-        """Compute a prompt, and then a given output behind it.
-
-        Args:
-            shared: pages that read others from a number of rows on.
-            between: called with the number of rows and the cache before each token; more of them.
+        """Compute a prompt, and then a given output behind it, with pages that read others from some rows on.
 
         Returns:
             Logits float32 [1 + len(output), vocab]: after the prompt, and after each token.
         """
-        cache = DynamicCache()
-        logits = [self.model(torch.tensor([list(prompt)]), past_key_values=cache).logits[:, -1]]
-        for rows, token in enumerate(output, len(prompt)):
-            now = [one for one in shared if one.at == rows]
-            for one in now + list(between(rows, cache) if between is not None else ()):
-                self.replace(cache, one, page_size, rotation)
-            logits.append(self.model(torch.tensor([[token]]), past_key_values=cache).logits[:, -1])
-        return torch.cat(logits)
+
+        def between(rows: int, cache: DynamicCache) -> list[Shared]:
+            return [one for one in shared if one.at == rows]
+
+        return self._run(prompt, output, page_size, rotation, between, sorted({one.at for one in shared}))
+
+    @torch.inference_mode()
+    def _run(
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        page_size: int,
+        rotation: str,
+        between: Callable[[int, DynamicCache], Sequence[Shared]],
+        stops: Sequence[int],
+    ) -> torch.Tensor:
+        """`run`; `between` is called with some numbers of rows and the cache, and says what is shared from then on."""
+        cache, tokens, start = DynamicCache(), [*prompt, *output], 0
+        logits = []
+        for stop in [*(rows for rows in stops if len(prompt) <= rows < len(tokens)), len(tokens)]:
+            if stop > start:
+                logits.append(self.model(torch.tensor([tokens[start:stop]]), past_key_values=cache).logits[0])
+            start = stop
+            if stop < len(tokens):
+                for one in between(stop, cache):
+                    self.replace(cache, one, page_size, rotation)
+        return torch.cat(logits)[len(prompt) - 1 :]
 
     def replace(self, cache: DynamicCache, one: Shared, page_size: int, rotation: str) -> None:
         """Copy a page's rows over another page's, in all layers."""
@@ -222,25 +240,28 @@ class Reference:
         Returns:
             What was shared, and the logits as of `run`.
         """
-        closed, found = steps(output, texts), []
-        looked, nearest = 0, []
+        closed, found, p = steps(output, texts), [], rules.page_size
+        waiting: list[tuple[int, list[tuple[float, int, int]]]] = []
+        looked = 0
 
         def between(rows: int, cache: DynamicCache) -> list[Shared]:
-            nonlocal looked, nearest
+            nonlocal looked
             new = []
-            for distance, page, source in nearest:
-                if may_share(distance, measured, rules.percentile, rules.warm_up):
-                    new.append(Shared(rows, page, source))
-                measured.append(distance)
-            nearest = []
-            while rows % rules.page_size == 0 and looked < len(closed) and len(prompt) + closed[looked].stop <= rows:
+            while waiting and waiting[0][0] == rows:
+                for distance, page, source in waiting.pop(0)[1]:
+                    if may_share(distance, measured, rules.percentile, rules.warm_up):
+                        new.append(Shared(rows, page, source))
+                    measured.append(distance)
+            while rows % p == 0 and looked < len(closed) and len(prompt) + closed[looked].stop <= rows:
                 others = alike(closed[looked], closed[:looked], rules, formal)
-                nearest += self.nearest(cache, closed[looked], others, len(prompt), rules)
+                waiting.append((rows + rules.late, self.nearest(cache, closed[looked], others, len(prompt), rules)))
                 looked += 1
             found.extend(new)
             return new
 
-        logits = self.run(prompt, output, rules.page_size, rotation=rules.rotation, between=between)
+        stops = [rows for rows in range(len(prompt), len(prompt) + len(output)) if rows % p in (0, rules.late % p)]
+        with torch.inference_mode():
+            logits = self._run(prompt, output, p, rules.rotation, between, stops)
         return found, logits
 
     def nearest(
@@ -252,7 +273,9 @@ class Reference:
             pages = (pages_of(one, prompt_len, rules.page_size) for one in (step, other))
             for page, source in pairs_of(*pages):
                 distance = self.distance(cache, page, source, rules.page_size, rules.rotation)
-                best[page] = min(best.get(page, (distance, page, source)), (distance, page, source))
+                # Of pages that hold the same rows, which float32 may tell apart, the first is taken.
+                if page not in best or distance < best[page][0] - SLACK:
+                    best[page] = distance, page, source
         return [best[page] for page in sorted(best)]
 
 

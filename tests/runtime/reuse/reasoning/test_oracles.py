@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,15 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
+from loadgen.accuracy.forced import Forcing
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.spec import ModelSpec
+from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.reasoning.distance import Distances, Page
 from runtime.reuse.reasoning.formal import agree
 from runtime.reuse.reasoning.reservoir import Reservoir
 from runtime.reuse.reasoning.steps import Splitter, similarity, threshold
 from tests.runtime.reuse.modules.plain import draw_tokens
 from tests.runtime.reuse.reasoning import reference as plain
+from tests.runtime.reuse.reasoning.driver import ReasonDriver, words
+from tests.runtime.reuse.reasoning.reference import Reference, Rules, Shared
+from tests.tiny import save_tiny
+
+CLOSE = 2e-3  # of logits: float32, in another order
+WARM_UP = 8
 
 TEXTS = st.lists(
     st.sampled_from(["a", " b", "c.", "\n", "\n\n", "d\n", "\n\ne", " ", "\n \n", "f\n\n\ng", ""]), max_size=40
@@ -82,3 +92,112 @@ def test_distances(tiny_dir, page_size):
             for rotation in ("stale", "moved"):
                 expected = model.distance(cache, a, b, page_size, rotation)
                 assert distances.between(pages[a], pages[b], rotation == "moved") == pytest.approx(expected, abs=2e-3)
+
+
+class ForcedDriver(ReasonDriver):
+    """Requests with given outputs, the logits of each token, and what was shared when.
+
+    Attributes:
+        logits: float32 [vocab] of each token of the output, by request.
+        shared: by request, in order.
+    """
+
+    def __init__(self, path: Path, **options: Any):
+        super().__init__(path, warm_up=WARM_UP, **options)
+        self.core.decoding = self.forcing = Forcing(self.core.decoding, self._keep)
+        self.logits: dict[str, list[torch.Tensor]] = {}
+        self.shared: dict[str, list[Shared]] = {}
+        self._substitute, self.strategy.substitute = self.strategy.substitute, self._note
+
+    def force(self, rid: str, prompt: list[int], output: list[int], reuse: dict[str, Any], more: int = 0) -> None:
+        """Let a request say an output, and `more` tokens of its own."""
+        self.forcing.answers[rid], self.logits[rid], self.shared[rid] = output, [], []
+        self.think(rid, prompt, len(output) + more, reuse, temperature=0, logit_bias={})
+
+    def _keep(self, rid: str, number: int, logits: torch.Tensor) -> None:
+        assert number == len(self.logits[rid])
+        self.logits[rid].append(logits.clone())
+
+    def _note(self, taker: Any, place: int, source: Any, source_place: int) -> None:
+        (rid,) = (rid for rid, request in self.requests.items() if request.reuse is taker)
+        before = self.strategy.counters["substituted_pages"]
+        self._substitute(taker, place, source, source_place)
+        if self.strategy.counters["substituted_pages"] > before:
+            # The token whose logits came last is not computed yet; nor are those of the driver's other requests.
+            rows = taker.prompt_len + len(self.logits[rid]) - 1
+            self.shared[rid].append(Shared(rows, place, source_place))
+
+
+def repetitive(draw: random.Random, tokenizer: Tokenizer, count: int, longest: int = 20) -> list[int]:
+    """Steps of a few words, most of which say again, with another word here and there, what was said."""
+    delimiter = tokenizer.encode("\n\n", add_special_tokens=False)
+    said = [token for token in words(tokenizer) if token not in delimiter]
+    steps: list[list[int]] = []
+    for _ in range(count):
+        if steps and draw.random() < 0.7:
+            new = [draw.choice(said) if draw.random() < 0.04 else token for token in draw.choice(steps)]
+        else:
+            new = [draw.choice(said) for _ in range(draw.randrange(4, longest))]
+        steps.append(new)
+    return [token for step in steps for token in (*step, *delimiter)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dir):
+    return Tokenizer.load(tiny_dir)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rotation", "page_size", "options"),
+    [
+        ("llama", "stale", 4, {"overlap": "on"}),
+        ("llama_yarn", "moved", 2, {"native_kernels": False, "step_tokens": 7}),
+        ("qwen3", "stale", 4, {}),
+    ],
+)
+def test_whole_outputs(tmp_path, default_model_dir, tokenizer, kind, rotation, page_size, options):
+    """The same pages are shared at the same moments, and the logits behind them are the same, request by request."""
+    path = save_tiny(kind, tmp_path, default_model_dir)
+    driver, model, measured = ForcedDriver(path, page_size=page_size, **options), Reference(path), []
+    late = 2 if options.get("overlap") else 1  # a step in flight reads what it began with
+    draw = random.Random(f"{kind} 2")
+    for percentile in (90, 100):
+        rid, fields = f"{percentile}", {"percentile": percentile, "rotation": rotation}
+        # The last step stays open, so that nothing is shared any more behind the output.
+        steps, end = repetitive(draw, tokenizer, 8, 8 + 3 * page_size), words(tokenizer)[-10:]
+        prompt, output = draw_tokens(draw, draw.randrange(5, 20)), steps + end
+        driver.force(rid, prompt, output, fields, more=4)
+        driver.run()
+        texts, said = [tokenizer.token_text(token) for token in output], driver.tokens[rid]
+        rules = Rules(page_size, percentile, rotation=rotation, warm_up=WARM_UP, late=late)
+        shared, expected = model.serve(prompt, said, [*texts, *[" so"] * 4], rules, agree, measured)
+        assert driver.shared[rid] == shared
+        assert len(shared) > (3 if percentile == 100 else 0)
+        found = torch.stack(driver.logits[rid])
+        assert (found - expected[: len(output)]).abs().max() < CLOSE
+        behind = expected[len(output) : -1].amax(1) - expected[range(len(output), len(said)), said[len(output) :]]
+        assert behind.max() < CLOSE, "its own tokens are the likeliest"
+        saved = plain.distinct_share(len(prompt) + len(said), page_size, shared)
+        assert driver.report(rid)["amsr"] == pytest.approx(saved, abs=1e-3)
+    exact = model.run(prompt, said, page_size)
+    assert (exact - expected).abs().max() > 10 * CLOSE
+
+
+@pytest.mark.parametrize("rotation", ["stale", "moved"])
+def test_batches(tiny_dir, tokenizer, rotation):
+    """Requests that share pages beside one another and beside exact ones: the logits of what was shared in each."""
+    driver, model, draw = ForcedDriver(tiny_dir, page_size=4), Reference(tiny_dir), random.Random(rotation)
+    asked = {}
+    for number in range(4):
+        prompt, output = draw_tokens(draw, draw.randrange(5, 20)), repetitive(draw, tokenizer, 8)
+        asked[f"{number}"] = prompt, output
+        taus = {} if number % 2 else {"tau_max": 1, "tau_min": 1}
+        driver.force(f"{number}", prompt, output, {"percentile": 100, "rotation": rotation, **taus})
+        for _ in range(draw.randrange(6)):
+            driver.step()
+    driver.run()
+    for rid, (prompt, output) in asked.items():
+        shared = driver.shared[rid]
+        assert len(shared) > 3 if rid in "13" else not shared
+        expected = model.run(prompt, output[:-1], 4, shared, rotation)
+        assert (torch.stack(driver.logits[rid]) - expected).abs().max() < CLOSE

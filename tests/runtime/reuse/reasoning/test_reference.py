@@ -126,9 +126,9 @@ def test_replaced_rows_are_read_from_their_step_on(model):
     assert torch.allclose(plain, whole, atol=2e-3)
     for rotation in ("stale", "moved"):
         found = model.run(prompt, output, 4, [Shared(25, 5, 3)], rotation)
-        assert torch.equal(found[:17], plain[:17])
-        assert (found[17:] - plain[17:]).abs().amax(1).min() > 1e-4
-    assert torch.equal(model.run(prompt, output, 4, [Shared(25, 5, 5)]), plain)
+        assert torch.allclose(found[:17], plain[:17], atol=2e-3)
+        assert (found[17:] - plain[17:]).abs().amax(1).min() > 1e-2
+    assert torch.allclose(model.run(prompt, output, 4, [Shared(25, 5, 5)]), plain, atol=2e-3)
 
 
 def test_repeated_steps_share_and_no_others(model):
@@ -141,7 +141,7 @@ def test_repeated_steps_share_and_no_others(model):
     assert [one.page for one in found] == [*second, *last]
     assert [one.at for one in found] == [41, 41, 41, 73, 73, 73], "a page is full at 40, and at 72"
     assert all(one.source < second.start for one in found[:3])
-    assert torch.equal(logits, model.run(prompt, output, 4, found))
+    assert torch.allclose(logits, model.run(prompt, output, 4, found), atol=2e-3)
     assert len(measured) == 6
     assert distinct_share(86, 4, found) == pytest.approx(6 / 22)
     late, _ = model.serve(prompt, output, texts, Rules(4, 99, warm_up=3), lambda a, b: True, [])
