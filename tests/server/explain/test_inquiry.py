@@ -135,6 +135,13 @@ def test_an_aborted_prompt_was_not_stored(clean):
     assert (told["explain"]["reason"], told["explain"]["parting"]) == ("not_stored", None)
 
 
+def test_a_prompt_that_is_not_to_be_stored_is_not_remembered(clean):
+    body = {"text": HELP, "rid": "unstored", "cache": {"store": False}, "sampling_params": {"max_new_tokens": 0}}
+    clean.post("/generate", json=body).raise_for_status()
+    told = clean.post("/generate", json={**body, "rid": "later", "comparison_response_id": "unstored"}).json()
+    assert told["meta_info"]["explain"]["reason"] == "comparison_not_found"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_generate_and_completions_tell_it_for_each_prompt(clean, stream):
     prompts = [f"Tell me about Rome. {HELP}", f"Tell me about Oslo. {HELP}"]
