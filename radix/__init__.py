@@ -2,6 +2,7 @@
 
 from radix.events import Event, EventLog, Eviction, Evictions, Removed, Stored
 from radix.eviction import Outlook, Policy
+from radix.gone import Gone, Left, WhyGone
 from radix.inspection import Block, NodeView, outline, view
 from radix.namespace import Namespace
 from radix.node import Meta, Node
@@ -17,6 +18,8 @@ __all__ = [
     "EventLog",
     "Eviction",
     "Evictions",
+    "Gone",
+    "Left",
     "Match",
     "Meta",
     "Namespace",
@@ -31,6 +34,7 @@ __all__ = [
     "Stats",
     "Stored",
     "Watcher",
+    "WhyGone",
     "make_policy",
     "outline",
     "path",

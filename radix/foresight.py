@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from radix.eviction import Outlook, Policy, Victim
 from radix.node import Node
-from radix.returns import BUCKETS, EDGES, KINDS, Life, Returns, describe, gap_class
+from radix.returns import BUCKETS, EDGES, KINDS, Life, Returns, bucket, describe, gap_class
 
 # Leaves that are compared for one victim.
 _SAMPLE = 64
@@ -162,8 +162,7 @@ class Foresight(Policy):
 
     def outlook(self, node: Node) -> Outlook:
         record, age = node.record, max(self._now - node.last_use, 0)
-        bucket = int(np.searchsorted(EDGES, age, side="right")) - 1
-        promise = self._promises[_row(node) + min(bucket, BUCKETS - 1)]
+        promise = self._promises[_row(node) + bucket(age)]
         return Outlook(describe(record.life.kind), age, float(promise))
 
 

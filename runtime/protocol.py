@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from radix import Namespace
+from radix import Namespace, WhyGone
 from runtime.params import Algorithm
 
 FinishType = Literal["stop", "length", "abort", "error"]
@@ -26,6 +26,7 @@ class AddRequest(msgspec.Struct, tag="add"):
         priority: waiting requests with a larger one are served first.
         diffusion: `DiffusionParams.model_dump()`, filled, for a diffusion model.
         reuse: options of a reuse strategy, with its name as `method`; None: the model's default strategy.
+        explain: whether its first event tells its `Lookup`.
         store: whether the KV that it computes may outlive it.
         keep: (tokens, seconds): the prompt's whole pages up to there are kept for its tenant, for that time from their
             last use on, as far as the budget of pins allows.
@@ -41,6 +42,7 @@ class AddRequest(msgspec.Struct, tag="add"):
     priority: int = 0
     diffusion: dict[str, Any] | None = None
     reuse: dict[str, Any] | None = None
+    explain: bool = False
     store: bool = True
     keep: list[tuple[int, float]] = []
 
@@ -219,6 +221,27 @@ class Finish(msgspec.Struct):
     code: str | None = None
 
 
+class Lookup(msgspec.Struct):
+    """A prompt's look-up in the cache, when it was admitted.
+
+    Attributes:
+        found: leading tokens that were there, those of a page in part included.
+        readable: leading tokens that the request could read; -1: the cache is off.
+        page_size: tokens in a page.
+        other: int32, the first tokens with which another prompt of the same namespace goes on behind them.
+        why: cause for which the first missing page left the cache, `gone_s` seconds ago; None: it is not known.
+        known_s: seconds for which such causes have been remembered, by then.
+    """
+
+    found: int
+    readable: int
+    page_size: int
+    other: bytes = b""
+    why: WhyGone | None = None
+    gone_s: float = 0.0
+    known_s: float = 0.0
+
+
 class Place(msgspec.Struct):
     """A place up to which a prompt was to be kept.
 
@@ -259,6 +282,7 @@ class TokenEvent(msgspec.Struct):
     `queue_s` from arrival in the engine to first admission, `prefill_s` from there to the first token. `drafted`
     tokens were verified so far, of which `accepted` were right. For
     diffusion models, `reuse` describes the reused KV, and `canvas` holds all output positions, if they were asked for.
+    `lookup` is on the first event of a request that asks for it, unless its KV is reused in other ways than by prefix.
     The first event of a request with places to keep has their `cache`.
     """
 
@@ -273,6 +297,7 @@ class TokenEvent(msgspec.Struct):
     prefill_s: float = 0.0
     reuse: dict[str, Any] | None = None
     canvas: list[int] | None = None
+    lookup: Lookup | None = None
     cache: CacheBooks | None = None
     drafted: int = 0
     accepted: int = 0

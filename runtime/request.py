@@ -14,7 +14,7 @@ import torch
 
 from radix import Namespace, Node
 from runtime.params import SamplingParams
-from runtime.protocol import CacheBooks, Place
+from runtime.protocol import CacheBooks, Lookup, Place
 
 if TYPE_CHECKING:
     from runtime.reuse.strategy import Strategy
@@ -130,6 +130,7 @@ class Request:
         matched_tokens, rank: of a waiting request: cached tokens when it was last looked up, and its place.
         turn: serial of the last step in which this request took its turn, see `Strategy.takes_turns`.
         cached_tokens: prompt tokens found in the cache at the first admission; -1 before.
+        explain, lookup: whether its look-up at the first admission is told, and that, until an event tells it.
         store: whether what it computes may outlive it.
         loaded: tokens that were loaded for it before it was admitted, by tier; num_loads: how often it waited for some.
         row_layers: rows x layers computed so far.
@@ -168,6 +169,8 @@ class Request:
     rank: Any = None
     turn: int = 0
     cached_tokens: int = -1
+    explain: bool = False
+    lookup: Lookup | None = None
     store: bool = True
     loaded: dict[str, int] = field(default_factory=dict)
     num_loads: int = 0

@@ -129,6 +129,23 @@ def _schema(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
     return 0
 
 
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", nargs=2, help="a request's JSON: /v1/chat/completions, /v1/completions or /generate")
+    add_options(parser, "model")
+
+
+def _explain(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from runtime.models.resolve import resolve_model
+    from runtime.models.tokenizer import Tokenizer
+    from server.explain.command import explain_files
+
+    config = config_from(parser, arguments)
+    tokenizer = Tokenizer.load(resolve_model(config.model), config.model.chat_template)
+    first, second = arguments.file
+    explain_files((_read(parser, first), _read(parser, second)), (first, second), tokenizer)
+    return 0
+
+
 def _fetch(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from runtime.models.resolve import resolve_model
 
@@ -202,6 +219,7 @@ _COMMANDS: dict[str, Command] = {
     "serve": ("serve a model over HTTP", add_options, _serve),
     "generate": ("generate from a prompt on the terminal, without a server", _add_generate, _generate),
     "schema": ("check a schema of prompt modules, and print its layout", _add_schema, _schema),
+    "explain": ("show where two requests' prompts part, so that the cache cannot help", _add_explain, _explain),
     "fetch-model": ("fetch and convert a model, and print its directory", lambda p: add_options(p, "model"), _fetch),
     "profile": ("measure how a model's KV can be reused, for tables that the engine reads", _add_profile, _profile),
     "cache": ("look into a disk cache, check it, make room in it, carry it elsewhere", _add_cache, _cache),

@@ -13,6 +13,7 @@ from runtime.models.resolve import known_names
 from server.admin.metrics import Metrics
 from server.auth.keys import PUBLIC, Tenant
 from server.documents.store import DocumentStore
+from server.explain.answers import Answers
 from server.http.errors import NotFound
 from server.http.gate import Gate
 from server.responses.store import ResponseStore
@@ -28,6 +29,7 @@ class Context:
     gate: Gate
     schemas: SchemaStore
     documents: DocumentStore
+    answers: Answers
     responses: ResponseStore
 
     def check_model(self, name: str | None) -> None:

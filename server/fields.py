@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 
+from server.anthropic.types import MessagesRequest, Thinking
+from server.anthropic.types import Tool as AnthropicTool
 from server.http.fields import EMPTY
 from server.http.generate import GenerateRequest
 from server.http.wire import Body, Sampling
@@ -26,6 +28,9 @@ BODIES: dict[str, type[Body]] = {
     "`text.format`": TextFormat,
     "messages": Message,
     "`/detokenize`": DetokenizeRequest,
+    "`/v1/messages`": MessagesRequest,
+    "its `thinking`": Thinking,
+    "its `tools`": AnthropicTool,
 }
 
 

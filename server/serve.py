@@ -18,6 +18,7 @@ from runtime.config import Config
 from runtime.errors import RametError
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.logs import set_up_logs
+from server.admin.cache import Prefix
 from server.admin.dashboard import Feed
 from server.auth.keys import Tenant, read_keys
 from server.http.app import create_app
@@ -25,6 +26,7 @@ from server.http.connections import SEND_BUFFER_BYTES, Connection
 from server.http.gate import Gate
 from server.http.listener import Listener
 from server.http.seats import Seat, most_connections
+from server.prewarm import prewarm, read_prewarm
 from server.signals import Signals
 
 log = logging.getLogger("ramet.server")
@@ -63,8 +65,9 @@ def serve(config: Config) -> NoReturn:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tenants = read_keys(config.server.api_keys)
     config.server.max_connections = most_connections(config)
+    prefixes = read_prewarm(config.tiers.prewarm)
     with _bind(config) as listener:
-        asyncio.run(_serve(config, listener, tenants))
+        asyncio.run(_serve(config, listener, tenants, prefixes))
 
 
 def _bind(config: Config) -> socket.socket:
@@ -140,7 +143,7 @@ async def _wait_while(open_: Callable[[], object], seconds: float) -> None:
         await asyncio.sleep(_DRAIN_POLL_S)
 
 
-async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant]) -> NoReturn:
+async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant], prefixes: list[Prefix]) -> NoReturn:
     gate = Gate()
     signals = Signals(gate)
     log.info("loading %s", config.model.model)
@@ -149,7 +152,7 @@ async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant])
     try:
         server = _make_server(config, listener, tenants, engine, gate)
         watchers = (server.drain(), _stop_when_dead(engine, server), _stop_when_forced(signals, engine, server))
-        tasks = [asyncio.create_task(watcher) for watcher in watchers]
+        tasks = [asyncio.create_task(work) for work in (*watchers, prewarm(prefixes, server.feed.context))]
         await server.serve(sockets=[listener])
         dead = tasks[1].done()
     finally:

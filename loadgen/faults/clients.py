@@ -147,15 +147,15 @@ async def fuzz(server: Server, scale: float, draw: random.Random) -> Finding:
 
     async def one(seed: int) -> None:
         own = random.Random(seed)
-        data = _damaged(own)
+        path, data = _damaged(own)
         async with limit:
             try:
-                status, problem = await asyncio.wait_for(_send(server, data, own), 120)
+                status, problem = await asyncio.wait_for(_send(server, request(data, path), own), 120)
             except TimeoutError:
                 status, problem = "none", "no answer within 120 s"
         statuses[status] += 1
         if problem:
-            problems.append(f"{problem}: {data[:300]!r}")
+            problems.append(f"{problem}: {path} {data[:300]!r}")
 
     await asyncio.gather(*(one(draw.randrange(1 << 60)) for _ in range(count // 4)))
     before = server.memory()
@@ -166,6 +166,22 @@ async def fuzz(server: Server, scale: float, draw: random.Random) -> Finding:
     return Finding(f"{count + count // 4} damaged bodies and misbehaving streams", seen, problems, dict(statuses))
 
 
+_CONTROL = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+_ASKED = {"role": "user", "content": [{"type": "text", "text": "Plant one.", **_CONTROL}]}
+_CALL = {"type": "tool_use", "id": "toolu_1", "name": "plant", "input": {"n": 1}}
+_RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "It grows."}]}
+_TOOL = {"name": "plant", "input_schema": {"type": "object", "properties": {"n": {"type": "integer"}}}, **_CONTROL}
+_MESSAGES: list[dict] = [
+    {"max_tokens": 4, "system": "Be brief.", "messages": [_ASKED], "stop_sequences": ["a"], "cache_control": None},
+    {"max_tokens": 8, "messages": [_ASKED], "tools": [_TOOL], "tool_choice": {"type": "any"}, "stream": True},
+    {
+        **{"max_tokens": 4, "thinking": {"type": "enabled", "budget_tokens": 1024}, "stream": True},
+        "messages": [
+            *(_ASKED, {"role": "assistant", "content": [_CALL]}, {"role": "user", "content": [_RESULT]}),
+            {"role": "assistant", "content": "It is"},
+        ],
+    },
+]
 _BODIES: list[dict] = [
     {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 4, "stop": ["a", "é"], "logit_bias": {"5": -1}}},
     {
@@ -188,8 +204,16 @@ _WORDS = [
 ]
 
 
-def _damaged(draw: random.Random) -> bytes:
-    data = bytearray(json.dumps(draw.choice(_BODIES)).encode())
+# Ends of streams, by the routes' kinds.
+_ENDS = (b"data: [DONE]", b"event: message_stop", b"event: error")
+
+
+def _damaged(draw: random.Random) -> tuple[str, bytes]:
+    """A path, and a body for it that is damaged."""
+    path, bodies = draw.choice((("/generate", _BODIES), ("/v1/messages", _MESSAGES)))
+    if path == "/v1/messages" and draw.random() < 0.2:
+        path = "/v1/messages/count_tokens"
+    data = bytearray(json.dumps(draw.choice(bodies)).encode())
     for _ in range(draw.choice([0, 1, 1, 2, 4, 8])):
         at = draw.randrange(len(data) + 1)
         match draw.randrange(6):
@@ -203,17 +227,16 @@ def _damaged(draw: random.Random) -> bytes:
                 end = min(len(data), at + draw.randrange(1, 20))
                 data[at:end] = draw.choice(_WORDS)
             case 4:
-                other = json.dumps(draw.choice(_BODIES)).encode()
+                other = json.dumps(draw.choice(bodies)).encode()
                 start = draw.randrange(len(other))
                 data[at:at] = other[start : start + draw.randrange(1, 40)]
             case _:
                 data = data[:at] if draw.random() < 0.2 else data
-    return bytes(data)
+    return path, bytes(data)
 
 
-async def _send(server: Server, body: bytes, draw: random.Random) -> tuple[str, str]:
+async def _send(server: Server, data: bytes, draw: random.Random) -> tuple[str, str]:
     """Send a body in a random way; the status, or what the client did, and a problem of the answer or an empty text."""
-    data = request(body)
     async with Wire(server.address) as wire:
         way = draw.choice(["whole", "whole", "pieces", "cut", "reset", "stall"])
         if way == "pieces":
@@ -245,7 +268,7 @@ def _judge(answer: bytes) -> tuple[str, str]:
         except (ValueError, LookupError, TypeError):
             return status, f"not in the error schema: {body[:100]!r}"
         return status, "" if set(detail) == {"message", "type", "param", "code"} else f"wrong schema: {detail}"
-    if b"text/event-stream" in head and b"data: [DONE]" not in body:
+    if b"text/event-stream" in head and not any(end in body for end in _ENDS):
         return status, "a stream without its end"
     return status, ""
 

@@ -130,8 +130,9 @@ class Server:
             await asyncio.sleep(0.1)
         if state["pages_free"] + state["pages_tree"] + state["pages_private"] != state["pages_total"]:
             found.append("pages are lost")
-        if state["pages_locked"] or state["pages_private"]:
-            found.append(f"{state['pages_locked']} pages locked, {state['pages_private']} private")
+        locked = state["pages_locked"] - state["pages_pinned"]
+        if locked or state["pages_private"]:
+            found.append(f"{locked} pages locked, {state['pages_private']} private")
         for name, mib in self.memory().items() if before else ():
             if before and mib > before[name] * (1 + MEMORY_SHARE):
                 found.append(f"the {name} grew from {before[name]:.0f} to {mib:.0f} MiB")
@@ -212,10 +213,10 @@ class Wire:
         self._socket.close()
 
 
-def request(body: bytes | dict[str, Any]) -> bytes:
-    """The bytes of a POST to `/generate`."""
+def request(body: bytes | dict[str, Any], path: str = "/generate") -> bytes:
+    """The bytes of a POST."""
     data = json.dumps(body).encode() if isinstance(body, dict) else body
-    head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 

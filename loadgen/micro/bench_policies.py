@@ -28,7 +28,7 @@ _SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
 
 @dataclass(slots=True)
 class Tally:
-    """What a replay found, by quarter of the trace: blocks asked for and cached, operations needed and saved."""
+    """Findings of a replay, by quarter of the trace: blocks asked for and cached, operations needed and saved."""
 
     blocks: list[int] = field(default_factory=lambda: [0] * QUARTERS)
     hits: list[int] = field(default_factory=lambda: [0] * QUARTERS)
@@ -125,7 +125,7 @@ def operations(start: int, end: int) -> float:
 
 
 def replay(trace: Trace, policy: PolicyName, capacity: int) -> Tally:
-    """What a cache of `capacity` blocks had."""
+    """Replay through a cache of `capacity` blocks."""
     now = 0.0
     tree = RadixTree(1, make_policy(policy, capacity), lambda: now)
     free, next_page, tally = capacity, 0, Tally()

@@ -8,14 +8,16 @@ import random
 import statistics
 import tracemalloc
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from time import monotonic
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from loadgen.micro.timing import timed
-from radix import POLICIES, PolicyName, RadixTree, make_policy
+from radix import POLICIES, Gone, PolicyName, RadixTree, Watcher, make_policy
+from radix.node import TOKEN_BYTES
 
 PROMPT_TOKENS = 4096
 
@@ -44,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     for policy in POLICIES:
         for leaves in arguments.leaves:
             table.add_row(policy, f"{leaves}", *_eviction(draw, policy, leaves))
+    for leaves in arguments.leaves:  # as servers remember what has left, once they are asked to explain misses
+        table.add_row("lru, remembered", f"{leaves}", *_eviction(draw, "lru", leaves, [Gone(TOKEN_BYTES, monotonic)]))
     console.print(table)
     return 0
 
@@ -101,13 +105,13 @@ def _lock_unlock(tree: RadixTree, key: bytes) -> float:
     return timed(both)
 
 
-def _eviction(draw: random.Random, policy: PolicyName, leaves: int) -> Iterable[str]:
+def _eviction(draw: random.Random, policy: PolicyName, leaves: int, watchers: Sequence[Watcher] = ()) -> Iterable[str]:
     """Leaves below the root; after each eviction another one comes in, so that their number stays.
 
     There are so many that the policy has learned by the time of the first eviction.
     """
     tracemalloc.start()
-    tree = RadixTree(1, make_policy(policy, leaves))
+    tree = RadixTree(1, make_policy(policy, leaves), watchers=watchers)
     keys = [array("i", [i, draw.randrange(1 << 17)]).tobytes() for i in range(leaves + 2000)]
     before = tracemalloc.get_traced_memory()[0]
     for i in range(leaves):

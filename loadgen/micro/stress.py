@@ -128,7 +128,7 @@ def _documents(blocks: _Blocks) -> Prompts:
 
 
 def _recent(blocks: _Blocks) -> Prompts:
-    """What came last is the most likely to come again: nothing is better than the least recently used."""
+    """The latest is the most likely to come again: nothing is better than to evict the least recently used."""
     stack: list[list[int]] = []
     for _ in range(4_000):
         place = int(blocks.draw.paretovariate(0.4))

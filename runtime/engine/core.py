@@ -20,7 +20,7 @@ from runtime.engine.keeping import keep_prompt
 from runtime.engine.opening import open_request
 from runtime.engine.pinning import Pinning
 from runtime.engine.scheduler import Scheduler
-from runtime.engine.tiering import Tiering
+from runtime.engine.tiering import LOAD_WAIT_S, Tiering
 from runtime.errors import EngineDead, InvalidRequest, ModelError, RametError
 from runtime.execution.device import choose_device, choose_overlap, is_lost, is_out_of_memory
 from runtime.execution.parallel.driver import open_executor
@@ -62,9 +62,6 @@ _COUNTED = (
     *("queries", "hits", "queried_tokens", "cached_tokens", "generation_tokens", "prefill_tokens", "steps"),
     *("row_layers", "drafted_tokens", "accepted_tokens"),
 )
-# Wait for KV from a tier that may come at once: of an engine with nothing to run, and of one that runs as a share of
-# its last step.
-_LOAD_WAIT_S, _LOAD_SHARE = 0.002, 0.02
 
 # Bounds of the histogram of a step's token rows.
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -253,8 +250,8 @@ class EngineCore:
         """Run one step, or read the one that was launched before; returns its events."""
         self.cache.pins.expire()
         events = self._take_grammars() if self.grammars.open else []
-        if self.loading:
-            self._take_loads()
+        if self.tiering is not None and self.tiering.busy:
+            self.tiering.take_loads(self._step_s)
         flight, self._in_flight = self._in_flight, None
         if flight is not None and any(self._is_live(item) for item in flight.work):
             for item in flight.work:
@@ -263,8 +260,8 @@ class EngineCore:
         else:
             work = [] if self.paused else self.scheduler.schedule()
             if not work:
-                if self.tiers is not None and self.loading:
-                    self.tiers.wait(_LOAD_WAIT_S)
+                if self.tiering is not None and self.tiering.busy:
+                    self.tiering.tiers.wait(LOAD_WAIT_S)
                 return events
             self._note_admitted(work)
             if self.drafter is not None:
@@ -287,18 +284,6 @@ class EngineCore:
                 if self.tiers is not None:
                     for segment in request.segments:
                         self.tiers.used(segment.node)
-
-    def _take_loads(self) -> None:
-        """Wake the requests whose KV has come; those that arrived just now may get it at once."""
-        assert self.tiers is not None
-        patience_s = min(_LOAD_WAIT_S, _LOAD_SHARE * self._step_s) if self.scheduler.running else _LOAD_WAIT_S
-        for load in self.tiers.poll(patience_s):
-            for part in load.parts:
-                for strategy in self.strategies.values():
-                    strategy.restored(part.run.tokens, part.run.namespace)
-            self.scheduler.loaded(load)
-            if self.tiering is not None:
-                self.tiering.loaded(load)
 
     def _is_live(self, item: Work) -> bool:
         return self.requests.get(item.request.rid) is item.request
@@ -407,6 +392,7 @@ class EngineCore:
                 events += self._fail(request, error)
                 continue
             if event is not None:
+                event.lookup, request.lookup = request.lookup, None
                 event.cache, request.books = request.books, None
                 self.counters["generation_tokens"] += len(event.tokens)
                 events += [event] if event.finish is None else self._end(request, event.finish, event)

@@ -38,6 +38,7 @@ def open_request(message: AddRequest, info: ModelInfo, strategy: Strategy, decod
         prompt_logprobs_from=message.prompt_logprobs_from,
         priority=message.priority,
         store=message.store,
+        explain=message.explain,
         keep=[Place(end, ttl_s) for end, ttl_s in sorted(message.keep)],
         serial=serial,
         arrival_s=time.monotonic(),

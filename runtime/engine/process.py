@@ -109,7 +109,7 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
         core.publish()
 
     idle_ms = _IDLE_WITH_EVENTS_MS if core.publisher is not None else -1
-    wait_ms = idle_ms
+    wait_ms = 0 if core.busy else idle_ms
     while True:
         due_s = math.inf
         while time.monotonic() < due_s and inbox.poll(wait_ms):

@@ -15,6 +15,7 @@ import msgspec
 
 from radix import Namespace, Node, path
 from runtime.kv.tiers.block import ROOT, Block, Format, Mismatch
+from runtime.kv.tiers.files import NOTES
 
 log = logging.getLogger("ramet.engine")
 
@@ -53,7 +54,7 @@ class Resume:
     """A file beside the blocks of a disk cache, written and believed as blocks are: a part for each tenant."""
 
     def __init__(self, directory: Path, form: Format):
-        self._path = directory / f"resume-{form.fingerprint.hex()}"
+        self._path = directory / f"{NOTES}{form.fingerprint.hex()}"
         self._form = form
 
     def write(self, prefixes: Iterable[Prefix]) -> None:
@@ -87,7 +88,11 @@ class Resume:
         return sorted(found, key=lambda prefix: not prefix.is_pin)
 
     def erase(self, tenant: str | None) -> None:
-        """Forget the prefixes of a tenant, or all."""
+        """Forget the prefixes of a tenant, or all; notes of other models are deleted."""
+        for other in self._path.parent.glob(f"{NOTES}*"):
+            if other != self._path:
+                with suppress(OSError):
+                    other.unlink()
         self.write([] if tenant is None else [p for p in self.read() if p.namespace.tenant != tenant])
 
     def _block(self, tenant: str) -> Block:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from radix.node import TOKEN_BYTES, Meta
 from runtime.config import Config, TierConfig
 from runtime.engine.resume import Prefix, Resume
+from runtime.engine.scheduler import Scheduler
 from runtime.errors import ModelError
 from runtime.execution.executor import Executor
 from runtime.kv.cache import PagedCache
@@ -33,6 +34,8 @@ from runtime.reuse.strategy import Run, Strategy
 log = logging.getLogger("ramet.engine")
 
 _GIB = 1 << 30
+# Wait for KV that may come at once: of an engine with nothing to run, and of one that runs as a share of its last step.
+LOAD_WAIT_S, _LOAD_SHARE = 0.002, 0.02
 # Seconds between two notes of what the next start takes over; they hold so large a part of the pool.
 _NOTE_S, _HOT_SHARE, _MOST_HOT = 60.0, 0.25, 256
 
@@ -43,6 +46,7 @@ class _Core(Protocol):
     config: Config
     cache: PagedCache
     executor: Executor
+    scheduler: Scheduler
     strategies: dict[str, Strategy]
 
     def handle(self, message: Any) -> Outbound | None: ...
@@ -170,7 +174,21 @@ class Tiering:
         meta = next(filter(None, made), None)
         return meta is not None, meta
 
-    def loaded(self, load: Load) -> None:
+    def take_loads(self, step_s: float) -> None:
+        """Wake the requests whose KV has come; those that arrived just now may get it at once.
+
+        `step_s`: seconds of the last step.
+        """
+        core = self._core
+        patience_s = min(LOAD_WAIT_S, _LOAD_SHARE * step_s) if core.scheduler.running else LOAD_WAIT_S
+        for load in self.tiers.poll(patience_s):
+            for part in load.parts:
+                for strategy in core.strategies.values():
+                    strategy.restored(part.run.tokens, part.run.namespace)
+            core.scheduler.loaded(load)
+            self._go_on(load)
+
+    def _go_on(self, load: Load) -> None:
         """Pin again what was pinned and has come, and go on with the next."""
         if self._loading is not None and self._loading[0] is load:
             _, prefix = self._loading

@@ -9,7 +9,7 @@ from typing import Any
 
 from radix import Namespace
 from runtime.params import AnyReuse, DiffusionParams, SamplingParams
-from runtime.protocol import CacheBooks, Finish, TokenLogprob
+from runtime.protocol import CacheBooks, Finish, Lookup, TokenLogprob
 from runtime.reuse.fusion.plan import DocumentPrompt
 from runtime.reuse.fusion.prompt import Segments
 from runtime.reuse.modules.compile import ModulePrompt
@@ -67,6 +67,8 @@ class Submission:
         shared_text: renders the prompt's beginning that other requests share, if it has one, for `diffusion` without
             `prefix_tokens`.
         num_characters: of a prompt that is still to be rendered, about.
+        explain: whether Outputs tell the prompt's look-up in the cache.
+        tokens: int32, the prompt's own, once it is submitted.
         reuse: of a prompt's documents, or of reasoning steps; None: the server's default.
         store: whether the KV that it computes may outlive it.
         keep: (tokens, seconds), MAX_PLACES at most: the prompt's first tokens are kept for that time from their last
@@ -87,6 +89,8 @@ class Submission:
     diffusion: DiffusionParams | None = None
     shared_text: Callable[[], str | None] | None = None
     num_characters: int = 0
+    explain: bool = False
+    tokens: bytes = b""
     reuse: AnyReuse | None = None
     store: bool = True
     keep: list[tuple[int, float]] = field(default_factory=list)
@@ -125,6 +129,7 @@ class Output:
         queue_s, prefill_s, e2e_s: seconds waiting, from admission to the first token, and since submission.
         reuse: on the shared prefix of a diffusion model, on modules, documents or reasoning steps: what was reused.
         canvas: all output positions of a diffusion model, decided or masked, if requested.
+        lookup: of the prompt in the cache, if requested, and if its KV is reused by prefix.
         cache: books of the prompt, if places of it are to be kept.
         drafted, accepted: tokens of drafts that were verified, and how many of them were right.
     """
@@ -147,6 +152,7 @@ class Output:
     e2e_s: float
     reuse: dict[str, Any] | None = None
     canvas: list[int] | None = None
+    lookup: Lookup | None = None
     loaded_tokens: dict[str, int] = field(default_factory=dict)
     cache: CacheBooks | None = None
     drafted: int = 0

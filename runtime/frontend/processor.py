@@ -16,7 +16,7 @@ from runtime.frontend.limits import RequestLimits
 from runtime.frontend.output import MAX_PLACES, KeptText, Output, PlacedPrompt, Submission
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import DiffusionParams, ReasoningParams, ReuseParams
-from runtime.protocol import Abort, AddRequest, CacheBooks, Finish, Inbound, ModelInfo, TokenEvent, TokenLogprob
+from runtime.protocol import Abort, AddRequest, CacheBooks, Finish, Inbound, Lookup, ModelInfo, TokenEvent, TokenLogprob
 from runtime.reuse.fusion.plan import DocumentPrompt, Planner, refuse_reuse
 from runtime.reuse.fusion.prompt import Segments
 from runtime.reuse.modules.compile import ModulePrompt
@@ -45,6 +45,7 @@ class Choice:
     queue_s: float = 0.0
     prefill_s: float = 0.0
     reuse: dict[str, Any] | None = None
+    lookup: Lookup | None = None
     cache: CacheBooks | None = None
 
 
@@ -311,7 +312,7 @@ class Frontend:
             self._admission.check(submission.account, submission.sampling.n, length)
         if submission.key in self._by_submission:
             raise InvalidRequest(f"request id {submission.rid!r} is in use", param="rid")
-        key = array("i", tokens).tobytes()
+        key = submission.tokens = array("i", tokens).tobytes()
         sampling = submission.sampling
         now = time.monotonic()
         fields = sampling.model_dump(exclude={"stop"})  # stop strings are found here, in the text
@@ -340,6 +341,7 @@ class Frontend:
                     prompt_logprobs_from=submission.prompt_logprobs_from if choice == 0 else None,
                     priority=submission.priority,
                     diffusion=None if submission.diffusion is None else submission.diffusion.model_dump(),
+                    explain=submission.explain and choice == 0,
                     reuse=reuse,
                     store=submission.store,
                     keep=[] if choice else submission.keep,
@@ -386,6 +388,7 @@ class Frontend:
         if event.prompt_logprobs is not None:
             choice.prompt_logprobs = (choice.prompt_logprobs or []) + event.prompt_logprobs
         choice.cached_tokens = event.cached_tokens or choice.cached_tokens
+        choice.lookup = event.lookup or choice.lookup
         choice.loaded_tokens = event.loaded_tokens or choice.loaded_tokens
         choice.cache = event.cache or choice.cache
         if not event.tokens and event.finish is None and event.canvas is None:
@@ -433,6 +436,7 @@ class Frontend:
             e2e_s=time.monotonic() - choice.started_s,
             reuse=choice.reuse,
             canvas=event.canvas,
+            lookup=choice.lookup,
             cache=choice.cache,
             drafted=event.drafted,
             accepted=event.accepted,

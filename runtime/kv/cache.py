@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from radix import EventLog, Evictions, Namespace, Node, Quotas, RadixTree, make_policy, path
+from radix import EventLog, Evictions, Gone, Namespace, Node, Quotas, RadixTree, make_policy, path
 from radix.node import TOKEN_BYTES
 from runtime.config import CacheConfig
 from runtime.kv.allocator import PageAllocator
@@ -44,10 +44,22 @@ class PagedCache:
         policy = make_policy(config.eviction_policy, pool.num_pages)
         self.events = EventLog(pool.page_size * TOKEN_BYTES) if config.kv_events else None
         limits = Quotas(quotas or {}, config.tenant_quota) if quotas or config.tenant_quota else None
+        self.gone: Gone | None = None
         self.evictions = Evictions(policy, clock)
         watchers = (self.evictions,) if self.events is None else (self.evictions, self.events)
         self.tree = RadixTree(pool.page_size, policy, clock, limits, watchers)
-        self.pins = PinBoard(self.tree, int(config.pin_budget * pool.num_pages), clock)
+        self.pins = PinBoard(self.tree, int(config.pin_budget * pool.num_pages), clock, self._expired)
+
+    def remember(self) -> Gone:
+        """The memory of what leaves the tree, which begins with the first call: evictions cost more with it."""
+        if self.gone is None:
+            self.gone = Gone(self.page_size * TOKEN_BYTES, self.tree.now)
+            self.tree.watch(self.gone)
+        return self.gone
+
+    def _expired(self, node: Node) -> None:
+        if self.gone is not None:
+            self.gone.unkept(node)
 
     @property
     def num_available(self) -> int:

@@ -54,12 +54,14 @@ class Keeps:
             del self.keeps[keep.keeper, keep.node]
             self.tree.unpin(keep.node)
 
-    def expire(self, now: float) -> None:
-        """Let go of what nobody has used in its time."""
+    def expire(self, now: float) -> list[Node]:
+        """Let go of what nobody has used in its time; the ends of these prefixes."""
         if not self.keeps or now < self._soonest_s:
-            return
-        self.remove(keep for keep in self.keeps.values() if keep.expires_s <= now)
+            return []
+        ended = [keep for keep in self.keeps.values() if keep.expires_s <= now]
+        self.remove(ended)
         self._soonest_s = min((keep.expires_s for keep in self.keeps.values()), default=0.0)
+        return [keep.node for keep in ended]
 
     def oldest(self) -> list[Keep]:
         """All keeps, the least recently used first."""

@@ -38,9 +38,16 @@ class PinBoard:
         tree: the tree that holds the pages.
         budget_pages: most pages that all pins and kept prefixes may hold together.
         clock: seconds, for times to live.
+        expired: told of the node at the end of each prefix whose time is over.
     """
 
-    def __init__(self, tree: RadixTree, budget_pages: int, clock: Callable[[], float]):
+    def __init__(
+        self,
+        tree: RadixTree,
+        budget_pages: int,
+        clock: Callable[[], float],
+        expired: Callable[[Node], None] = lambda node: None,
+    ):
         self.tree = tree
         self.budget_pages = budget_pages
         self.pins: dict[str, Pin] = {}
@@ -50,6 +57,7 @@ class PinBoard:
         self.num_unkept = 0
         self.num_displaced = 0
         self._clock = clock
+        self._expired = expired
 
     def pin(self, tokens: array[int], namespace: Namespace, name: str | None, ttl_s: float | None) -> dict[str, Any]:
         """Pin the whole pages of a prefix.
@@ -185,10 +193,12 @@ class PinBoard:
     def expire(self) -> None:
         """Remove the pins whose time to live is over, and what tenants have not used in its time."""
         now = self._clock()
-        self.keeps.expire(now)
+        for node in self.keeps.expire(now):
+            self._expired(node)
         for pin in list(self.pins.values()):
             if pin.expires_s is not None and pin.expires_s <= now:
                 self.unpin(pin.id)
+                self._expired(pin.node)
 
     def yield_one(self) -> bool:
         """Let go of the least recently used prefix, as a live request needs its room; False if there is none.

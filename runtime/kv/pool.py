@@ -15,7 +15,7 @@ class OtherPools(Protocol):
     def copy_rows(self, source_page: int, target_page: int, rows: int) -> None: ...
 
     def gather(self, pages: Sequence[int], mine: torch.Tensor) -> torch.Tensor:
-        """What `KVPool.read_pages` returns in all ranks, in their order, on this one's device."""
+        """The tensors of `KVPool.read_pages` in all ranks, in their order, on this one's device."""
 
     def scatter(self, pages: Sequence[int], theirs: Sequence[np.ndarray]) -> None:
         """Fill pages; any thread may call it."""
@@ -86,9 +86,12 @@ class KVPool:
         """A copy of pages, uint8 [2 * ranks, layers, pages, bytes], on the pool's device."""
         shape = (2, len(self._pages[0]), len(pages), self._pages[0].shape[2])
         found = torch.empty(shape, dtype=torch.uint8, device=self.k.device)
+        on_host = self.k.device.type == "cpu"
         for half, own in zip(found, self._pages, strict=True):
+            # Not by torch, whose threads would spin on the cores of the kernels.
+            target, source = (half.numpy(), own.numpy()) if on_host else (half, own)
             for at, first, stop in _runs(pages):
-                half[:, at : at + stop - first] = own[:, first:stop]
+                target[:, at : at + stop - first] = source[:, first:stop]
         return found if self.others is None else self.others.gather(pages, found)
 
     def write_pages(self, pages: Sequence[int], data: memoryview | np.ndarray, skipped: int = 0) -> None:

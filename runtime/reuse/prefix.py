@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from radix import Match, path
+from runtime.kv.lookup import look_up
 from runtime.request import Request, Segment, Work
 from runtime.reuse.strategy import Found, Run, Strategy
 
@@ -55,6 +56,9 @@ class PrefixStrategy(Strategy):
 
     def admit(self, request: Request, found: Found, headroom: int) -> bool:
         cache, match, sequence = self.cache, found.detail, request.sequence
+        if request.explain and request.cached_tokens < 0:
+            key = request.key(len(request.tokens))
+            request.lookup = look_up(cache, key, request.namespace, self._most(request))
         node = cache.tree.lock_match(match)
         need = cache.pages_for(len(sequence.tokens)) - len(match.pages)
         fresh, rows = None, 0

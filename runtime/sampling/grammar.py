@@ -61,7 +61,7 @@ def _source(params: SamplingParams) -> str | None:
     if params.grammar is not None:
         try:
             return LLMatcher.grammar_from_lark(any_to_lark(params.grammar))
-        except (ValueError, RecursionError, IndexError) as error:
+        except Exception as error:  # the library has no rule of which
             message = f"grammar is neither EBNF nor Lark: {_first_line(str(error))}"
             raise InvalidRequest(message, param="grammar") from None
     if params.json_schema is None:

@@ -30,45 +30,57 @@ from server.store import Conflict
 router = APIRouter(prefix="/cache", tags=["cache"])
 
 
-class PinRequest(Body):
+class Prefix(Body):
     """A prefix: exactly one of `text`, `input_ids` and `messages` (to which the chat template is applied)."""
-
-    model_config = ConfigDict(
-        json_schema_extra={"example": {"text": "You are a helpful assistant. ...", "name": "system", "ttl_s": 3600}}
-    )
 
     text: Text | None = None
     input_ids: TokenIds | None = None
     messages: Messages | None = None
-    name: Text | None = Field(None, max_length=256)
-    ttl_s: float | None = Field(None, gt=0, le=1e9, description="seconds until the pin expires; null: never")
     tenant: str | None = Field(
         None, description="name of the API key whose namespace holds the prefix; default: the request's own key"
     )
     cache_salt: CacheSalt | None = None
     cache_scope: CacheScope = "private"
 
+    @property
+    def num_given(self) -> int:
+        return sum(value is not None for value in (self.text, self.input_ids, self.messages))
+
+    def submission(self, tenant: Tenant, context: Context, new_tokens: int) -> Submission:
+        """Raises InvalidRequest, NotFound."""
+        if self.num_given != 1:
+            raise InvalidRequest("exactly one of text, input_ids and messages must be given", param="text")
+        if self.tenant is not None:
+            tenant = _named(self.tenant, context)
+        prompt: str | list[int] | Callable[[], Prompt]
+        if self.messages is not None:
+            prompt = partial(_render, self.messages, tenant.account, context)
+        else:
+            prompt = self.text if self.text is not None else self.input_ids or []
+        return Submission(
+            prompt,
+            SamplingParams(max_new_tokens=new_tokens, temperature=0),
+            account=tenant.account,
+            namespace=tenant.namespace(self.cache_salt, self.cache_scope),
+            add_special_tokens=self.messages is None,
+        )
+
+
+class PinRequest(Prefix):
+    """A prefix to be kept."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"text": "You are a helpful assistant. ...", "name": "system", "ttl_s": 3600}}
+    )
+
+    name: Text | None = Field(None, max_length=256)
+    ttl_s: float | None = Field(None, gt=0, le=1e9, description="seconds until the pin expires; null: never")
+
 
 @router.post("/pin", responses=examples.PIN)
 async def pin(context: Ctx, body: PinRequest, request: Request, tenant: Asker) -> dict[str, Any]:
     """Pin the whole pages of a prefix, which is computed now if it is not cached. 409 over the budget."""
-    given = [value for value in (body.text, body.input_ids, body.messages) if value is not None]
-    if len(given) != 1:
-        raise InvalidRequest("exactly one of text, input_ids and messages must be given", param="text")
-    if body.tenant is not None:
-        tenant = _named(body.tenant, context)
-    prompt: str | list[int] | Callable[[], Prompt]
-    if body.messages is not None:
-        prompt = partial(_render, body.messages, tenant.account, context)
-    else:
-        prompt = body.text if body.text is not None else body.input_ids or []
-    prefix = Submission(
-        prompt,
-        SamplingParams(max_new_tokens=1),
-        account=tenant.account,
-        namespace=tenant.namespace(body.cache_salt, body.cache_scope),
-        add_special_tokens=body.messages is None,
-    )
+    prefix = body.submission(tenant, context, new_tokens=1)
     return await while_there(request, context.engine.pin(prefix, body.name, body.ttl_s))
 
 

@@ -65,7 +65,7 @@ async def server_info(context: Ctx) -> dict[str, Any]:
 
 @router.get("/v1/loads", responses=examples.LOADS)
 async def loads(context: Ctx) -> dict[str, Any]:
-    """How busy the server is, as SGLang says it to routers."""
+    """The load of the server, in SGLang's form for routers."""
     state, options = await context.engine.state(), context.config.scheduler
     used, page_size = state["pages_private"] + state["pages_locked"], context.engine.info.page_size
     running, waiting, speed = state["running"], state["waiting"], context.metrics.now()["tokens_per_s"]

@@ -70,7 +70,7 @@ class Feed:
     """The dashboard's data, computed once for all viewers, and only while there are any."""
 
     def __init__(self, context: Context):
-        self._context = context
+        self.context = context
         self._viewers = 0
         self._closing = asyncio.Event()
         self._lock = asyncio.Lock()
@@ -115,20 +115,20 @@ class Feed:
                 return
 
     def _model(self) -> dict[str, Any]:
-        info = self._context.engine.info
+        info = self.context.engine.info
         return {"name": info.name, "dtype": info.dtype, "device": info.device, "page_size": info.page_size,
                 "pool_tokens": info.pool_tokens, "context_length": info.context_length}  # fmt: skip
 
     async def _fresh_figures(self) -> dict[str, Any]:
         async with self._lock:
             if time.monotonic() - self._figures_s >= 0.9 * _EVERY_S:
-                engine = self._context.engine
+                engine = self.context.engine
                 state, requests = await asyncio.gather(engine.state(), engine.requests(_MOST_REQUESTS))
                 for request in requests:
                     request["rid"] = request["rid"].rpartition("/")[0]  # drop the engine's choice and serial number
-                    request["tenant"] = self._context.tenant_name(request["tenant"])
+                    request["tenant"] = self.context.tenant_name(request["tenant"])
                 counted = {name: state.get(name, 0) for name in _COUNTED}
-                self._figures = {"at_s": time.time(), **counted, **self._context.metrics.now(), "requests": requests}
+                self._figures = {"at_s": time.time(), **counted, **self.context.metrics.now(), "requests": requests}
                 self._figures_s = time.monotonic()
             return self._figures
 
@@ -139,11 +139,11 @@ class Feed:
     async def _walk_tree(self) -> None:
         begin = time.monotonic()
         try:
-            outline = await self._context.engine.outline(_MOST_BLOCKS, _PREVIEW_TOKENS)
+            outline = await self.context.engine.outline(_MOST_BLOCKS, _PREVIEW_TOKENS)
             tree = {
                 "blocks": [self._show(block) for block in outline["blocks"]],
                 "evictions": [self._named(eviction) for eviction in outline["evictions"]],
-                **await self._context.engine.pins(),
+                **await self.context.engine.pins(),
             }
         except RametError:
             return  # the engine died; the figures report it
@@ -161,8 +161,8 @@ class Feed:
 
     def _named(self, shown: dict[str, Any]) -> dict[str, Any]:
         """With the tenant's name instead of the namespace."""
-        return shown | {"namespace": self._context.tenant_name(Namespace(*shown["namespace"]).tenant)}
+        return shown | {"namespace": self.context.tenant_name(Namespace(*shown["namespace"]).tenant)}
 
     @lru_cache(4 * _MOST_BLOCKS)  # noqa: B019 (one feed lives as long as its server)
     def _decode(self, tokens: tuple[int, ...]) -> str:
-        return self._context.engine.tokenizer.decode(list(tokens), skip_special_tokens=False)
+        return self.context.engine.tokenizer.decode(list(tokens), skip_special_tokens=False)

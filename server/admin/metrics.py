@@ -62,6 +62,12 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "drafted_tokens": ("Tokens of drafts that were verified", ("vllm:spec_decode_num_draft_tokens",)),
     "accepted_tokens": ("Tokens of drafts that were right", ("vllm:spec_decode_num_accepted_tokens",)),
     "prefill_tokens": ("Token rows computed by prefill", ("ramet:prefill_tokens",)),
+    "tier_loads": ("Loads from tiers that brought tokens", ("ramet:tier_loads",)),
+    "tier_loads_late": ("Loads from tiers that took too long", ("ramet:tier_loads_late",)),
+    "tier_writes_dropped": (
+        "Blocks not written to tiers, as too many waited",
+        ("ramet:tier_writes_dropped",),
+    ),
 }
 _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "paused": ("Whether the engine is paused", ("ramet:paused",)),
@@ -84,6 +90,9 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "connections": ("Open connections, this one too", ("ramet:connections",)),
 }
 
+
+# Events of tiers that have series from the beginning.
+_TIER_EVENTS = ("hits", "misses", "written", "failed", "dropped")
 
 # Of pages, in seconds; of steps, in tokens.
 _HISTOGRAMS: dict[str, tuple[str, str]] = {
@@ -128,6 +137,12 @@ class Metrics:
         self._success = Counter(
             "vllm:request_success", "Finished requests", [*self._labels, "finished_reason"], registry=self._registry
         )
+        self.early_partings = Counter(
+            "ramet:early_partings",
+            "Prompts that part early from their tenant's others, where earlier ones did, and go on alike",
+            list(self._labels),
+            registry=self._registry,
+        ).labels(**self._labels)
 
     def _histograms(self, text: str, *names: str, buckets: tuple[float, ...] = _SECONDS) -> list[Histogram]:
         return [
@@ -197,6 +212,7 @@ class Metrics:
                     yield metric
         if self._state:
             yield self._evictions()
+            yield from self._tiers()
             yield self._waiting()
             yield from self._engine_histograms()
 
@@ -207,6 +223,32 @@ class Metrics:
         for cause, tokens in self._state["evicted_tokens_by_cause"].items():
             family.add_metric([*self._labels.values(), cause], tokens)
         return family
+
+    def _tiers(self) -> Iterator[Metric]:
+        """Metrics by tier; a server without tiers has their names alone."""
+        labels, mine = [*self._labels, "tier"], list(self._labels.values())
+        loaded = CounterMetricFamily("ramet:tier_loaded_tokens", "Tokens that were loaded from a tier", labels=labels)
+        for tier, tokens in self._state.get("loaded_tokens_by_tier", {}).items():
+            loaded.add_metric([*mine, tier], tokens)
+        yield loaded
+        text = "Blocks of a tier, by what happened"
+        events = CounterMetricFamily("ramet:tier_blocks", text, labels=[*labels, "event"])
+        gauges = [
+            (GaugeMetricFamily(f"ramet:tier_{name}", text, labels=labels), field)
+            for name, text, field in (
+                ("stored_blocks", "Blocks in a tier", "blocks"),
+                ("stored_bytes", "Bytes in a tier", "bytes"),
+                ("queued_bytes", "Bytes that wait to be written to a tier", "queued_bytes"),
+                ("open", "1; 0: the tier fails, and is left alone for a while", "open"),
+            )
+        ]
+        for tier, stats in self._state.get("tiers", {}).items():
+            for event, count in {**dict.fromkeys(_TIER_EVENTS, 0), **stats["counts"]}.items():
+                events.add_metric([*mine, tier, event], count)
+            for family, field in gauges:
+                family.add_metric([*mine, tier], stats[field])
+        yield events
+        yield from (family for family, _ in gauges)
 
     def _waiting(self) -> Metric:
         family = GaugeMetricFamily(

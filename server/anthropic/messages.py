@@ -12,10 +12,11 @@ from runtime.frontend.output import KeptText, Output, Submission
 from runtime.frontend.stream import OutputStream
 from runtime.protocol import CacheBooks
 from server.anthropic.content import ContentReader, Piece
-from server.anthropic.prompt import render
+from server.anthropic.prompt import conversation_of, render
 from server.anthropic.types import Conversation, MessagesRequest
 from server.auth.keys import Asker, Tenant
 from server.context import Context, Ctx
+from server.explain.inquiry import Inquiry, ask
 from server.http import examples
 from server.http.errors import MessageError, message_error
 from server.http.follow import collect, follow, open_outputs
@@ -49,11 +50,13 @@ async def messages(body: MessagesRequest, request: Request, context: Ctx, tenant
         submission = await while_there(request, context.engine.in_turn(tenant.account, body.num_characters, work))
     else:
         submission = work()
-    outputs = await open_outputs(request, context, [submission], body.NAMES, body.timeout_s)
+    conversation = partial(conversation_of, body, context.engine.tokenizer)
+    inquiry = ask(context, [submission], body.explain, body.earlier, conversation)
+    outputs = await open_outputs(request, context, [submission], body.NAMES, body.timeout_s, conversation)
     reader = _reader(body, submission, context)
     if body.stream:
-        return MessageStream(_events(reader, submission, outputs, context), outputs.close)
-    return await unless_gone(request, _answer(reader, submission, outputs, context))
+        return MessageStream(_events(reader, submission, outputs, context, inquiry), outputs.close)
+    return await unless_gone(request, _answer(reader, submission, outputs, context, inquiry))
 
 
 @router.post("/count_tokens", response_model=None, responses=examples.COUNTED)
@@ -101,21 +104,24 @@ def _reader(body: MessagesRequest, submission: Submission, context: Context) -> 
 
 
 async def _answer(
-    reader: ContentReader, submission: Submission, outputs: OutputStream, context: Context
+    reader: ContentReader, submission: Submission, outputs: OutputStream, context: Context, inquiry: Inquiry | None
 ) -> dict[str, Any]:
     (output,) = await collect(outputs, context.metrics)
     pieces = reader.push(output.text, last=True)
-    message = _message(submission, output, context)
+    message = _message(submission, output, context) | await _explained(inquiry, outputs, output)
     return {**message, "content": [piece.block() for piece in pieces], **_stop(output, pieces, context)}
 
 
-async def _events(reader: ContentReader, submission: Submission, outputs: OutputStream, context: Context) -> Events:
+async def _events(
+    reader: ContentReader, submission: Submission, outputs: OutputStream, context: Context, inquiry: Inquiry | None
+) -> Events:
     index, open_type, seen = -1, "", list[Piece]()
     began = False
     async for output in follow(outputs, context.metrics):
         if not began:
             began = True
-            yield {"type": "message_start", "message": _message(submission, output, context)}
+            message = _message(submission, output, context) | await _explained(inquiry, outputs, output)
+            yield {"type": "message_start", "message": message}
             yield {"type": "ping"}
         for piece in reader.push(output.delta, last=output.finish is not None):
             if piece.type != open_type or piece.type == "tool_use":
@@ -131,6 +137,14 @@ async def _events(reader: ContentReader, submission: Submission, outputs: Output
             yield {"type": "content_block_stop", "index": index}
         yield {"type": "message_delta", "delta": _stop(output, seen, context), "usage": usage(output)}
         yield {"type": "message_stop"}
+
+
+async def _explained(inquiry: Inquiry | None, outputs: OutputStream, output: Output) -> dict[str, Any]:
+    """Fields that tell why the prompt missed the cache, if they are asked for."""
+    if inquiry is None:
+        return {}
+    explanation = await inquiry.explain(outputs, output)
+    return {"explain": explanation.describe(), "diagnostics": explanation.anthropic()}
 
 
 def _message(submission: Submission, output: Output, context: Context) -> dict[str, Any]:

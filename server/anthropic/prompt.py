@@ -19,6 +19,7 @@ from server.anthropic.types import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from server.explain import parts
 from server.openai.tools import Function, Tool, continue_chat, render_chat
 
 # Writes a mark at the end of a block, if it has a breakpoint.
@@ -44,6 +45,26 @@ def render(body: Conversation, tokenizer: Tokenizer) -> str | KeptText:
         marked = _render(body, tokenizer, _at(i, place))
         keep.append((find_place(text, marked, place), control.seconds))
     return KeptText(text, keep) if keep else text
+
+
+def conversation_of(body: Conversation, tokenizer: Tokenizer) -> parts.Conversation:
+    """The conversation that a prompt renders."""
+    turns: list[_Turn] = [{"role": "system", "content": _joined(body.system, _unmarked)}] if body.system else []
+    numbers = [-1] * len(turns)
+    for number, message in enumerate(body.messages):
+        made = list(_answer(message, _unmarked) if message.role == "assistant" else _question(message, _unmarked))
+        turns += made
+        numbers += [number] * len(made)
+    variables, example = body.template_variables(), Tool(type="function", function=Function(name="example"))
+
+    def write(shown: list[_Turn], tools: list[Tool]) -> str:
+        return render_chat(tokenizer, shown, tools, True, variables)
+
+    return parts.Conversation(write, turns, list(_tools(body, _unmarked)), example, numbers)
+
+
+def _unmarked(control: CacheControl | None) -> str:
+    return ""
 
 
 def _at(wanted: int, place: str) -> _Mark:

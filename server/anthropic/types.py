@@ -13,7 +13,7 @@ from runtime.frontend.output import MAX_PLACES
 from runtime.params import SamplingParams, StopString
 from server.auth.keys import CacheScope
 from server.http import fields
-from server.http.wire import Body, CacheSalt, CacheUse, JsonObject, OneOr, Priority, Text, Timeout
+from server.http.wire import AnswerId, Body, CacheSalt, CacheUse, Explain, JsonObject, OneOr, Priority, Text, Timeout
 from server.openai.tools import MAX_TOOLS, Function, schema_of_call
 from server.openai.tools import Tool as Described
 
@@ -271,6 +271,12 @@ class Conversation(Body):
         return variables
 
 
+class Diagnostics(Body):
+    """The earlier message of this key with whose prompt this one is compared."""
+
+    previous_message_id: AnswerId | None = None
+
+
 class MessagesRequest(Conversation):
     """`POST /v1/messages`."""
 
@@ -285,6 +291,13 @@ class MessagesRequest(Conversation):
     cache: CacheUse = Field(default_factory=CacheUse)
     cache_scope: CacheScope = "private"
     timeout_s: Timeout | None = None
+    explain: Explain = False
+    diagnostics: Diagnostics | None = None
+
+    @property
+    def earlier(self) -> str | None:
+        """Id of the answer with whose prompt this one is compared."""
+        return None if self.diagnostics is None else self.diagnostics.previous_message_id
 
     @property
     def must_call(self) -> bool:

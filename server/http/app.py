@@ -19,6 +19,7 @@ from server.admin.metrics import Metrics
 from server.auth.keys import Guard, Tenant, admin_paths
 from server.context import Context
 from server.documents.store import DocumentStore
+from server.explain.answers import Answers
 from server.http import errors
 from server.http.access import AccessLog
 from server.http.door import Check, Door
@@ -48,7 +49,8 @@ def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate:
         redirect_slashes=False,  # a redirect would lead where the client's Host header says
     )
     options = config.server
-    metrics, stores = Metrics(engine.info.name), (SchemaStore(), DocumentStore(), ResponseStore())
+    metrics = Metrics(engine.info.name)
+    stores = (SchemaStore(), DocumentStore(), Answers(), ResponseStore())
     app.state.context = Context(engine, config, metrics, tenants, gate or Gate(), *stores)
     app.state.feed = dashboard.Feed(app.state.context)
     operators = find_routers(admin)

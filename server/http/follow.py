@@ -11,6 +11,7 @@ from runtime.frontend.output import Output, Submission
 from runtime.frontend.stream import OutputStream
 from server.admin.metrics import Metrics
 from server.context import Context
+from server.explain.inquiry import MakeConversation, plain_text, remember
 from server.http.answers import write_logprobs
 from server.http.sse import while_there
 
@@ -21,12 +22,16 @@ async def open_outputs(
     submissions: list[Submission],
     names: Mapping[str, str],
     timeout_s: float | None,
+    conversation: MakeConversation = plain_text,
+    answer: str | None = None,
 ) -> OutputStream:
     """Submit while the client is there; errors name the request's fields.
 
     Args:
         names: the request's fields by the engine's parameters, where their names differ.
         timeout_s: the request's own timeout; `--max-timeout` may be shorter.
+        conversation: that a single submission renders, for reports of prompts that keep missing the cache.
+        answer: the answer's id for later comparisons, unless it ends with the submission's `rid`.
 
     Raises:
         RametError: as `AsyncEngine.open`, Overloaded while the server stops, ClientGone.
@@ -34,10 +39,17 @@ async def open_outputs(
     context.gate.check()
     limits = [limit for limit in (timeout_s, context.config.scheduler.max_timeout) if limit is not None]
     try:
-        return await while_there(request, context.engine.open(submissions, min(limits, default=None)))
+        outputs = await while_there(request, context.engine.open(submissions, min(limits, default=None)))
     except InvalidRequest as error:
         param = names.get(error.param, error.param) if error.param else None
         raise InvalidRequest(error.message, param=param, code=error.code) from None
+    try:
+        for index, submission in enumerate(submissions):
+            await remember(context, outputs, submission, conversation, None if index else answer)
+    except BaseException:
+        outputs.close()
+        raise
+    return outputs
 
 
 async def follow(outputs: OutputStream, metrics: Metrics) -> AsyncIterator[Output]:

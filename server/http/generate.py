@@ -19,15 +19,18 @@ from runtime.protocol import TokenLogprob
 from server.auth.keys import Asker, CacheScope, Tenant
 from server.context import Context, Ctx
 from server.documents.wire import SegmentPrompts, compile_segments, count_characters
+from server.explain.inquiry import Inquiry, ask, explained
 from server.http import examples, fields
 from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone
 from server.http.wire import (
+    AnswerId,
     Body,
     CacheSalt,
     CacheUse,
     Diffusion,
+    Explain,
     IdPrompts,
     OneOrMany,
     Priority,
@@ -81,6 +84,8 @@ class GenerateRequest(Body):
     cache_scope: CacheScope = "private"
     cache: CacheUse = Field(default_factory=CacheUse)
     timeout_s: Timeout | None = None
+    explain: Explain = False
+    comparison_response_id: AnswerId | None = None
     diffusion: Diffusion | None = None
 
     def names(self) -> dict[str, str]:
@@ -165,18 +170,21 @@ async def generate(body: GenerateRequest, request: Request, context: Ctx, tenant
     if body.stream and not context.config.server.incremental_output:
         for submission in submissions:
             _check_repeated(body, submission.sampling.max_new_tokens or 0)
+    inquiry = ask(context, submissions, body.explain, body.comparison_response_id)
     outputs = await open_outputs(request, context, submissions, body.names(), body.timeout_s)
     if body.stream:
-        return EventStream(_events(body, submissions, is_list, outputs, context), outputs.close)
-    return await unless_gone(request, _answer(body, is_list, outputs, context))
+        return EventStream(_events(body, submissions, is_list, outputs, context, inquiry), outputs.close)
+    return await unless_gone(request, _answer(body, is_list, outputs, context, inquiry))
 
 
 async def _answer(
-    body: GenerateRequest, is_list: bool, outputs: OutputStream, context: Context
+    body: GenerateRequest, is_list: bool, outputs: OutputStream, context: Context, inquiry: Inquiry | None
 ) -> dict[str, Any] | list[dict[str, Any]]:
     logprobs: dict[tuple[int, int], _Logprobs] = defaultdict(lambda: _Logprobs(body, context.engine.tokenizer))
     done = await collect(outputs, context.metrics, lambda output: logprobs[output.index, output.choice].add(output))
     answers = [_result(o, o.text, o.token_ids, logprobs[o.index, o.choice], outputs.prompts) for o in done]
+    for output, answer in zip(done, answers, strict=True):
+        answer["meta_info"] |= await explained(inquiry, outputs, output)
     return answers if is_list else answers[0]
 
 
@@ -191,7 +199,12 @@ def _check_repeated(body: GenerateRequest, tokens: int) -> None:
 
 
 async def _events(
-    body: GenerateRequest, submissions: list[Submission], is_list: bool, outputs: OutputStream, context: Context
+    body: GenerateRequest,
+    submissions: list[Submission],
+    is_list: bool,
+    outputs: OutputStream,
+    context: Context,
+    inquiry: Inquiry | None,
 ) -> Events:
     first = [sum(s.sampling.n for s in submissions[:i]) for i in range(len(submissions))]
     logprobs: dict[int, _Logprobs] = {}
@@ -207,6 +220,7 @@ async def _events(
             event = _result(output, output.delta, output.new_token_ids, own, outputs.prompts)
         else:
             event = _result(output, output.text, output.token_ids[: output.completion_tokens], own, outputs.prompts)
+        event["meta_info"] |= await explained(inquiry, outputs, output)
         event["delta"] = output.delta
         if output.canvas is not None:
             event["canvas"] = output.canvas

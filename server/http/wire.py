@@ -185,6 +185,10 @@ CacheSalt = Annotated[
 ]
 Priority = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31, description="larger goes first among waiting requests")]
 Timeout = Annotated[float, Field(gt=0, le=86_400, description="seconds until the request fails with 408")]
+Explain = Annotated[bool, Field(description="the answer tells why its prompt was not read from the cache")]
+AnswerId = Annotated[
+    str, Field(min_length=1, max_length=256, description="an earlier answer of this key, whose prompt is compared")
+]
 LogitBias = Annotated[
     dict[int, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_BIASES), BeforeValidator(_with_int_keys)
 ]

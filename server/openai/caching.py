@@ -9,7 +9,7 @@ from typing import Any, Literal
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import MAX_PLACES, KeptText, Output, Prompt
 from runtime.models.marks import find_place, new_place
-from server.http.wire import Body
+from server.http.wire import AnswerId, Body
 
 _SECONDS = {"30m": 1800.0, "12h": 43_200.0, "24h": 86_400.0}
 
@@ -30,6 +30,7 @@ class CacheOptions(Body):
     mode: Literal["implicit", "explicit"] = "implicit"
     ttl: Ttl = "30m"
     prewarm: bool = False
+    comparison_response_id: AnswerId | None = None
 
 
 # Writes behind a text that may have a breakpoint.

@@ -12,11 +12,13 @@ from runtime.errors import InvalidRequest
 from runtime.frontend.output import Output, Prompt, Submission, new_rid
 from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
-from runtime.reuse.fusion.prompt import Segments, in_messages
+from runtime.reuse.fusion.prompt import Document, Segments, in_messages
 from runtime.reuse.modules.pml import Prompt as ModuleText
 from server.auth.keys import Asker, Tenant
 from server.context import Context, Ctx
 from server.documents.wire import find_documents
+from server.explain.inquiry import Inquiry, ask
+from server.explain.parts import Conversation
 from server.http import examples
 from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
@@ -30,7 +32,7 @@ from server.openai.common import (
     reuse_of,
     usage,
 )
-from server.openai.tools import CallReader, continue_chat, render_chat, with_tools, writes_tags
+from server.openai.tools import CallReader, Function, Tool, continue_chat, render_chat, with_tools, writes_tags
 from server.openai.types import ChatRequest
 
 router = APIRouter(prefix="/v1", tags=["openai"])
@@ -46,11 +48,13 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx, te
         submission = await while_there(request, context.engine.in_turn(tenant.account, body.num_characters, work))
     else:
         submission = submission_of(body, tenant, context)
-    outputs = await open_outputs(request, context, [submission], body.NAMES, body.timeout_s)
+    conversation = partial(find_conversation, body, tenant, context)
+    inquiry = ask(context, [submission], body.explain, body.earlier, conversation)
+    outputs = await open_outputs(request, context, [submission], body.NAMES, body.timeout_s, conversation)
     rid = f"chatcmpl-{submission.rid}"
     if body.stream:
-        return EventStream(_events(body, rid, outputs, context), outputs.close)
-    return await unless_gone(request, _answer(body, rid, outputs, context))
+        return EventStream(_events(body, rid, outputs, context, inquiry), outputs.close)
+    return await unless_gone(request, _answer(body, rid, outputs, context, inquiry))
 
 
 def submission_of(body: ChatRequest, tenant: Tenant, context: Context) -> Submission:
@@ -103,6 +107,30 @@ def _write(body: ChatRequest, tenant: Tenant, context: Context, mark: Mark | Non
     return in_messages(turns, lambda plain: render_chat(tokenizer, plain, tools, ask, variables))
 
 
+def find_conversation(body: ChatRequest, tenant: Tenant, context: Context) -> Conversation | None:
+    """The conversation that a prompt renders, documents as plain text. Raises InvalidRequest and NotFound."""
+    if body.schema_name is not None:
+        return None
+    turns = find_documents(body.turns(), tenant.account, context.documents)
+    return conversation_of(body, turns, context.engine.tokenizer)
+
+
+def conversation_of(body: ChatRequest, turns: list[dict[str, Any]], tokenizer: Tokenizer) -> Conversation:
+    """The conversation of a request's messages, whose contents may be lists of texts and documents."""
+    variables = body.template_variables()
+
+    def plain(content: str | list[str | Document]) -> str:
+        parts = [content] if isinstance(content, str) else content
+        return "\n".join(part if isinstance(part, str) else part.content for part in parts)
+
+    def render(shown: list[dict[str, Any]], tools: list[Tool]) -> str:
+        return render_chat(tokenizer, shown, tools, body.add_generation_prompt, variables)
+
+    example = Tool(type="function", function=Function(name="example"))
+    plain_turns = [{**turn, "content": plain(turn["content"])} for turn in turns]
+    return Conversation(render, plain_turns, body.offered, example)
+
+
 def _system_text(body: ChatRequest, context: Context) -> str | None:
     """The prompt's part that ends with the system message, which other conversations have, too; None without one.
 
@@ -117,7 +145,21 @@ def _system_text(body: ChatRequest, context: Context) -> str | None:
         return None
 
 
-async def _answer(body: ChatRequest, rid: str, outputs: OutputStream, context: Context) -> dict[str, Any]:
+async def _explained(
+    body: ChatRequest, inquiry: Inquiry | None, outputs: OutputStream, output: Output
+) -> dict[str, Any]:
+    """Fields that tell why the prompt missed the cache, if they are asked for; OpenAI's too, if it asks in that way."""
+    if inquiry is None or output.choice or output.finish is None:
+        return {}
+    explanation = await inquiry.explain(outputs, output)
+    options = body.prompt_cache_options
+    typed = {"prompt_cache_diagnostics": explanation.openai()} if options and options.comparison_response_id else {}
+    return {"explain": explanation.describe(), **typed}
+
+
+async def _answer(
+    body: ChatRequest, rid: str, outputs: OutputStream, context: Context, inquiry: Inquiry | None
+) -> dict[str, Any]:
     logprobs: dict[int, Logprobs] = defaultdict(lambda: Logprobs(body, context.engine.tokenizer))
     done = await collect(outputs, context.metrics, lambda output: logprobs[output.choice].add(output))
     choices = []
@@ -144,10 +186,13 @@ async def _answer(body: ChatRequest, rid: str, outputs: OutputStream, context: C
         **({"prompt_token_ids": outputs.prompts[0]} if body.return_token_ids else {}),
         **prompt,
         **reuse_of(done[0]),
+        **await _explained(body, inquiry, outputs, done[0]),
     }
 
 
-async def _events(body: ChatRequest, rid: str, outputs: OutputStream, context: Context) -> Events:
+async def _events(
+    body: ChatRequest, rid: str, outputs: OutputStream, context: Context, inquiry: Inquiry | None
+) -> Events:
     last: dict[int, Output] = {}
     readers: dict[int, CallReader] = {}
     extra: dict[str, Any] = {"usage": None} if body.with_usage else {}
@@ -169,9 +214,9 @@ async def _events(body: ChatRequest, rid: str, outputs: OutputStream, context: C
         finish = _finish_reason(output, bool(reader.num_calls))
         logprobs = Logprobs(body, context.engine.tokenizer)
         await write_logprobs(outputs, logprobs.add, output)
-        reuse = reuse_of(output) if finish else {}
+        more = (reuse_of(output) if finish else {}) | await _explained(body, inquiry, outputs, output)
         ids = {"token_ids": output.new_token_ids} if body.return_token_ids else {}
-        yield chunk(output.choice, delta, logprobs.fields() if body.logprobs else None, finish, **ids) | reuse
+        yield chunk(output.choice, delta, logprobs.fields() if body.logprobs else None, finish, **ids) | more
     if body.with_usage:
         yield {**envelope("chat.completion.chunk", rid, context), "choices": [], "usage": usage(last.values())}
 

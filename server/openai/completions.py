@@ -12,6 +12,7 @@ from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
 from server.auth.keys import Asker, Tenant
 from server.context import Context, Ctx
+from server.explain.inquiry import Inquiry, ask, explained
 from server.http import examples
 from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
@@ -61,24 +62,27 @@ async def completions(body: CompletionRequest, request: Request, context: Ctx, t
     """Complete one prompt or several."""
     context.check_model(body.model)
     submissions = submissions_of(body, tenant)
-    outputs = await open_outputs(request, context, submissions, body.NAMES, body.timeout_s)
-    rid = f"cmpl-{body.request_id or new_rid()}"
-    if body.stream:
-        return EventStream(_events(body, rid, submissions, outputs, context), outputs.close)
-    return await unless_gone(request, _answer(body, rid, submissions, outputs, context))
-
-
-async def _answer(
-    body: CompletionRequest, rid: str, submissions: list[Submission], outputs: OutputStream, context: Context
-) -> dict[str, Any]:
+    inquiry = ask(context, submissions, body.explain, body.comparison_response_id)
+    rid = f"cmpl-{body.request_id or submissions[0].rid}"
+    outputs = await open_outputs(request, context, submissions, body.NAMES, body.timeout_s, answer=rid)
     writers = {
-        (index, choice): _Choice(body, submission, outputs, context.engine.tokenizer)
+        (index, choice): _Choice(body, submission, outputs, context.engine.tokenizer, inquiry)
         for index, submission in enumerate(submissions)
         for choice in range(body.n)
     }
+    if body.stream:
+        return EventStream(_events(body, rid, writers, outputs, context), outputs.close)
+    return await unless_gone(request, _answer(rid, writers, outputs, context))
+
+
+_Writers = dict[tuple[int, int], "_Choice"]
+
+
+async def _answer(rid: str, writers: _Writers, outputs: OutputStream, context: Context) -> dict[str, Any]:
     done = await collect(outputs, context.metrics, lambda output: writers[output.index, output.choice].add(output))
     choices = [
-        writers[output.index, output.choice].write(output, output.text) | (reuse_of(output) if len(done) > 1 else {})
+        await writers[output.index, output.choice].write(output, output.text)
+        | (reuse_of(output) if len(done) > 1 else {})
         for output in done
     ]
     answer = {**envelope("text_completion", rid, context), "choices": choices, "usage": usage(done)}
@@ -86,17 +90,14 @@ async def _answer(
 
 
 async def _events(
-    body: CompletionRequest, rid: str, submissions: list[Submission], outputs: OutputStream, context: Context
+    body: CompletionRequest, rid: str, writers: _Writers, outputs: OutputStream, context: Context
 ) -> Events:
-    writers: dict[tuple[int, int], _Choice] = {}
     last: dict[tuple[int, int], Output] = {}
     async for output in follow(outputs, context.metrics):
         key = (output.index, output.choice)
         last[key] = output
-        if key not in writers:
-            writers[key] = _Choice(body, submissions[output.index], outputs, context.engine.tokenizer)
         await write_logprobs(outputs, writers[key].add, output)
-        choice = writers[key].write(output, output.delta)
+        choice = await writers[key].write(output, output.delta)
         if body.return_token_ids:
             choice["token_ids"] = output.new_token_ids
         event = {**envelope("text_completion", rid, context), "choices": [choice]}
@@ -109,10 +110,18 @@ async def _events(
 class _Choice:
     """The fields of one choice, whole or for each event of a stream."""
 
-    def __init__(self, body: CompletionRequest, submission: Submission, outputs: OutputStream, tokenizer: Tokenizer):
+    def __init__(
+        self,
+        body: CompletionRequest,
+        submission: Submission,
+        outputs: OutputStream,
+        tokenizer: Tokenizer,
+        inquiry: Inquiry | None,
+    ):
         self._body = body
         self._submission = submission
         self._outputs = outputs
+        self._inquiry = inquiry
         self._prompt_logprobs = JsonList()
         self._tokenizer = tokenizer
         self._offset = 0
@@ -137,7 +146,7 @@ class _Choice:
                     values.append(entry[name])
             self._offset += len(text)
 
-    def write(self, output: Output, text: str) -> dict[str, Any]:
+    async def write(self, output: Output, text: str) -> dict[str, Any]:
         """The fields with `text`, and the log-probabilities that were added since the last call."""
         fields, self._fields = self._fields, self._empty()
         if self._body.echo and not self._started:
@@ -155,6 +164,7 @@ class _Choice:
             "logprobs": fields if self._body.logprobs is not None else None,
             "finish_reason": finish_reason(output),
             **ids,
+            **await explained(self._inquiry, self._outputs, output),
         }
 
     def _prompt(self) -> str:

@@ -24,10 +24,12 @@ from server.auth.keys import CacheScope
 from server.documents.wire import GivenDocument, GivenDocuments
 from server.http import fields
 from server.http.wire import (
+    AnswerId,
     Body,
     CacheSalt,
     CacheUse,
     Diffusion,
+    Explain,
     JsonObject,
     LogitBias,
     OneOr,
@@ -89,6 +91,8 @@ class SampledRequest(Body):
     cache: CacheUse = Field(default_factory=CacheUse)
     cache_scope: CacheScope = "private"
     timeout_s: Timeout | None = None
+    explain: Explain = False
+    comparison_response_id: AnswerId | None = None
     diffusion: Diffusion | None = None
 
 
@@ -395,6 +399,12 @@ class ChatRequest(CommonRequest):
         if self.prompt_cache_options is not None and self.prompt_cache_options.prewarm:
             return 0
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def earlier(self) -> str | None:
+        """Id of the answer with whose prompt this one is compared."""
+        options = self.prompt_cache_options
+        return self.comparison_response_id or (None if options is None else options.comparison_response_id)
 
     @property
     def asks_to_keep(self) -> bool:

@@ -14,11 +14,12 @@ from runtime.frontend.output import Submission, new_rid
 from runtime.frontend.stream import OutputStream
 from server.auth.keys import Asker, Tenant
 from server.context import Context, Ctx
+from server.explain.inquiry import Inquiry, ask
 from server.http import examples
 from server.http.answers import write_logprobs
 from server.http.follow import follow, open_outputs
 from server.http.sse import Events, TypedEventStream, unless_gone, while_there
-from server.openai.chat import Logprobs, reader_of, submission_of
+from server.openai.chat import Logprobs, find_conversation, reader_of, submission_of
 from server.openai.types import ChatRequest, Message
 from server.responses.items import chat_of, turns_of
 from server.responses.store import ResponseStore, StoredResponse
@@ -32,10 +33,12 @@ router = APIRouter(prefix="/v1/responses", tags=["openai"])
 async def create(body: ResponseRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """The model's answer to items, which may go on with a stored response."""
     turns, chat, submission = await while_there(request, _read(body, context, tenant))
-    outputs = await open_outputs(request, context, [submission], body.NAMES, body.timeout_s)
-    writer = Writer(body, f"resp_{new_rid()}", context.engine.info.name, reader_of(chat, context))
+    conversation, rid = partial(find_conversation, chat, tenant, context), f"resp_{new_rid()}"
+    inquiry = ask(context, [submission], chat.explain, chat.earlier, conversation)
+    outputs = await open_outputs(request, context, [submission], body.NAMES, body.timeout_s, conversation, rid)
+    writer = Writer(body, rid, context.engine.info.name, reader_of(chat, context))
     keep = partial(_keep, writer, turns, context.responses, tenant.account) if body.store else None
-    events = _events(writer, chat, outputs, context, keep)
+    events = _events(writer, chat, outputs, context, keep, inquiry)
     if body.stream:
         return TypedEventStream(_or_failed(writer, events), outputs.close)
     return await unless_gone(request, _answer(writer, events, outputs))
@@ -97,13 +100,20 @@ def _keep(writer: Writer, turns: list[Message], store: ResponseStore, account: s
 
 
 async def _events(
-    writer: Writer, chat: ChatRequest, outputs: OutputStream, context: Context, keep: Callable[[], None] | None
+    writer: Writer,
+    chat: ChatRequest,
+    outputs: OutputStream,
+    context: Context,
+    keep: Callable[[], None] | None,
+    inquiry: Inquiry | None,
 ) -> Events:
     for event in writer.begin():
         yield event
     async for output in follow(outputs, context.metrics):
         logprobs = Logprobs(chat, context.engine.tokenizer)
         await write_logprobs(outputs, logprobs.add, output)
+        if inquiry is not None and output.finish is not None:
+            writer.explain(await inquiry.explain(outputs, output))
         events = list(writer.add(output, logprobs.content))
         if output.finish is not None and keep is not None:
             keep()  # before the client can ask for it

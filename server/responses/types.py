@@ -139,7 +139,7 @@ class TextFormat(Body):
 
 
 class TextConfig(Body):
-    """How the answer is written."""
+    """The form of the answer."""
 
     IGNORED = frozenset({"verbosity"})
 

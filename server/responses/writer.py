@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from runtime.frontend.output import Output, new_rid
+from server.explain.reason import Explanation
 from server.http.answers import JsonList
 from server.openai.caching import cache_usage
 from server.openai.tools import CallReader
@@ -132,6 +133,10 @@ class Writer:
         turn = {"role": "assistant", "content": "\n".join(texts) or None, "tool_calls": calls or None}
         return [Message.model_validate(turn)] if self.output else []
 
+    def explain(self, explanation: Explanation) -> None:
+        """Tell why the prompt missed the cache."""
+        self.response |= {"explain": explanation.describe(), "prompt_cache_diagnostics": explanation.openai()}
+
     def _of_item(self, kind: str, **more: Any) -> Event:
         return self._event(kind, output_index=len(self.output) - 1, **more)
 
@@ -167,6 +172,6 @@ def _beginning(body: ResponseRequest, rid: str, model: str) -> dict[str, Any]:
         **{"reasoning": {"effort": body.reasoning.effort, "summary": None}, "text": {"format": shown}},
         **{"tool_choice": choice, "tools": tools, "top_p": body.top_p, "top_logprobs": body.top_logprobs or 0},
         **{"truncation": body.truncation, "usage": None, "user": body.user, "prompt_cache_key": body.prompt_cache_key},
-        "prompt_cache_options": None if options is None else {"mode": options.mode, "ttl": options.ttl},
+        "prompt_cache_options": None if options is None else options.model_dump(exclude={"prewarm"}),
         "prompt_cache_retention": body.prompt_cache_retention,
     }

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from runtime.errors import RametError
 from runtime.kv.tiers.block import MOST_BYTES, Mismatch, read_block
 from runtime.kv.tiers.disk import DiskStore
-from runtime.kv.tiers.files import BlockFiles, DirectoryStore
+from runtime.kv.tiers.files import NOTES, BlockFiles, DirectoryStore
 from runtime.kv.tiers.store import BlockStore, Entry, Limits
 from runtime.logs import one_line
 
@@ -129,6 +129,8 @@ def _verify(store: BlockStore, arguments: argparse.Namespace) -> int:
 
 def _purge(store: BlockStore, arguments: argparse.Namespace) -> int:
     if arguments.all or arguments.tenant is not None:
+        for note in arguments.directory.glob(f"{NOTES}*"):  # it may name the beginnings of the tenant's prompts
+            note.unlink()
         print(f"{store.erase(arguments.tenant):,} blocks deleted")
         return 0
     entries = sorted(store.entries(), key=lambda entry: entry.used)

@@ -10,9 +10,9 @@ url, model = sys.argv[1:]
 api = OpenAI(base_url=f"{url}/v1", api_key="none")
 
 
-class Tree(BaseModel):
+class Tree(BaseModel, extra="forbid"):
     name: str = Field(max_length=16)
-    height: int
+    height: int = Field(ge=0, le=100)
 
 
 ask = {"model": model, "messages": [{"role": "user", "content": "An oak."}], "max_tokens": 100, "temperature": 0}

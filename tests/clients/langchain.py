@@ -13,7 +13,7 @@ class Tree(BaseModel):
     """A tree."""
 
     name: str = Field(max_length=16)
-    height: int
+    height: int = Field(ge=0, le=100)
 
 
 for responses in (False, True):

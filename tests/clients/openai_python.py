@@ -12,20 +12,20 @@ api = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 class Tree(BaseModel):
     name: str = Field(max_length=16)
-    height: int
+    height: int = Field(ge=0, le=100)
 
 
 assert model in [one.id for one in api.models.list()]
 assert api.completions.create(model=model, prompt="1, 2, 3,", max_tokens=4, temperature=0).choices[0].text
 ask = {"model": model, "messages": [{"role": "user", "content": "Name a tree."}], "temperature": 0, "max_tokens": 16}
 whole = api.chat.completions.create(**ask).choices[0].message.content
-with api.chat.completions.stream(**ask) as stream:
-    assert stream.get_final_completion().choices[0].message.content == whole
+chunks = api.chat.completions.create(**ask, stream=True)
+assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
 assert api.chat.completions.parse(**{**ask, "max_tokens": 100}, response_format=Tree).choices[0].message.parsed
 asked = {"model": model, "input": "Name a tree.", "temperature": 0, "max_output_tokens": 16}
 answer = api.responses.create(**asked)
-with api.responses.stream(**asked) as stream:
-    assert stream.get_final_response().output_text == answer.output_text
+*_, last = api.responses.create(**asked, stream=True)
+assert last.response.output_text == answer.output_text
 again = api.responses.create(model=model, input="Why?", previous_response_id=answer.id, max_output_tokens=8)
 assert again.usage.input_tokens_details.cached_tokens > 0
 parsed = api.responses.parse(model=model, input="A tree.", text_format=Tree, max_output_tokens=100, temperature=0)

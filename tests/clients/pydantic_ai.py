@@ -14,7 +14,7 @@ settings = {"max_tokens": 100, "temperature": 0.0}
 
 class Tree(BaseModel):
     name: str = Field(max_length=16)
-    height: int
+    height: int = Field(ge=0, le=100)
 
 
 for kind in (OpenAIChatModel, OpenAIResponsesModel):

@@ -54,7 +54,7 @@ class Wait:
 
 
 class Statistics:
-    """Who entered a bucket, and who returned in it, counted when both are known."""
+    """Counts of those that entered a bucket, and of those that returned in it, once both are known."""
 
     def __init__(self) -> None:
         self.waits: list[Wait] = []
@@ -124,7 +124,7 @@ class Notes:
 
 
 class PlainForesight:
-    """What `Foresight` promises, while all leaves fit into one sample."""
+    """The promises of `Foresight`, while all leaves fit into one sample."""
 
     def __init__(self, capacity: int, warm_uses: int, learn_every: int, halve_every: int):
         self.capacity, self.warm_uses, self.learn_every, self.halve_every = (

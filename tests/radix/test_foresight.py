@@ -101,6 +101,11 @@ def test_what_is_learned_equals_a_plain_count(seed, monkeypatch):
         if step % 200 == 0:
             assert learned.promises() == pytest.approx(array_of(model.promises()), rel=1e-9)
 
+    for _ in range(12):
+        learned.halve()
+        model.halve()
+    assert learned.promises() == pytest.approx(array_of(model.promises()), rel=1e-9), "of less than one observation"
+
 
 def array_of(rows):
     import numpy as np
@@ -330,6 +335,25 @@ def test_more_leaves_than_a_sample_are_compared_at_an_even_stride():
     assert tree.num_pages == 0
 
 
+@pytest.mark.parametrize(
+    ("ages", "promises", "first"),
+    [
+        ((10**6, 10**6), {0: 0.9, 32: 0.9, 33: 0.5, 34: 0.9, 66: 0.1, 67: 0.6, 68: 0.1}, 0),
+        ((10**6, 0), {33: 1.0, 34: 0.6}, 0),
+        ((10**6, 0), {33: 1.0, 34: 0.4}, 1),
+    ],
+)
+def test_the_oldest_are_in_the_last_bucket_and_go_a_little_earlier(ages, promises, first):
+    tree = Tree(Foresight(9))
+    nodes = [tree.add(i) for i in range(2)]
+    table = [promises.get(i, 0.0) for i in range(3 * BUCKETS)]
+    leaves = foresight._Leaves()
+    for i, node in enumerate(nodes):
+        node.record.place, node.last_use = -1, 10**6 - ages[i]
+        leaves.put(node, i * BUCKETS)
+    assert leaves.least(array_of(table), 10**6) is nodes[first]
+
+
 def test_places_are_given_to_the_last_leaf():
     policy = Foresight(100)
     tree = Tree(policy)
@@ -337,8 +361,13 @@ def test_places_are_given_to_the_last_leaf():
     assert [node.record.place for node in nodes] == list(range(200))
     tree.drop(nodes[3])
     assert (nodes[199].record.place, nodes[3].record.place, len(policy._leaves._nodes)) == (3, -1, 199)
-    tree.drop(nodes[198])
-    assert [node.record.place for node in (*nodes[:3], nodes[199], *nodes[4:198])] == list(range(198))
+    tree.add(5, 1)
+    assert (nodes[5].record.place, nodes[198].record.place) == (-1, 5), "it has a child, and may not go"
+    tree.drop(nodes[5])
+    assert nodes[5].record.place == -1
+    live = list(tree.nodes())
+    assert sorted(node.record.place for node in live) == list(range(len(live)))
+    assert all(policy._leaves._nodes[node.record.place] is node for node in live)
     assert policy._leaves._ticks[3] == nodes[199].last_use
 
 

@@ -30,8 +30,8 @@ class Copies:
 
     A page may be freed, and given to others, before it is copied: whoever writes into pages settles them first, and
     then copies those himself that nobody has copied yet. So no step waits for more than the pages that it writes, and
-    a copy that waits takes no memory. Where a thread cannot do that, on a GPU or with several ranks, pages are
-    copied at once, on the device and in the order of its stream.
+    a copy that waits takes no memory. Where a thread cannot do that (on a GPU, with several ranks), pages are copied
+    at once, on the device and in the order of its stream.
     """
 
     def __init__(self, pool: KVPool, worker: TierWorker):

@@ -19,6 +19,10 @@ USAGE_EVERY_S = 600.0
 _SUFFIX = ".kv"
 
 
+# Beginning of the names of files in which engines note what their next start loads.
+NOTES = "resume-"
+
+
 class BlockFiles:
     """Reads and writes blocks as files; its methods raise OSError.
 

@@ -336,7 +336,14 @@ class Tiers:
 
     def state(self) -> dict[str, Any]:
         """Counters and gauges."""
-        return {**self.counters, "loaded_tokens_by_tier": dict(self.loaded_tokens), **self.worker.stats()}
+        stats = self.worker.stats()
+        by_tier = {name: self.loaded_tokens[name] for name in self.worker.names}
+        return {
+            **self.counters,
+            "loaded_tokens_by_tier": by_tier,
+            "tiers": stats["tiers"],
+            "tier_writes_dropped": stats["dropped"],
+        }
 
     def close(self) -> None:
         """Write what is queued, as far as the time allows, and close the stores."""

@@ -271,6 +271,11 @@ class TierWorker:
 
         self._gatherer.run(hand_on)
 
+    def drain(self, limit_s: float = 60.0) -> None:
+        """Wait until all is written that was queued before, as far as the time allows."""
+        wait([self._gatherer.run(lambda: None)], limit_s)
+        wait([tier.lane.run(lambda: None) for tier in self._tiers.values()], limit_s)
+
     def stats(self) -> dict[str, Any]:
         """Dropped blocks, and by store counts, rates and contents; contents are some seconds old."""
         if self._clock() - self._usage_at >= USAGE_EVERY_S:

@@ -34,6 +34,7 @@ class Reasoning(Thoughts):
 
     Attributes:
         life: while it is admitted.
+        num_full: full pages when it was last given some.
         given: tokens of the output that the evaluation was given.
         first_substituted: the token of the output with which the first page begins that was ever substituted.
         exact_tokens: tokens of the output that were chosen before; both are None where no page was.
@@ -44,6 +45,7 @@ class Reasoning(Thoughts):
 
     sequence: Own
     life: Life | None = None
+    num_full: int = 0
     given: int = 0
     first_substituted: int | None = None
     exact_tokens: int | None = None
@@ -88,7 +90,8 @@ class ReasonCache(PrefixStrategy):
         fields = {name: value for name, value in asked.items() if name in ReasoningParams.model_fields}
         share = float(asked.get("random_share", 0.0))
         params = ReasoningParams.model_validate(fields)
-        request.reuse = Reasoning(request.prompt_len, params, share, sequence=request.sequence)
+        num_full = request.prompt_len // self.cache.page_size
+        request.reuse = Reasoning(request.prompt_len, params, share, sequence=request.sequence, num_full=num_full)
 
     def admit(self, request: Request, found: Found, headroom: int) -> bool:
         if not super().admit(request, found, headroom):
@@ -97,7 +100,7 @@ class ReasonCache(PrefixStrategy):
         reasoning.life = Life()
         reasoning.num_recomputed += reasoning.is_lost
         reasoning.is_lost = False
-        if reasoning.params.across:
+        if reasoning.params.across and request.store:
             self._across[reasoning] = request.namespace
         return True
 
@@ -107,14 +110,19 @@ class ReasonCache(PrefixStrategy):
         for matches in self.background.take():
             for match in matches:
                 self._consider(match)
-        if not prefills and work.request.sequence.num_computed % self.cache.page_size == 0:
+        if not prefills:
             self._evaluate(work.request)
         return True
 
     def _evaluate(self, request: Request) -> None:
-        """Let the thread look at the tokens since the last time."""
+        """Let the thread look at the tokens since the last time, if they fill another page."""
         reasoning, sequence = request.reuse, request.sequence
-        tokens = sequence.tokens[reasoning.prompt_len + reasoning.given : sequence.num_computed]
+        # Tokens of a draft are computed before they are known to be right.
+        ready = min(sequence.num_computed, len(sequence.tokens))
+        if ready // self.cache.page_size == reasoning.num_full:
+            return
+        reasoning.num_full = ready // self.cache.page_size
+        tokens = sequence.tokens[reasoning.prompt_len + reasoning.given : ready]
         life = reasoning.life
         table = Table(life, sequence.start // self.cache.page_size, sequence.pages[:], dict(life.shifts))
         others = [other for other in self._across if self._may_share(reasoning, other)]
@@ -124,7 +132,7 @@ class ReasonCache(PrefixStrategy):
             self.counters["deferred_evaluations"] += 1
 
     def _may_share(self, reasoning: Reasoning, other: Reasoning) -> bool:
-        if reasoning is other or not reasoning.params.across or other.table is None:
+        if reasoning is other or reasoning not in self._across or other.table is None:
             return False
         is_alike = reasoning.params.rotation == other.params.rotation
         return is_alike and self._across[reasoning] == self._across[other]

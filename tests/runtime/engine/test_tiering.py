@@ -1,4 +1,4 @@
-"""What a second start takes over, and operators' calls on tiers."""
+"""Pins and prefixes that a second start takes over, and operators' calls on tiers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from radix import Namespace
 from runtime.protocol import AddPin, AttachTier, DetachTier, EraseTenant, FlushCache, GetPins
 from tests.runtime.engine.driver import Driver
-from tests.runtime.kv.tiers.engines import NEW, drain, draw, evict, loaded, open_core, options_of
+from tests.runtime.kv.tiers.engines import NEW, draw, evict, loaded, open_core, options_of
 
 PROMPTS = [draw(0, 150) + draw(i, 60) for i in range(3)]
 
@@ -166,7 +166,7 @@ def test_kv_that_is_distrusted_leaves_the_tiers(tiny_dir, tmp_path):
     assert driver.finish["bad"].type == "error"
     assert core.tiers.loaded_tokens == {"host": 192}
     done.append(True)
-    drain(core)
+    core.tiers.worker.drain()
     driver.add("good", PROMPTS[0], max_new_tokens=NEW)
     driver.run()
     assert loaded(driver, "good") == {}

@@ -124,6 +124,21 @@ TRIPS = """<schema name="page-trips">You plan.<module name="plan"> For <paramete
 <union><module name="rome"> To Rome.</module><module name="oslo"> I go to Oslo.</module></union></module></schema>"""
 
 
+def test_the_playground_says_why_a_prompt_was_computed(page, server):
+    httpx.post(f"{server.url}/flush_cache")
+    generate(server.url, f"Monday <b>it</b> is. {SAYING}")
+    page.goto(server.url)
+    page.locator("#tokens").fill("1")
+    for day, words in (
+        ("Monday <b>it</b> was", "goes on with “was"),
+        ("Tuesday", "Nothing of this prompt is in"),
+    ):
+        page.locator("#prompt").fill(f"{day}. {SAYING}")
+        page.get_by_role("button", name="Generate").click()
+        page.locator("#why", has_text=words).wait_for()
+    assert page.locator("#why b").count() == 0
+
+
 def test_the_playground_imports_modules_which_the_tree_shows_under_their_schema(page, server):
     httpx.post(f"{server.url}/flush_cache")
     httpx.post(f"{server.url}/v1/schemas", json={"pml": TRIPS}).raise_for_status()

@@ -19,6 +19,7 @@ def kept_tokens(client) -> int:
 
 @pytest.fixture(autouse=True)
 def nothing_stays(client):
+    assert client.post("/flush_cache").status_code == 200
     yield
     assert client.post("/flush_cache?pins=true").status_code == 200
     assert kept_tokens(client) == 0

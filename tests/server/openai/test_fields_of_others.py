@@ -32,7 +32,9 @@ def test_formats_of_answers(client, fields, shape):
 
 def test_a_grammar_that_is_none_is_refused(client):
     answer = client.post("/generate", json={"text": "x", "sampling_params": {"ebnf": "no grammar"}})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "sampling_params.grammar")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "sampling_params.grammar")
+    assert "neither EBNF nor Lark" in error["message"]
 
 
 def test_tokens_of_prompt_and_answer(api, client):

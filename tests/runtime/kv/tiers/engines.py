@@ -35,18 +35,10 @@ def always(core: EngineCore) -> None:
     core.tiers.computed = lambda rows, seconds: None
 
 
-def drain(core: EngineCore) -> None:
-    """Wait until all is written that was to be written so far."""
-    worker = core.tiers.worker
-    worker._gatherer.run(lambda: None).result(60)
-    for tier in worker._tiers.values():
-        tier.lane.run(lambda: None).result(60)
-
-
 def evict(core: EngineCore) -> None:
     """Evict all that can be, as if there were no room, and wait until it is written."""
     core.cache.allocator.release(core.cache.tree.evict(core.cache.tree.num_pages))
-    drain(core)
+    core.tiers.worker.drain()
 
 
 def draw(seed: int, count: int) -> list[int]:

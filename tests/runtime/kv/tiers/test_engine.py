@@ -12,7 +12,7 @@ import torch
 from radix import Namespace
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.kv.tiers.conftest import FlakyStore
-from tests.runtime.kv.tiers.engines import NEW, drain, draw, evict, loaded, open_core, options_of
+from tests.runtime.kv.tiers.engines import NEW, draw, evict, loaded, open_core, options_of
 
 TIERS = ("host", "disk", "store")
 PROMPTS = [draw(0, 150) + draw(i, 40 + 10 * i) for i in range(4)]
@@ -62,10 +62,10 @@ def test_what_is_used_twice_is_written_at_once(tiny_dir, tmp_path, expected):
     core = open_core(tiny_dir, **options_of("host", tmp_path))
     driver = Driver(core)
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
-    drain(core)
+    core.tiers.worker.drain()
     assert core.tiers.worker.stats()["tiers"]["host"]["counts"] == {}
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
-    drain(core)
+    core.tiers.worker.drain()
     driver.flush()
     assert core.cache.tree.num_pages == 0
     assert driver.together(PROMPTS[:1], max_new_tokens=NEW) == expected[:1]
@@ -85,7 +85,7 @@ def test_pages_that_nobody_has_copied_yet_are_copied_by_those_who_write_into_the
     for i, prompt in enumerate(PROMPTS):
         assert driver.together([prompt], max_new_tokens=NEW) == [expected[i]]
         assert loaded(driver, f"r{len(PROMPTS) + i}")["host"] >= 64
-        drain(core)
+        core.tiers.worker.drain()
     core.close()
 
 

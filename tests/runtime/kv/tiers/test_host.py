@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,8 +35,10 @@ class Plain:
         return True
 
 
+# Mostly several blocks at once.
+SIZES = st.one_of(st.integers(1, 25), st.integers(0, 110))
 STEPS = st.one_of(
-    st.tuples(st.just("put"), st.sampled_from(KEYS), st.integers(0, 110), st.sampled_from(TENANTS)),
+    st.tuples(st.just("put"), st.sampled_from(KEYS), SIZES, st.sampled_from(TENANTS)),
     st.tuples(st.just("get"), st.sampled_from(KEYS)),
     st.tuples(st.just("touch"), st.lists(st.sampled_from(KEYS), max_size=3)),
     st.tuples(st.just("delete"), st.lists(st.sampled_from(KEYS), max_size=3)),
@@ -44,7 +47,7 @@ STEPS = st.one_of(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(STEPS, max_size=60))
+@given(st.lists(STEPS, min_size=20, max_size=60))
 def test_random_lives(steps):
     store, plain = HostStore(LIMITS, clock=lambda: 1.0), Plain()
     for step, *given_ in steps:
@@ -76,6 +79,17 @@ def test_random_lives(steps):
         kept = [(entry.key, entry.size, entry.tenant) for entry in store.entries()]
         assert kept == [(key, len(data), tenant) for key, (data, tenant) in plain.blocks.items()]
         assert store.usage() == Usage(sum(size for _, size, _ in kept), len(kept), 100)
+
+
+@pytest.mark.parametrize("use", [lambda store, key: store.get(key), lambda store, key: store.touch([key])])
+def test_a_use_saves_a_block_from_eviction(use):
+    for tenants in (("a", "a", "a"), ("a", "b", "c")):
+        store = HostStore(Limits(2, {"a": 2}))
+        for key, tenant in zip(KEYS[:2], tenants, strict=False):
+            store.put(key, [b"x"], tenant, "evicted")
+        use(store, KEYS[0])
+        store.put(KEYS[2], [b"x"], tenants[2], "evicted")
+        assert store.contains_many(KEYS[:3]) == [True, False, True]
 
 
 def test_an_entry_tells_of_its_uses():

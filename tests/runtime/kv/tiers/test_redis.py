@@ -141,7 +141,7 @@ def test_passwords_and_tls(tmp_path):
     with running_redis(*user, *map(str, tls), "--tls-port", str(tls_port)) as plain:
         authority = f"ssl_ca_certs={certificate}"
         for address in (f"redis://ramet:secret@127.0.0.1:{plain.port}", f"rediss://ramet:secret@127.0.0.1:{tls_port}"):
-            store = RedisStore(f"{address}/0?{authority if address.startswith('rediss') else ''}")
+            store = RedisStore(f"{address}/0?{authority if address.startswith('rediss') else ''}", LIMIT_S)
             assert put(store, ALICE[0])
             assert FORM.decode(store.get(ALICE[0].key), ALICE[0]) == payload_of(ALICE[0])
             assert store.erase("alice") == 1
@@ -151,7 +151,7 @@ def test_passwords_and_tls(tmp_path):
             (f"redis://127.0.0.1:{plain.port}/0", "authenticated"),
             (f"rediss://ramet:guess@127.0.0.1:{tls_port}/0", "CERTIFICATE_VERIFY_FAILED"),
         ):
-            store = RedisStore(address)
+            store = RedisStore(address, LIMIT_S)
             with pytest.raises(OSError, match=words) as error:
                 put(store, ALICE[0])
             assert "guess" not in str(error.value)

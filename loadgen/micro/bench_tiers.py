@@ -1,0 +1,268 @@
+"""`ramet bench tiers`: time to first token from each tier, steps while tiers are busy, hits on a trace, in process.
+
+The disk's figures are read from the disk: its files leave the page cache first (`posix_fadvise`, DONTNEED).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+
+from loadgen.http.files import write_json
+from loadgen.http.tables import make_table
+from loadgen.micro.bench_policies import read_trace
+from loadgen.micro.drive import Drive
+from loadgen.micro.tier_trace import Replay, infinite
+from runtime.config import make_config
+from runtime.models.resolve import resolve_model
+
+PARTS = ("ttft", "steps", "trace", "restart", "writes")
+Figures = dict[str, dict[str, list[float]]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options."""
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all of them")
+    parser.add_argument("--model", help="default: the default model")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of each figure (default: 7)")
+    parser.add_argument("--prefix", type=int, default=4096, help="tokens of the prefix (default: 4096)")
+    parser.add_argument("--question", type=int, default=128, help="tokens behind it (default: 128)")
+    parser.add_argument("--kv-store", help="redis://... or dir:PATH; default: a directory")
+    parser.add_argument("--directory", type=Path, help="of the disk tier, on the disk to be measured; default: /tmp's")
+    parser.add_argument("--requests", type=int, default=64, help="of each round of steps and writes (default: 64)")
+    parser.add_argument("--trace", type=Path, help="JSONL with timestamp and hash_ids, as Mooncake's have")
+    parser.add_argument("--trace-requests", type=int, default=2000, help="leading requests of it (default: 2000)")
+    parser.add_argument("--trace-pool", type=int, default=1000, help="its blocks that the pool holds (default: 1000)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the restart's hit ratio over time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure and print tables."""
+    bench, figures, console = Bench(arguments), dict[str, Any](), Console()
+    for part in arguments.parts:
+        if part in ("trace", "restart") and arguments.trace is None:
+            console.print(f"{part}: left out, for it needs --trace")
+            continue
+        figures[part] = getattr(bench, part)()
+        console.print(*_tables(part, figures[part], bench))
+    if arguments.plot and "restart" in figures:
+        _plot(figures["restart"], arguments.plot)
+    if arguments.json:
+        write_json(arguments.json, figures)
+    return 0
+
+
+class Bench:
+    """The figures, each a list with a value for every round."""
+
+    def __init__(self, arguments: argparse.Namespace):
+        self.arguments = arguments
+        given = {} if arguments.model is None else {"model": arguments.model}
+        self._path = resolve_model(make_config(**given).model)
+
+    @contextmanager
+    def _directory(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(dir=self.arguments.directory, prefix="ramet-tiers-") as name:
+            yield Path(name)
+
+    def _tiers(self, directory: Path) -> dict[str, dict[str, Any]]:
+        store = self.arguments.kv_store or f"dir:{directory / 'store'}"
+        return {
+            "host": {"host_memory": 4.0},
+            "disk": {"disk_cache": directory / "disk", "disk_space": 20.0},
+            "store": {"kv_store": store},
+        }
+
+    # -- time to first token ---------------------------------------------------------------------------------
+
+    def ttft(self) -> Figures:
+        """Milliseconds to the first token of a prefix and a question: computed, from the pool, and from each tier."""
+        found: Figures = {"milliseconds": {}}
+        values = found["milliseconds"]
+        with self._directory() as directory:
+            tiers = self._tiers(directory)
+            drives = {name: Drive(self._path, pool_memory=2.0, **options) for name, options in tiers.items()}
+            for drive in drives.values():  # kernels, threads and rates are warm
+                self._first(drive, drive.text(256))
+            for _ in track(range(self.arguments.rounds), description="first tokens"):
+                for name, drive in drives.items():
+                    prefix = drive.text(self.arguments.prefix)
+                    values.setdefault("computed", []).append(self._ask(drive, prefix))
+                    values.setdefault("pool", []).append(self._ask(drive, prefix))
+                    _evict(drive)
+                    if name == "disk":
+                        _drop_page_cache(directory / "disk")
+                    values.setdefault(name, []).append(self._ask(drive, prefix, name))
+                    drive.end()
+            for drive in drives.values():
+                drive.close()
+        return found
+
+    def _ask(self, drive: Drive, prefix: Any, tier: str | None = None) -> float:
+        before = _loaded(drive, tier)
+        milliseconds = self._first(drive, prefix + drive.text(self.arguments.question))
+        if tier is not None and _loaded(drive, tier) - before < len(prefix) * 0.9:
+            raise RuntimeError(f"the prefix did not come from {tier}")
+        return milliseconds
+
+    def _first(self, drive: Drive, prompt: Any) -> float:
+        started = time.perf_counter()
+        drive.add(prompt, 1)
+        drive.first_tokens()
+        milliseconds = 1e3 * (time.perf_counter() - started)
+        drive.finish()
+        return milliseconds
+
+    # -- steps and writes ------------------------------------------------------------------------------------
+
+    def steps(self) -> Figures:
+        """Milliseconds of steps while prompts come whose prefixes the pool cannot hold, without and with all tiers."""
+        return self._both(self._busy_steps, {"p50, ms": 0, "p99, ms": 1}, pool_tokens=4096)
+
+    def writes(self) -> Figures:
+        """Prompt and output tokens a second where all prefixes are used four times, so are written; none is loaded."""
+        return self._both(self._shared, {"tokens/s": 0}, pool_memory=2.0)
+
+    def _both(self, measure: Callable[[Drive], list[float]], names: dict[str, int], **options: Any) -> Figures:
+        found: Figures = {name: {"without": [], "with": []} for name in names}
+        with self._directory() as directory:
+            tiers = {name: value for part in self._tiers(directory).values() for name, value in part.items()}
+            drives = {"without": Drive(self._path, **options), "with": Drive(self._path, **options, **tiers)}
+            for drive in drives.values():
+                self._first(drive, drive.text(256))
+            for number in track(range(self.arguments.rounds), description="without and with tiers"):
+                order = list(drives.items())
+                for which, drive in order if number % 2 else reversed(order):  # neither is always the first
+                    values = measure(drive)
+                    for name, place in names.items():
+                        found[name][which].append(values[place])
+            for drive in drives.values():
+                drive.close()
+        return found
+
+    def _busy_steps(self, drive: Drive) -> list[float]:
+        """Up to four requests decode, while prompts of 512 tokens come that go on from one of 16 prefixes."""
+        prefixes = [drive.text(448) for _ in range(16)]
+        times = []
+        for number in range(self.arguments.requests):
+            drive.add(prefixes[7 * number % 16] + drive.text(64), 16)
+            while len(drive.core.requests) >= 4:
+                times.append(drive.step())
+        times += drive.finish()
+        drive.end()
+        cuts = statistics.quantiles(times, n=100)
+        return [1e3 * cuts[49], 1e3 * cuts[98]]
+
+    def _shared(self, drive: Drive) -> list[float]:
+        started, tokens = time.perf_counter(), 0
+        for _ in range(max(self.arguments.requests // 4, 1)):
+            prefix = drive.text(480)
+            for _ in range(4):
+                drive.add(prefix + drive.text(96), 32)
+                tokens += 576 + 32
+            drive.finish()
+        seconds = time.perf_counter() - started
+        drive.end()
+        return [tokens / seconds]
+
+    # -- a trace ---------------------------------------------------------------------------------------------
+
+    def trace(self) -> Figures:
+        """Percent of a trace's tokens that came from the cache, and tokens computed, with more and more floors."""
+        trace = [blocks for _, blocks in read_trace(self.arguments.trace)[: self.arguments.trace_requests]]
+        found: Figures = {"cached, %": {}, "prefill tokens": {}}
+        pool = self.arguments.trace_pool
+        for name in ("pool", "+ host, 4 x pool", "+ disk"):
+            with self._directory() as directory, Replay(pool, name, directory) as replay:
+                for blocks in track(trace, description=name):
+                    replay.ask(blocks)
+                found["cached, %"][name] = [100 * sum(replay.cached) / sum(replay.tokens)]
+                found["prefill tokens"][name] = [sum(replay.tokens) - sum(replay.cached)]
+        found["cached, %"]["infinite"] = [100 * infinite(trace)]
+        return found
+
+    def restart(self) -> Figures:
+        """Percent that came from the cache, in each twentieth of a trace; the server is started anew in the middle."""
+        trace = [blocks for _, blocks in read_trace(self.arguments.trace)[: self.arguments.trace_requests]]
+        found: Figures = {"cached, %": {}}
+        size = max(len(trace) // 20, 1)
+        for name in ("pool", "+ disk"):
+            with self._directory() as directory, Replay(self.arguments.trace_pool, name, directory) as replay:
+                for number, blocks in enumerate(track(trace, description=f"restart: {name}")):
+                    if number == len(trace) // 2:
+                        replay.restart()
+                    replay.ask(blocks)
+                parts = [slice(start, start + size) for start in range(0, size * 20, size)]
+                shares = [100 * sum(replay.cached[p]) / max(sum(replay.tokens[p]), 1) for p in parts]
+                found["cached, %"][name] = shares
+        return found
+
+
+def _evict(drive: Drive) -> None:
+    """Evict all that can be, and wait until it is written."""
+    cache = drive.core.cache
+    cache.allocator.release(cache.tree.evict(cache.tree.num_pages))
+    assert drive.core.tiers is not None
+    drive.core.tiers.worker.drain()
+
+
+def _loaded(drive: Drive, tier: str | None) -> int:
+    assert drive.core.tiers is not None
+    return drive.core.tiers.loaded_tokens[tier] if tier else 0
+
+
+def _drop_page_cache(directory: Path) -> None:
+    for path in directory.rglob("*.kv"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def _tables(part: str, figures: Figures, bench: Bench) -> Iterator[Any]:
+    title = (getattr(Bench, part).__doc__ or "").strip()
+    for name, rows in figures.items():
+        if part == "restart":
+            lines = [[f"{5 * i}", *(f"{values[i]:.1f}" for values in rows.values())] for i in range(20)]
+            yield make_table(title, [f"{name}, from % on", *rows], lines, left=0)
+            continue
+        first = statistics.median(next(iter(rows.values())))
+        lines = []
+        for row, values in rows.items():
+            low, high = _interval(values)
+            middle = statistics.median(values)
+            lines.append([row, f"{middle:.4g}", f"{low:.4g} to {high:.4g}", f"{middle / first:.3f}", f"{len(values)}"])
+        yield make_table(f"{title}", [name, "median", "middle half", "beside the first", "rounds"], lines, left=1)
+
+
+def _interval(values: list[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, high
+
+
+def _plot(figures: Figures, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for name, shares in figures["cached, %"].items():
+        axes.plot([5 * (i + 0.5) for i in range(len(shares))], shares, marker="o", markersize=4, label=name)
+    axes.axvline(50, color="k", linestyle=":", label="restart")
+    axes.set(xlabel="share of the trace, %", ylabel="tokens from the cache, %")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)

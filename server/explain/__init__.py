@@ -1,0 +1,1 @@
+"""Reasons for cache misses: rendered prompts compared, earlier answers remembered."""

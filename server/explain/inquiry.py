@@ -1,0 +1,197 @@
+"""A request's question why it missed the cache, and the answer; the one door for routes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from radix.node import TOKEN_BYTES, common_tokens
+from runtime.errors import RametError
+from runtime.frontend.output import Output, PlacedPrompt, Submission
+from runtime.frontend.stream import OutputStream
+from runtime.models.tokenizer import Tokenizer
+from runtime.protocol import Lookup
+from server.auth.keys import PUBLIC
+from server.context import Context
+from server.explain.answers import EarlyParting
+from server.explain.compare import Parting, find_parting
+from server.explain.parts import Conversation
+from server.explain.reason import DIFFER, LEFT, Explanation, Reason
+
+log = logging.getLogger("ramet.explain")
+
+# Makes the conversation that a prompt renders, when it is needed; raises RametError.
+MakeConversation = Callable[[], Conversation | None]
+
+
+def plain_text() -> None:
+    """No conversation: the prompt is plain text, or its messages are not known."""
+
+
+def ask(
+    context: Context,
+    submissions: list[Submission],
+    explain: bool,
+    earlier: str | None,
+    conversation: MakeConversation = plain_text,
+) -> Inquiry | None:
+    """The inquiry of a call that asks for one: `explain`, or the id of an earlier answer; see `Inquiry`."""
+    return Inquiry(context, submissions, earlier, conversation) if explain or earlier is not None else None
+
+
+class Inquiry:
+    """The question of one call, made before its prompts are submitted.
+
+    Args:
+        context: of the server.
+        submissions: the call's; each is told to report its look-up.
+        earlier: id of an earlier answer of the same account, whose prompt is compared; None: the nearest cached one.
+        conversation: of the one prompt; default: prompts are plain text.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        submissions: list[Submission],
+        earlier: str | None = None,
+        conversation: MakeConversation = plain_text,
+    ):
+        self._tokenizer = context.engine.tokenizer
+        self._submissions = submissions
+        self._earlier = earlier
+        self._asked = None if earlier is None else context.answers.find(submissions[0].account, earlier)
+        self._conversation = conversation
+        for submission in submissions:
+            submission.explain = True
+
+    async def explain(self, outputs: OutputStream, output: Output) -> Explanation:
+        """The reason for the prompt of an Output, any of its completion's with tokens."""
+        found: list[Explanation] = []
+        await outputs.in_turn(lambda: found.append(self._explain(output)))
+        return found[0]
+
+    def _explain(self, output: Output) -> Explanation:
+        submission, lookup = self._submissions[output.index], output.lookup
+        length, page = output.prompt_tokens, 1 if lookup is None else lookup.page_size
+
+        def because(reason: Reason, message: str, parting: Parting | None = None) -> Explanation:
+            gone_s = lookup.gone_s if lookup is not None and reason in ("evicted", "expired", "flushed") else None
+            compared = self._earlier or ("nearest" if parting else None)
+            return Explanation(reason, message, length, output.cached_tokens, compared, parting, gone_s)
+
+        if lookup is None:
+            placed = isinstance(submission.prompt, PlacedPrompt) or output.reuse is not None
+            never = "the request ended before its prompt was looked up"
+            reused = "this prompt's KV is reused in other ways than by prefix: see `reuse`"
+            return because("unavailable", reused if placed else never)
+        if lookup.readable < 0:
+            return because("not_stored", "the prefix cache is off")
+        if lookup.readable < min(lookup.found, length - 1):
+            wanted = f"log-probabilities are wanted, so that tokens from {lookup.readable} on are computed"
+            return because("not_read", wanted)
+        if length <= page and not output.cached_tokens:
+            return because("too_short", f"the prompt has {length} tokens, and only whole pages of {page} are kept")
+        if lookup.found >= (length - 1) // page * page:
+            return because("hit", f"all that is kept of such a prompt was read: {output.cached_tokens} tokens")
+        if self._earlier is not None:
+            return self._beside_earlier(submission, lookup, because)
+        if lookup.why is not None:
+            return because(*_left(lookup))
+        if not lookup.found or not lookup.other:
+            known = f"the first {lookup.found} tokens are" if lookup.found else "nothing of this prompt is"
+            return because("never_here", f"{known} in the cache; {_unknown(lookup)}")
+        other = None if submission.namespace.tenant == PUBLIC else lookup.other
+        parting = self._part(submission, lookup.found, other)
+        return because(*_differs(parting, "the nearest cached prompt"), parting)
+
+    def _beside_earlier(
+        self, submission: Submission, lookup: Lookup, because: Callable[..., Explanation]
+    ) -> Explanation:
+        """The reason beside the prompt of an earlier answer."""
+        asked, named = self._asked, f"the prompt of {self._earlier}"
+        if asked is None:
+            return because("comparison_not_found", f"no answer {self._earlier!r} of this key is remembered")
+        if asked.namespace != submission.namespace:
+            return because("other_salt", f"{named} has another cache_salt or cache_scope, and shares no pages with it")
+        shared = common_tokens(submission.tokens, 0, asked.tokens)
+        other = asked.tokens[shared * TOKEN_BYTES :]
+        parting = self._part(submission, shared, other) if other else None
+        if lookup.found < shared // lookup.page_size * lookup.page_size:
+            if lookup.why is not None:
+                return because(*_left(lookup), parting)
+            missing = f"but the cache ends at token {lookup.found}; {_unknown(lookup)}"
+            return because("not_stored", f"{named} has the same first {shared} tokens, {missing}")
+        if parting is None:
+            return because("hit", f"all of {named} was read from the cache: {shared} tokens; what follows is new")
+        return because(*_differs(parting, named), parting)
+
+    def _part(self, submission: Submission, token: int, other: bytes | None) -> Parting:
+        return _parting(self._tokenizer, submission, token, other, self._conversation)
+
+
+async def explained(inquiry: Inquiry | None, outputs: OutputStream, output: Output) -> dict[str, Any]:
+    """The field `explain`, if it is asked for, at the end of a prompt's first completion."""
+    if inquiry is None or output.choice or output.finish is None:
+        return {}
+    return {"explain": (await inquiry.explain(outputs, output)).describe()}
+
+
+def _parting(
+    tokenizer: Tokenizer, submission: Submission, token: int, other: bytes | None, conversation: MakeConversation
+) -> Parting:
+    try:
+        made = conversation()
+    except RametError:  # such as a document that was deleted meanwhile
+        made = None
+    return find_parting(tokenizer, submission.tokens, token, other, made)
+
+
+def _unknown(lookup: Lookup) -> str:
+    return f"no more of it has left within the {_seconds(lookup.known_s)} s that are remembered"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
+
+
+def _left(lookup: Lookup) -> tuple[Reason, str]:
+    reason, text = LEFT[str(lookup.why)]
+    return reason, f"what follows the first {lookup.found} tokens {text.format(_seconds(lookup.gone_s))}"
+
+
+def _differs(parting: Parting, other: str) -> tuple[Reason, str]:
+    verb = "differ" if parting.part.kind == "tools" else "differs"
+    place = f"at token {parting.token}, behind {parting.offset} characters of it"
+    same = ", where the same text has other tokens" if parting.same_text else ""
+    return DIFFER[parting.part.kind], f"{parting.part} {verb} from {other}: {place}{same}"
+
+
+async def remember(
+    context: Context,
+    outputs: OutputStream,
+    submission: Submission,
+    conversation: MakeConversation = plain_text,
+    answer: str | None = None,
+) -> None:
+    """Remember a submitted prompt for comparisons; a habit of parting early is counted, and logged once."""
+    if isinstance(submission.prompt, PlacedPrompt) and submission.prompt.reuse is not None:
+        return  # its own tokens are not all that it reads
+    if not submission.store:
+        return
+    parting = context.answers.add(submission, answer)
+    if parting is None:
+        return
+    context.metrics.early_partings.inc()
+    if parting.new:
+        await outputs.in_turn(lambda: _tell(context, submission, parting, conversation))
+
+
+def _tell(context: Context, submission: Submission, parting: EarlyParting, conversation: MakeConversation) -> None:
+    found = _parting(context.engine.tokenizer, submission, parting.token, parting.other, conversation)
+    whose = context.tenant_name(submission.namespace.tenant) or "everybody"
+    log.warning(
+        "prompts of %s keep parting at token %d, behind %d characters of %s, and go on alike: none of that is reused",
+        *(whose, found.token, found.offset, found.part),
+    )
+    log.debug("there they go on with %r and %r", found.here, found.there)

@@ -1,0 +1,83 @@
+"""A miss in words: the typed reason, the place, the time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from server.explain.compare import Parting
+
+Reason = Literal[
+    "hit", "never_here", "tools_differ", "system_differs", "messages_differ", "prompt_differs", "evicted", "expired",
+    "flushed", "other_salt", "too_short", "not_stored", "not_read", "comparison_not_found", "unavailable",
+]  # fmt: skip
+DIFFER: dict[str, Reason] = {
+    **{"tools": "tools_differ", "system": "system_differs", "message": "messages_differ", "prompt": "prompt_differs"}
+}
+# By the cause for which pages left the tree.
+LEFT: dict[str, tuple[Reason, str]] = {
+    "room": ("evicted", "was evicted {} s ago: room was needed"),
+    "quota": ("evicted", "was evicted {} s ago: the tenant was over its quota"),
+    "flush": ("flushed", "was flushed {} s ago"),
+    "expired": ("expired", "was evicted {} s ago: its time to be kept was over"),
+}
+_OPENAI = {"tools_differ": "tools_changed"} | dict.fromkeys(
+    ("system_differs", "messages_differ", "prompt_differs"), "input_changed"
+)
+_ANTHROPIC = {"tools_differ": "tools_changed", "system_differs": "system_changed"} | dict.fromkeys(
+    ("messages_differ", "prompt_differs"), "messages_changed"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The reason why a prompt's KV was not read from the cache beyond its first `cached` tokens.
+
+    Attributes:
+        reason: its type; `hit` where nothing else could have been read.
+        message: for people.
+        prompt, cached: tokens.
+        compared_with: an earlier answer's id, or `nearest`, the nearest cached prompt; None: with none.
+        parting: from that one, if they part.
+        gone_s: seconds since the first missing page left the cache.
+    """
+
+    reason: Reason
+    message: str
+    prompt: int
+    cached: int
+    compared_with: str | None = None
+    parting: Parting | None = None
+    gone_s: float | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """As answers of Ramet's routes have it."""
+        return {
+            **{"reason": self.reason, "message": self.message, "prompt_tokens": self.prompt},
+            **{"cached_tokens": self.cached, "missed_tokens": self.prompt - self.cached},
+            "compared_with": self.compared_with,
+            "parting": None if self.parting is None else self.parting.describe(),
+            "gone_s": None if self.gone_s is None else round(self.gone_s, 3),
+        }
+
+    def openai(self) -> dict[str, Any]:
+        """OpenAI's `prompt_cache_diagnostics`, which has no reasons for what left the cache."""
+        if self.reason == "hit":
+            return {"type": "cache_hit"}
+        if self.reason == "comparison_not_found":
+            return {"type": "comparison_response_not_found"}
+        if self.reason not in _OPENAI:
+            return {"type": "unavailable"}
+        told = {"type": "cache_miss", "reason": _OPENAI[self.reason], "cache_missed_tokens": self.prompt - self.cached}
+        return told | ({} if self.parting is None else {"comparison_reusable_tokens": self.parting.token})
+
+    def anthropic(self) -> dict[str, Any] | None:
+        """Anthropic's `diagnostics`; None where nothing was missed."""
+        if self.reason == "hit":
+            return None
+        if self.reason == "comparison_not_found":
+            return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+        if self.reason not in _ANTHROPIC:
+            return {"cache_miss_reason": {"type": "unavailable"}}
+        missed = {"cache_missed_input_tokens": self.prompt - self.cached}
+        return {"cache_miss_reason": {"type": _ANTHROPIC[self.reason], **missed}}

@@ -1,0 +1,139 @@
+"""Tiers over HTTP: what answers say of them, what is never stored, attach and detach, and tenants that are erased."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+import pytest
+
+from server.admin.cache import Prefix
+from server.prewarm import BadPrewarm, read_prewarm
+
+BOSS = {"authorization": "Bearer boss-secret-key"}
+ALICE = {"authorization": "Bearer alice-secret-key"}
+IDS = [(7 * i * i + 11) % 4000 + 100 for i in range(200)]
+
+
+def ask(server, route="/generate", key=ALICE, **fields):
+    body = {"/generate": {"input_ids": IDS, "sampling_params": {"max_new_tokens": 1, "temperature": 0}}}.get(
+        route, {"model": "tiny", "max_tokens": 1, "temperature": 0}
+    )
+    answer = httpx.post(f"{server.url}{route}", json=body | fields, headers=key, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def cached(server, key=ALICE):
+    return ask(server, key=key)["meta_info"]["cached_tokens"]
+
+
+def act(server, method, path, key=BOSS, **options):
+    return httpx.request(method, f"{server.url}{path}", headers=key, timeout=60, **options)
+
+
+@pytest.fixture(autouse=True)
+def empty(guarded):
+    assert act(guarded, "POST", "/flush_cache?tiers=true").json()["success"]
+
+
+def test_an_answer_says_which_tier_had_its_tokens(guarded):
+    assert "cached_tokens_by_tier" not in ask(guarded)["meta_info"]
+    assert "cached_tokens_by_tier" not in ask(guarded)["meta_info"], "from the pool, and now written to the host"
+    until = time.monotonic() + 60
+    while act(guarded, "GET", "/cache/tiers").json()["tiers"]["host"]["counts"].get("written", 0) < 3:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    act(guarded, "POST", "/flush_cache")
+    meta = ask(guarded)["meta_info"]
+    assert meta["cached_tokens_by_tier"] == {"pool": 0, "host": 192}
+    assert meta["cached_tokens"] == 192
+    assert act(guarded, "GET", "/cache/tiers").json()["loaded_tokens_by_tier"]["host"] >= 192
+    text = act(guarded, "GET", "/metrics").text
+    assert "ramet:tier_loaded_tokens_total{model_name=" in text
+    assert "ramet:tier_open{model_name=" in text
+
+
+def test_every_route_may_ask_that_nothing_is_stored(guarded):
+    model = act(guarded, "GET", "/v1/models").json()["data"][0]["id"]
+    for route, fields in (
+        ("/generate", {}),
+        ("/v1/completions", {"model": model, "prompt": IDS[::-1]}),
+        ("/v1/chat/completions", {"model": model, "messages": [{"role": "user", "content": "so it is " * 20}]}),
+    ):
+        before = act(guarded, "GET", "/cache/stats").json()["pages_tree"]
+        ask(guarded, route, **fields, cache={"store": False})
+        assert act(guarded, "GET", "/cache/stats").json()["pages_tree"] == before, route
+        ask(guarded, route, **fields)
+        assert act(guarded, "GET", "/cache/stats").json()["pages_tree"] > before, route
+    refused = act(guarded, "POST", "/generate", json={"text": "a", "cache": {"store": "no"}})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "cache.store"
+
+
+def test_a_tenant_is_erased(guarded):
+    assert cached(guarded) == cached(guarded, BOSS) == 0
+    assert cached(guarded) == cached(guarded, BOSS) == 192
+    done = act(guarded, "DELETE", "/cache/tenants/alice").json()
+    assert done["erased_tokens"] >= 192
+    assert done["erased_blocks"].keys() == {"host"}
+    assert cached(guarded) == 0
+    assert cached(guarded, BOSS) == 192
+    assert act(guarded, "DELETE", "/cache/tenants/eve").status_code == 404
+    assert act(guarded, "DELETE", "/cache/tenants/boss", key=ALICE).status_code == 403
+
+
+def test_tiers_are_attached_and_detached(guarded, tmp_path):
+    disk = {"path": str(tmp_path / "disk"), "space": 1}
+    assert act(guarded, "PUT", "/cache/tiers/disk", json=disk).json() == {"tiers": ["host", "disk"]}
+    assert act(guarded, "PUT", "/cache/tiers/disk", json=disk).status_code == 409
+    assert set(act(guarded, "GET", "/cache/tiers").json()["tiers"]) == {"host", "disk"}
+    assert act(guarded, "DELETE", "/cache/tiers/disk").json() == {"success": True}
+    assert act(guarded, "DELETE", "/cache/tiers/disk").status_code == 404
+    assert act(guarded, "PUT", "/cache/tiers/disk", json=disk, key=ALICE).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        ("host", {}),
+        ("host", {"space": 1, "path": "/tmp"}),
+        ("disk", {"path": "x"}),
+        ("store", {"address": "ftp://x"}),
+        ("tape", {"space": 1}),
+    ],
+)
+def test_a_tier_that_cannot_be_meant_is_refused(guarded, name, body):
+    assert act(guarded, "PUT", f"/cache/tiers/{name}", json=body).status_code == 400
+
+
+def test_prompts_are_computed_at_the_start(guarded):
+    """Before the first test has flushed them."""
+    until = time.monotonic() + 60
+    while "--prewarm: " not in (log := guarded.log.read_text()) or "are there" not in log:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert "prompt 2 is left out: there is no API key named 'eve'" in log
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{}", "line 1: exactly one of"),
+        ('{"text": "a"}\n{"txt": "a"}', "line 2: txt: "),
+        ("[", "line 1: JSON: "),
+        ('{"text": "a", "input_ids": [1]}', "exactly one"),
+    ],
+)
+def test_a_file_of_prompts_with_a_mistake_names_its_line(tmp_path, text, reason):
+    (tmp_path / "prompts").write_text(text)
+    with pytest.raises(BadPrewarm, match=reason):
+        read_prewarm(tmp_path / "prompts")
+
+
+def test_a_file_of_prompts(tmp_path):
+    (tmp_path / "prompts").write_text('{"text": "a"}\n\n{"input_ids": [1, 2], "cache_salt": "s"}\n')
+    assert read_prewarm(tmp_path / "prompts") == [Prefix(text="a"), Prefix(input_ids=[1, 2], cache_salt="s")]
+    assert read_prewarm(None) == []
+    with pytest.raises(BadPrewarm, match="cannot be read"):
+        read_prewarm(tmp_path / "nowhere")
