@@ -208,9 +208,7 @@ class Conversation(Body):
     IGNORED = frozenset(
         {"metadata", "service_tier", "inference_geo", "speed", "user_profile_id", "workspace_id", "betas"}
     )
-    NEUTRAL: ClassVar[Mapping[str, fields.Values]] = {
-        **{"container": ("",), "mcp_servers": ([],), "diagnostics": ({}, {"previous_message_id": None})},
-    }
+    NEUTRAL: ClassVar[Mapping[str, fields.Values]] = {"container": ("",), "mcp_servers": ([],)}
     NAMES: ClassVar[dict[str, str]] = {
         **{"prompt": "messages", "max_new_tokens": "max_tokens", "stop": "stop_sequences", "keep": "cache_control"},
         **{"json_schema": "output_config.format.schema", "continue_final_message": "messages"},
