@@ -209,7 +209,7 @@ class Conversation(Body):
         {"metadata", "service_tier", "inference_geo", "speed", "user_profile_id", "workspace_id", "betas"}
     )
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = {
-        **{"container": ("",), "mcp_servers": ([],), "diagnostics": ({}, {"previous_message_id": None})},
+        **{"container": ("",), "mcp_servers": ([],)},
     }
     NAMES: ClassVar[dict[str, str]] = {
         **{"prompt": "messages", "max_new_tokens": "max_tokens", "stop": "stop_sequences", "keep": "cache_control"},
