@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from loadgen.accuracy.forced import Ask, Asker
 from loadgen.accuracy.parts import TASKS, Item
 from loadgen.http.files import write_json
 from loadgen.http.tables import make_table, markdown_table, wide_console
+from loadgen.micro.intervals import interval
 from runtime.config import make_config
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
@@ -28,7 +29,6 @@ FULL = "full attention"
 BATCH = 8
 # Greedy tokens beyond the length of the right answer.
 _MORE = 4
-_DRAWS = 2000
 COLUMNS = ("task", "", "NLL", "more than full [95 %]", "KL [95 %]", "KL, p95", "right, %", "points to full [95 %]")
 
 # By way: "nll", nats a token, and "right", a value for each item; "kl", nats, a list of its tokens for each item.
@@ -148,15 +148,6 @@ def task_rows(task: str, figures: Figures, seed: int = 0) -> Iterator[list[str]]
             cells[5] = f"{np.percentile(tokens, 95):.4f}"
             cells[7] = _show(100 * (right - np.array(full["right"])), rng, "+.1f")
         yield cells
-
-
-def interval(
-    values: np.ndarray, rng: np.random.Generator, statistic: Callable[..., np.ndarray] = np.mean
-) -> tuple[float, float]:
-    """95 % bootstrap interval of the mean, or of another statistic that takes an axis."""
-    drawn = statistic(values[rng.integers(len(values), size=(_DRAWS, len(values)))], axis=1)
-    low, high = np.percentile(drawn, (2.5, 97.5))
-    return float(low), float(high)
 
 
 def _show(values: np.ndarray, rng: np.random.Generator, form: str) -> str:

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from loadgen.accuracy.bench_quality import COLUMNS, Figures, interval, task_rows
+from loadgen.accuracy.bench_quality import COLUMNS, Figures, task_rows
 from loadgen.accuracy.sections import Section
 from loadgen.micro.documents import FULL, PREFIX
+from loadgen.micro.intervals import interval
 
 # As the A3 paper has them: averages over LongBench with Llama-3-8B, 44.9 by full prefill.
 _LONGBENCH = {"full": 6.4, "pie": 40.3, "cacheblend": 40.2, "legolink": 40.0, "a3": 43.2}

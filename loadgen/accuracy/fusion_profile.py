@@ -12,11 +12,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tqdm import tqdm
 
-from loadgen.accuracy.bench_quality import FULL, interval
+from loadgen.accuracy.bench_quality import FULL
 from loadgen.accuracy.documents import ways_of
 from loadgen.accuracy.forced import Asker
 from loadgen.http.prose import Prose
 from loadgen.micro.documents import METHODS, row_share, ways
+from loadgen.micro.intervals import interval
 from runtime.config import Config
 from runtime.errors import ModelError
 from runtime.models.resolve import resolve_model

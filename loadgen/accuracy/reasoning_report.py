@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from loadgen.accuracy.bench_quality import interval
 from loadgen.accuracy.sections import Section
+from loadgen.micro.intervals import interval
 
 # As the ReasonCache paper has them, means over seven tasks of each of three models of 14 to 32 billion weights.
 PUBLISHED = (

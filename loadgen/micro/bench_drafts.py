@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.progress import track
 
-from loadgen.accuracy.bench_quality import interval
 from loadgen.http.files import write_json
 from loadgen.http.prose import Prose
 from loadgen.http.tables import make_table, markdown_table, wide_console
+from loadgen.micro.intervals import interval
 from runtime.engine.offline import Engine
 
 _COLUMNS = (
