@@ -175,7 +175,7 @@ def test_the_tables_have_every_option_with_its_default(capsys):
     defaults = {row[0].strip("| `-").replace("-", "_"): row[1].strip("`") for row in rows}
     assert defaults["page_size"] == str(CacheConfig().page_size)
     named = ("prefix_cache", "eviction_policy", "pin_budget", "kv_events")
-    assert [defaults[name] for name in named] == ["on", "lru", "0.5", ""]
+    assert [defaults[name] for name in named] == ["on", "foresight", "0.5", ""]
     assert all(row[2] == f"{field.description} |" for row, field in zip(rows, options.values(), strict=True))
 
 

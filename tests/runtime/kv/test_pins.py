@@ -137,7 +137,8 @@ def test_a_node_is_pinned_where_it_lies(driver):
     assert cache.tree.num_pinned_pages == cache.tree.num_pages == 3
 
 
-def test_a_request_that_waits_for_room_is_one_use_of_its_prefix(driver):
+def test_a_request_that_waits_for_room_is_one_use_of_its_prefix(tiny_dir):
+    driver = Driver(make_core(tiny_dir, pool_tokens=640, drafts="off"))
     driver.together([PREFIX], max_new_tokens=1)
     tree = driver.core.cache.tree
     driver.add("big", [7] * 400, max_new_tokens=60)

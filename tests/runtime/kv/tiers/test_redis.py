@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from loadgen.redis_server import PROGRAM, SlowWay, free_port, running_redis
+from loadgen.faults.redis_server import PROGRAM, SlowWay, free_port, running_redis
 from runtime.errors import ModelError
 from runtime.kv.tiers.guard import GuardedStore
 from runtime.kv.tiers.opening import open_shared
