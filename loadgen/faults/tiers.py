@@ -20,8 +20,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from loadgen.faults.server import Finding
 from loadgen.faults.redis_server import PROGRAM, SlowWay, running_redis
+from loadgen.faults.server import Finding
 from radix import Namespace
 from runtime.kv.tiers.block import Block, Fingerprint, Format, read_head
 from runtime.kv.tiers.disk import DiskStore
