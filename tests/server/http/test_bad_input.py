@@ -262,14 +262,17 @@ def test_the_openapi_document_is_complete(client):
 
 @pytest.fixture
 def things(client) -> Iterator[dict[str, str]]:
-    """Values of the parameters of paths: one thing of each kind is there; and one pin."""
+    """Values of the parameters of paths: one thing of each kind is there; a pin, a tier, and a kept prompt."""
+    assert client.put("/cache/tiers/host", json={"space": 0.01}).status_code == 200
     pin = client.post("/cache/pin", json={"text": "Once upon a time, " * 8}).json()["id"]
     client.post("/v1/schemas", json={"pml": "<schema name='smollm2'>Once</schema>"})
     document = client.post("/v1/documents", json={"text": "Once", "encode": False}).json()["id"]
-    response = client.post("/v1/responses", json={"input": "Once", "max_output_tokens": 1}).json()["id"]
+    kept = {"input": "Once upon a time, " * 8, "max_output_tokens": 1, "prompt_cache_options": {"ttl": "30m"}}
+    response = client.post("/v1/responses", json=kept).json()["id"]
     yield {"{name}": "smollm2", "{document_id}": document, "{response_id}": response}
-    made = (f"/cache/pins/{pin}", "/v1/schemas/smollm2", f"/v1/documents/{document}", f"/v1/responses/{response}")
-    assert [client.delete(path).status_code for path in made] == [200] * 4
+    made = [f"/cache/pins/{pin}", "/v1/schemas/smollm2", f"/v1/documents/{document}", f"/v1/responses/{response}"]
+    assert [client.delete(path).status_code for path in [*made, "/cache/tiers/host"]] == [200] * 5
+    assert client.post("/flush_cache?pins=true").status_code == 200
 
 
 def test_answers_look_as_the_document_says(client, things):
