@@ -8,7 +8,9 @@ import httpx
 import pytest
 
 from server.admin.cache import Prefix
+from server.http import examples
 from server.prewarm import BadPrewarm, read_prewarm
+from tests.server.http.test_bad_input import shape
 
 BOSS = {"authorization": "Bearer boss-secret-key"}
 ALICE = {"authorization": "Bearer alice-secret-key"}
@@ -48,7 +50,10 @@ def test_an_answer_says_which_tier_had_its_tokens(guarded):
     meta = ask(guarded)["meta_info"]
     assert meta["cached_tokens_by_tier"] == {"pool": 0, "host": 192}
     assert meta["cached_tokens"] == 192
-    assert act(guarded, "GET", "/cache/tiers").json()["loaded_tokens_by_tier"]["host"] >= 192
+    tiers = act(guarded, "GET", "/cache/tiers").json()
+    assert tiers["loaded_tokens_by_tier"]["host"] >= 192
+    told = shape(examples.TIERS[200]["content"]["application/json"]["example"])
+    assert told - {".tiers.host.counts.misses"} <= shape(tiers), "counts are of what has happened"
     text = act(guarded, "GET", "/metrics").text
     assert "ramet:tier_loaded_tokens_total{model_name=" in text
     assert "ramet:tier_open{model_name=" in text

@@ -67,9 +67,8 @@ def test_a_long_answer_is_sent_in_pieces():
 class Outputs:
     """A stream of Outputs that have all arrived."""
 
-    prompts: dict[int, list[int]] = {}
-
     def __init__(self, outputs):
+        self.prompts = {}
         self._left = list(outputs)
 
     def __enter__(self):
