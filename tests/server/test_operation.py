@@ -269,7 +269,7 @@ def test_no_client_writes_a_log_line_of_its_own(form, capsys, monkeypatch):
 
 
 def test_an_unexpected_failure_is_logged_once(caplog):
-    sent = []
+    sent, counted = [], []
 
     async def app(scope, receive, send):
         raise ValueError("a secret of this machine")
@@ -279,7 +279,8 @@ def test_an_unexpected_failure_is_logged_once(caplog):
 
     scope = {"type": "http", "method": "GET", "path": "/x\n" + "y" * 5000, "headers": []}
     with caplog.at_level("INFO"):
-        asyncio.run(AccessLog(app)(scope, None, send))
+        asyncio.run(AccessLog(app, lambda *request: counted.append(request))(scope, None, send))
+    assert counted == [("GET", "none", 500)]
     assert sent[0]["status"] == 500
     assert b"secret" not in sent[1]["body"]
     assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"]

@@ -106,7 +106,7 @@ def test_a_large_answer_leaves_the_event_loop_to_others(default_model_dir):
     async def main():
         ticker = asyncio.create_task(tick())
         await asyncio.sleep(0)
-        answer = encode(await _answer(body, True, Outputs(output(i, 128) for i in range(256)), context))
+        answer = encode(await _answer(body, True, Outputs(output(i, 128) for i in range(256)), context, None))
         turns.append(time.process_time())
         ticker.cancel()
         return json.loads(answer)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
+from collections.abc import Iterator
 
 import pytest
 
@@ -201,7 +203,7 @@ def test_odd_arguments_of_earlier_calls_are_taken_as_text(client, arguments):
         ("/v1/completions", {"model": "smollm2", "prompt": "x", "seed": 10**40}, "seed"),
         ("/v1/completions", {"model": "smollm2", "prompt": "x", "max_tokens": 9000}, "max_tokens"),
         ("/v1/completions", {"model": "smollm2", "prompt": [1, 2, "x"]}, None),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "model"),
+        ("/v1/chat/completions", {**CHAT, "model": 5}, "model"),
         ("/v1/chat/completions", {"model": "smollm2", "messages": [{"role": "user"}]}, "messages.0"),
         ("/v1/chat/completions", {"model": "smollm2", "messages": "x"}, "messages"),
         ("/v1/chat/completions", {**CHAT, "tools": [ODD_TOOL]}, "tools.0.function.parameters"),
@@ -258,16 +260,25 @@ def test_the_openapi_document_is_complete(client):
         assert client.post(path, json=body).status_code == 200
 
 
-def test_answers_look_as_the_document_says(client):
-    document = client.get("/openapi.json").json()
-    pin = client.post("/cache/pin", json={"text": "Once upon a time, " * 8}).json()
+@pytest.fixture
+def things(client) -> Iterator[dict[str, str]]:
+    """Values of the parameters of paths: one thing of each kind is there; and one pin."""
+    pin = client.post("/cache/pin", json={"text": "Once upon a time, " * 8}).json()["id"]
     client.post("/v1/schemas", json={"pml": "<schema name='smollm2'>Once</schema>"})
-    document_id = client.post("/v1/documents", json={"text": "Once", "encode": False}).json()["id"]
+    document = client.post("/v1/documents", json={"text": "Once", "encode": False}).json()["id"]
+    response = client.post("/v1/responses", json={"input": "Once", "max_output_tokens": 1}).json()["id"]
+    yield {"{name}": "smollm2", "{document_id}": document, "{response_id}": response}
+    made = (f"/cache/pins/{pin}", "/v1/schemas/smollm2", f"/v1/documents/{document}", f"/v1/responses/{response}")
+    assert [client.delete(path).status_code for path in made] == [200] * 4
+
+
+def test_answers_look_as_the_document_says(client, things):
+    document = client.get("/openapi.json").json()
     seen = 0
     for path, methods in document["paths"].items():
         if "get" not in methods or path == "/health_generate":
             continue
-        answer = client.get(path.replace("{name}", "smollm2").replace("{document_id}", document_id))
+        answer = client.get(re.sub(r"{\w+}", lambda parameter: things[parameter[0]], path))
         ((kind, content),) = methods["get"]["responses"]["200"]["content"].items()
         assert (answer.status_code, answer.headers["content-type"].split(";")[0]) == (200, kind), path
         if kind == "application/json":
@@ -275,9 +286,6 @@ def test_answers_look_as_the_document_says(client):
         else:
             assert content["example"].split()[0] in answer.text
         seen += 1
-    assert client.delete(f"/cache/pins/{pin['id']}").status_code == 200
-    assert client.delete("/v1/schemas/smollm2").status_code == 200
-    assert client.delete(f"/v1/documents/{document_id}").status_code == 200
     assert seen >= 8
 
 

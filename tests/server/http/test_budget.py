@@ -34,7 +34,7 @@ MOST_CPU_S, MOST_GAP_S, MOST_BYTES = 1.5, 0.6, 64 * MIB
 SIZE, NODES = MIB - 300, MAX_NODES - 100
 ROUTES = ("/generate", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/completions", "/cache/pin")
 ROUTES = (*ROUTES, "/v1/schemas", "/v1/documents", "/abort_request", "/v1/responses", "/v1/responses/input_tokens")
-ROUTES = (*ROUTES, "/v1/messages", "/v1/messages/count_tokens")
+ROUTES = (*ROUTES, "/v1/messages", "/v1/messages/count_tokens", "/cache/tiers/{name}")
 
 
 # Routes whose fields are all fields of another one.
@@ -269,7 +269,8 @@ class Fields:
                     yield at, kind, lambda value, name=name, rest=rest, place=place: {**rest, name: place(value)}
 
     def of(self, path: str) -> Iterator[tuple[str, str, Callable]]:
-        schema = self.document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        (method,) = (one for one in self.document["paths"][path].values() if "requestBody" in one)
+        schema = method["requestBody"]["content"]["application/json"]["schema"]
         yield "", "body", lambda value: value
         if path not in SAME_FIELDS:
             self.here.clear()
@@ -291,7 +292,8 @@ async def ask(app: FastAPI, path: str, body: bytes) -> tuple[int, float, float]:
             gaps.append(time.process_time())
             await asyncio.sleep(0.001)
 
-    scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "path": path}
+    method, path = ("PUT", "/cache/tiers/store") if path == "/cache/tiers/{name}" else ("POST", path)
+    scope = {"type": "http", "http_version": "1.1", "method": method, "scheme": "http", "path": path}
     scope |= {"raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": [], "client": ("", 1)}
     ticker = asyncio.create_task(tick())
     await asyncio.sleep(0)

@@ -88,7 +88,7 @@ def test_a_prompt_is_warmed_without_an_answer(api, client):
 
 
 def test_what_is_no_option_is_refused(api):
-    for options in ({"ttl": "5m"}, {"mode": "none"}, {"comparison_response_id": "resp_1"}):
+    for options in ({"ttl": "5m"}, {"mode": "none"}, {"comparison_response_id": ""}):
         with pytest.raises(openai.BadRequestError) as error:
             chat(api, [part("x")], extra_body={"prompt_cache_options": options})
         assert "prompt_cache_options" in error.value.body["param"]
