@@ -66,8 +66,10 @@ class Drafter:
         """Drafts for a step in which all of `requests` decode; `room`: rows that the step may have beside them."""
         self._steps += 1
         found = {request: draft for request in requests if (draft := self._find(request))}
+        if not found or self._steps % _PROBE == 0:
+            return {}
         seconds = self._pace.seconds(len(requests), min(room, _ROWS))
-        if not found or seconds is None or self._steps % _PROBE == 0:
+        if seconds is None:
             return {}
         chances = [self._rate(request).rate ** np.arange(1, len(draft) + 1) for request, draft in found.items()]
         lengths = share_out(chances, len(requests), seconds)

@@ -155,7 +155,9 @@ def test_outputs_that_are_joined_lose_no_logprobs(engine):
     end = replace(outputs[-1], delta="", new_token_ids=[], logprobs=None, prompt_logprobs=None)
     joined = merge_outputs(merge_outputs(outputs[0], outputs[1]), end)
     assert joined.delta == outputs[0].delta + outputs[1].delta
-    assert [entry.token for entry in joined.logprobs] == joined.new_token_ids == outputs[-1].token_ids[:2]
+    assert [entry.token for entry in joined.logprobs] == joined.new_token_ids
+    assert joined.new_token_ids == outputs[-1].token_ids[: len(joined.new_token_ids)]
+    assert len(joined.new_token_ids) >= 2
 
 
 def test_as_many_tokens_as_fit(tiny_dir):

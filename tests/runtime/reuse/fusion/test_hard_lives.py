@@ -97,7 +97,9 @@ def test_chunks_in_the_midst_of_a_document_are_evicted(tiny_dir, reference, meth
     tree = driver.core.cache.tree
     nodes = sorted((n for n in tree.nodes() if n.namespace.entry), key=lambda n: n.namespace.entry)
     for node in nodes[::2]:
-        driver.core.cache.allocator.release(tree._evict(len(node.pages), "room", iter([node]).__next__))
+        driver.core.cache.allocator.release(
+            tree._evict(len(node.pages), "room", iter([(node, len(node.pages))]).__next__)
+        )
     driver.fuse("after", one, logprobs=0)
     driver.run()
     check(driver, reference)

@@ -229,7 +229,7 @@ def test_a_module_whose_end_was_evicted_is_encoded_from_there(tiny_dir, referenc
     driver.run()
     tree = driver.core.cache.tree
     for node in [n for n in tree.nodes() if n.namespace.entry.startswith("module")]:
-        driver.core.cache.allocator.release(tree._evict(2, "room", iter([node]).__next__))
+        driver.core.cache.allocator.release(tree._evict(2, "room", iter([(node, len(node.pages))]).__next__))
     before = row_layers(driver)
     driver.ask("b", behind(draw, [plain, with_hole]), NEW)
     driver.run()
