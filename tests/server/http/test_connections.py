@@ -93,12 +93,22 @@ def test_a_refusal_without_a_body_keeps_the_connection(guarded):
     connection.close()
 
 
+def logged(server, text: str) -> str:
+    """The one line with a text, which is written after the answer."""
+    for _ in range(200):
+        if found := [line for line in server.log.read_text().splitlines() if text in line]:
+            break
+        time.sleep(0.05)
+    (line,) = found
+    return line
+
+
 def test_what_is_no_http_has_an_id_in_the_log(connect, guarded):
     connection = connect()
     connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
     connection.shutdown(socket.SHUT_WR)
     _, headers, _ = read_to_end(connection)
-    (line,) = [line for line in guarded.log.read_text().splitlines() if headers["x-request-id"] in line]
+    line = logged(guarded, headers["x-request-id"])
     assert "Invalid HTTP request" in line
 
 
@@ -167,6 +177,6 @@ def test_nobody_says_where_a_request_comes_from(guarded):
     """Without `--trusted-proxies`; with it, see test_operation."""
     headers = {"X-Forwarded-For": "192.0.2.7", "X-Forwarded-Proto": "https", "X-Request-Id": "forwarded-1"}
     httpx.get(f"{guarded.url}/health", headers=headers)
-    (line,) = [line for line in guarded.log.read_text().splitlines() if "forwarded-1" in line]
+    line = logged(guarded, "forwarded-1")
     assert "127.0.0.1" in line
     assert "192.0.2.7" not in line
