@@ -17,11 +17,10 @@ from loadgen.accuracy.bench_quality import BATCH, Figures, compare
 from loadgen.accuracy.documents import TASKS, tokenize, ways_of
 from loadgen.accuracy.documents_report import PUBLISHED, plot, sections
 from loadgen.accuracy.forced import Asker
+from loadgen.accuracy.sections import show
 from loadgen.http.files import write_json
-from loadgen.http.tables import wide_console
 from loadgen.micro.documents import FULL, METHODS, PREFIX, Documents, Shape, row_share, ways
-from runtime.config import make_config
-from runtime.models.resolve import resolve_model
+from loadgen.micro.drive import model_path
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import ReuseParams
 
@@ -79,21 +78,15 @@ def run(arguments: argparse.Namespace) -> int:
     found: dict[str, Any] = {"settings": {}}
     if a.merge:
         found |= json.loads(a.merge.read_text("utf-8"))
-    given = {} if a.model is None else {"model": a.model}
     options = {"dtype": a.dtype} | ({} if a.threads is None else {"threads": a.threads})
-    path = resolve_model(make_config(**given).model)
+    path = model_path(a.model)
     if a.speed:
         found |= _speed(path, a, options)
         found["settings"] |= _settings(a)
     if a.quality:
         for part, tasks in _quality(path, a, options).items():
             found[part] = found.get(part, {}) | tasks
-    console, every = wide_console(), list(sections(found))
-    for section in every:
-        console.print(section.table())
-    console.print(PUBLISHED)
-    if a.markdown:
-        a.markdown.write_text("\n".join([*(section.markdown() for section in every), f"{PUBLISHED}\n"]), "utf-8")
+    show(list(sections(found)), PUBLISHED, a.markdown)
     if a.plot and "quality" in found:
         plot(found, a.plot)
     if a.json:

@@ -18,9 +18,8 @@ from loadgen.accuracy.forced import Ask, Asker
 from loadgen.accuracy.parts import TASKS, Item
 from loadgen.http.files import write_json
 from loadgen.http.tables import make_table, markdown_table, wide_console
+from loadgen.micro.drive import model_path
 from loadgen.micro.intervals import interval
-from runtime.config import make_config
-from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.modules.schema import Mode, Schema
 
@@ -50,9 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the table, write the files."""
-    given = {} if arguments.model is None else {"model": arguments.model}
     threads = {} if arguments.threads is None else {"threads": arguments.threads}
-    path = resolve_model(make_config(**given).model)
+    path = model_path(arguments.model)
     asker = Asker(path, dtype=arguments.dtype, max_running=64, **threads)
     tokenizer = Tokenizer.load(path)
     tasks: dict[str, Figures] = {}

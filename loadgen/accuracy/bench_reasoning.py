@@ -18,10 +18,9 @@ from rich.progress import Progress
 from loadgen.accuracy.chains import WRITTEN, Chain, problems, read_chains
 from loadgen.accuracy.reasoning import Kind, Task, Thinker, compare
 from loadgen.accuracy.reasoning_report import PUBLISHED, plot, sections
+from loadgen.accuracy.sections import show
 from loadgen.http.files import write_json
-from loadgen.http.tables import wide_console
-from runtime.config import make_config
-from runtime.models.resolve import resolve_model
+from loadgen.micro.drive import model_path
 from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.reasoning.reservoir import WARM_UP
 
@@ -74,12 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if a.quality:
         for part, texts in bench.quality().items():
             found[part] = found.get(part, {}) | texts
-    console, every = wide_console(), list(sections(found))
-    for section in every:
-        console.print(section.table())
-    console.print(PUBLISHED)
-    if a.markdown:
-        a.markdown.write_text("\n".join([*(section.markdown() for section in every), f"{PUBLISHED}\n"]), "utf-8")
+    show(list(sections(found)), PUBLISHED, a.markdown)
     if a.plot and "quality" in found:
         plot(found, a.plot)
     if a.json:
@@ -92,8 +86,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace):
         self.a = arguments
-        given = {} if self.a.model is None else {"model": self.a.model}
-        self.path = resolve_model(make_config(**given).model)
+        self.path = model_path(self.a.model)
         self.tokenizer = Tokenizer.load(self.path)
         self._stocks: dict[str, Iterator[Chain]] = {}
 

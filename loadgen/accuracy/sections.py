@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from rich.table import Table
 
 from loadgen.accuracy.cases import BICACHE, COMBINED, NO_CACHE, WITHIN, Case, Plan
 from loadgen.accuracy.measure import Outcome
-from loadgen.http.tables import make_table, markdown_table
+from loadgen.http.tables import make_table, markdown_table, wide_console
 from loadgen.micro.cost_model import modelled_passes
 
 Row = tuple[Case, Outcome]
@@ -44,6 +45,16 @@ class Section:
     def markdown(self) -> str:
         """For a file."""
         return f"{self.title}\n\n{markdown_table(['', *self.columns], self.rows)}"
+
+
+def show(sections: Sequence[Section], published: str, markdown: Path | None) -> None:
+    """Print tables and the published figures, and write both to a file if one is named."""
+    console = wide_console()
+    for section in sections:
+        console.print(section.table())
+    console.print(published)
+    if markdown:
+        markdown.write_text("\n".join([*(section.markdown() for section in sections), f"{published}\n"]), "utf-8")
 
 
 def case_section(title: str, rows: Sequence[Row]) -> Section:

@@ -14,11 +14,9 @@ from rich.progress import track
 
 from loadgen.http.files import write_json
 from loadgen.http.tables import make_table
-from loadgen.micro.drive import Drive, matrix_weights
+from loadgen.micro.drive import Drive, matrix_weights, model_path
 from loadgen.micro.timing import timed
-from runtime.config import make_config
 from runtime.execution.executor import ALL_THREADS
-from runtime.models.resolve import resolve_model
 
 _QUESTION = 64
 _SHARED = 2048
@@ -67,11 +65,10 @@ class Growth(Drive):
     """An engine core, and its costs."""
 
     def __init__(self, arguments: argparse.Namespace):
-        given = {} if arguments.model is None else {"model": arguments.model}
         self._steps, self._repeats = arguments.steps, arguments.repeats
         running = max(arguments.batches, default=1)
         options = {"dtype": arguments.dtype, "quantization": arguments.quantization, "max_running": running}
-        super().__init__(resolve_model(make_config(**given).model), **options, pool_memory=2.0)
+        super().__init__(model_path(arguments.model), **options, pool_memory=2.0)
 
     def bounds(self) -> Row:
         """Bounds by the machine: torch's product of a matrix and a vector, and of two matrices, on all threads."""

@@ -17,9 +17,7 @@ from rich.table import Table
 from loadgen.http.bench_compare import ratio_interval
 from loadgen.http.files import write_json
 from loadgen.http.tables import make_table, wide_console
-from loadgen.micro.drive import Drive
-from runtime.config import make_config
-from runtime.models.resolve import resolve_model
+from loadgen.micro.drive import Drive, model_path
 
 # Figures 3 and 4 of the paper: averages of 5,000 tokens, Llama2 7B.
 _PUBLISHED = (
@@ -76,10 +74,9 @@ class Modules(Drive):
     """An engine core, and requests that import modules, or have their tokens as text."""
 
     def __init__(self, arguments: argparse.Namespace):
-        given = {} if arguments.model is None else {"model": arguments.model}
         self._given = arguments
         options = {"dtype": arguments.dtype, "max_running": max(arguments.together, 1), "pool_memory": 2.0}
-        super().__init__(resolve_model(make_config(**given).model), **options)
+        super().__init__(model_path(arguments.model), **options)
 
     @property
     def page_mib(self) -> float:

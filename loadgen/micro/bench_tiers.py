@@ -21,10 +21,8 @@ from rich.progress import track
 from loadgen.http.files import write_json
 from loadgen.http.tables import make_table
 from loadgen.micro.bench_policies import read_trace
-from loadgen.micro.drive import Drive
+from loadgen.micro.drive import Drive, model_path
 from loadgen.micro.tier_trace import Replay, infinite
-from runtime.config import make_config
-from runtime.models.resolve import resolve_model
 
 PARTS = ("ttft", "steps", "trace", "restart", "writes")
 Figures = dict[str, dict[str, list[float]]]
@@ -68,8 +66,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace):
         self.arguments = arguments
-        given = {} if arguments.model is None else {"model": arguments.model}
-        self._path = resolve_model(make_config(**given).model)
+        self._path = model_path(arguments.model)
 
     @contextmanager
     def _directory(self) -> Iterator[Path]:

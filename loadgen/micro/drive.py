@@ -14,9 +14,15 @@ import torch
 
 from runtime.config import make_config
 from runtime.engine.core import EngineCore
+from runtime.models.resolve import resolve_model
 from runtime.models.spec import ModelSpec
 from runtime.params import DiffusionParams, SamplingParams
 from runtime.protocol import AddRequest
+
+
+def model_path(name: str | None) -> Path:
+    """The directory of a bench's `--model`; None: the default model."""
+    return resolve_model(make_config(**({} if name is None else {"model": name})).model)
 
 
 class Drive:
