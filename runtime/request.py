@@ -213,6 +213,10 @@ class Request:
             left -= found[tier]
         return {tier: tokens for tier, tokens in found.items() if tokens}
 
+    def stops_at(self, token: int, num_output: int) -> bool:
+        """Whether a token ends the request as the last of `num_output` generated ones."""
+        return token in self.stop_ids and num_output >= self.sampling.min_new_tokens
+
     @property
     def wants_tokens(self) -> bool:
         """Whether tokens are to be generated; else the prompt is only computed."""

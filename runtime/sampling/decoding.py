@@ -144,7 +144,7 @@ class NextToken(Decoding):
 
     def cut(self, request: Request, tokens: list[int]) -> list[int]:
         for i, token in enumerate(tokens):
-            if self._stops(request, token, request.num_output + i + 1):
+            if request.stops_at(token, request.num_output + i + 1):
                 return tokens[: i + 1]
         return tokens
 
@@ -187,14 +187,10 @@ class NextToken(Decoding):
         return found
 
     def _finish(self, request: Request, token: int) -> Finish | None:
-        if self._stops(request, token, request.num_output):
+        if request.stops_at(token, request.num_output):
             return Finish("stop", matched=token)
         if request.grammar is not None and request.grammar.complete:
             return Finish("stop")
         if len(request.tokens) >= request.max_tokens:
             return Finish("length")
         return None
-
-    @staticmethod
-    def _stops(request: Request, token: int, num_output: int) -> bool:
-        return token in request.stop_ids and num_output >= request.sampling.min_new_tokens

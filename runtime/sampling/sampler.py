@@ -281,9 +281,8 @@ def _aheads(rows: int, ahead: int, expected: Sequence[int | None] | None) -> lis
 
 def _ended(request: Request, token: int, num_drafted: int) -> bool:
     """Whether a request ends with a token, `num_drafted` of a draft included."""
-    if request.grammar is not None and request.grammar.complete:
-        return True
-    return token in request.stop_ids and request.num_output + num_drafted >= request.sampling.min_new_tokens
+    done = request.grammar is not None and request.grammar.complete
+    return done or request.stops_at(token, request.num_output + num_drafted)
 
 
 def _adjusts(request: Request, ahead: int) -> bool:

@@ -89,7 +89,8 @@ class AllowedTools(Body):
         return {tool.function.name for tool in self.allowed_tools.tools}
 
 
-def _kind_of_choice(value: Any) -> str:
+def kind_of_choice(value: Any) -> str:
+    """The tag of a `tool_choice`."""
     if not isinstance(value, dict):
         return "a word"
     return "some tools" if value.get("type") == "allowed_tools" else "a tool"
@@ -99,7 +100,7 @@ ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("a word")]
     | Annotated[NamedTool, Tag("a tool")]
     | Annotated[AllowedTools, Tag("some tools")],
-    Discriminator(_kind_of_choice),
+    Discriminator(kind_of_choice),
 ]
 
 

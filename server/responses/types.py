@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from server.http import fields
 from server.http.wire import Body, JsonObject, JsonText, OneOr, Text
 from server.openai.caching import CacheOptions, Retention
-from server.openai.tools import MAX_TOOLS, Name
+from server.openai.tools import MAX_TOOLS, Name, kind_of_choice
 from server.openai.types import MAX_MESSAGES, Message, NewTokens, SampledRequest, StreamOptions, TextPart
 
 Id = Annotated[Text, Field(min_length=1, max_length=256)]
@@ -115,17 +115,11 @@ class ItemAllowed(Body):
     tools: Annotated[list[ItemNamed], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
-def _kind_of_choice(value: Any) -> str:
-    if not isinstance(value, dict):
-        return "a word"
-    return "some tools" if value.get("type") == "allowed_tools" else "a tool"
-
-
 ItemChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("a word")]
     | Annotated[ItemNamed, Tag("a tool")]
     | Annotated[ItemAllowed, Tag("some tools")],
-    Discriminator(_kind_of_choice),
+    Discriminator(kind_of_choice),
 ]
 
 

@@ -85,7 +85,7 @@ class Drafter:
 
         `room`: rows that the step may have beside those of `work`.
         """
-        if any(item.prefills or item.request.strategy.takes_turns for item in work):
+        if any(item.prefills for item in work):
             return
         proposed = self.propose([item.request for item in work], room)
         for item in work:
@@ -105,7 +105,7 @@ class Drafter:
 
     def note_step(self, work: Sequence[Work], seconds: float) -> None:
         """Book the time of a step."""
-        if not any(item.prefills or item.request.strategy.takes_turns for item in work):
+        if not any(item.prefills for item in work):
             self._pace.note(len(work), sum(len(item.draft) for item in work), seconds)
 
     def ended(self, request: Request) -> None:
