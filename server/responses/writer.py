@@ -12,7 +12,7 @@ from runtime.frontend.output import Output, new_rid
 from server.explain.reason import Explanation
 from server.http.answers import JsonList
 from server.openai.caching import cache_usage
-from server.openai.tools import CallReader
+from server.openai.calls import CallReader
 from server.openai.types import Message
 from server.responses.types import ResponseRequest
 
