@@ -21,7 +21,7 @@ MAX_TOOLS = 128
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class Function(Body):
