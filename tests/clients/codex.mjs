@@ -6,10 +6,11 @@ import { join } from "node:path";
 
 const [url, model] = process.argv.slice(2);
 const home = mkdtempSync(join(tmpdir(), "codex-"));
+writeFileSync(join(home, "brief.md"), "Be brief."); // its own instructions are longer than this model's context
 writeFileSync(join(home, "config.toml"), `model = "${model}"
 model_provider = "ramet"
 model_context_window = 8192
-web_search = "disabled"
+model_instructions_file = "${join(home, "brief.md")}"
 [model_providers.ramet]
 name = "Ramet"
 base_url = "${url}/v1"
