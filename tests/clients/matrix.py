@@ -110,7 +110,7 @@ def start_server(log: Path) -> tuple[subprocess.Popen, str]:
 
 
 def last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("Node.js v")]
     return lines[-1][:160] if lines else ""
 
 
