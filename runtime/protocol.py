@@ -344,6 +344,7 @@ class DiffusionInfo(msgspec.Struct):
         num_layers: most layers that can be reused.
         depth_table: name of the table of reuse depths.
         refresh_interval: steps between refreshes of a prefix's other layers, unless a request says otherwise.
+        attended, block, threshold: see `runtime.models.diffusion.DiffusionSpec`.
     """
 
     mask_token_id: int
@@ -351,6 +352,9 @@ class DiffusionInfo(msgspec.Struct):
     num_layers: int
     depth_table: str
     refresh_interval: int
+    attended: int | None = None
+    block: int = 32
+    threshold: float | None = None
 
 
 class ModelInfo(msgspec.Struct):

@@ -43,6 +43,7 @@ from runtime.protocol import (
 )
 from runtime.request import Request, Work
 from runtime.reuse.bicache.strategy import BiCache
+from runtime.reuse.blocks import BlockPrefix
 from runtime.reuse.build import build
 from runtime.reuse.fusion.strategy import Fusion
 from runtime.reuse.modules.strategy import Modules
@@ -142,9 +143,13 @@ class EngineCore:
             return NextToken(sampler)
         if self.config.cache.reasoning_cache:
             raise ModelError("--reasoning-cache is for causal models, and this is a diffusion model")
-        bicache = BiCache.load(self.config.diffusion, path, spec, self.cache)
-        self.add_strategy(bicache)
-        self.info.diffusion = bicache.info
+        strategy: BlockPrefix | BiCache
+        if spec.diffusion.attended is not None:
+            strategy = BlockPrefix(self.cache, spec.num_layers, spec.diffusion)
+        else:
+            strategy = BiCache.load(self.config.diffusion, path, spec, self.cache)
+        self.add_strategy(strategy)
+        self.info.diffusion = strategy.info
         return CanvasDecoding(spec.diffusion, executor.device)
 
     def add_strategy(self, strategy: Strategy) -> None:

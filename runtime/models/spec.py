@@ -140,6 +140,8 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpe
         config = as_llama(config)
     family = FAMILIES.get(architecture) or architecture.removesuffix("ForCausalLM")
     attention_bias = bool(config.get("attention_bias", False))
+    diffusion = diffusion_spec(config, architecture)
+    attended = diffusion.attended or 1 if diffusion else 1
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     spec = ModelSpec(
         architecture=architecture,
@@ -157,11 +159,11 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpe
         o_bias=family in ("Llama", "Qwen3") and attention_bias,
         mlp_bias=family == "Llama" and bool(config.get("mlp_bias", False)),
         qk_norm=family == "Qwen3",
-        context_length=_context(config, family),
+        context_length=_context(config, family) // attended * attended,
         eos_token_ids=_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
         bos_token_id=config.get("bos_token_id"),
         rope=_rope(config),
-        diffusion=diffusion_spec(config, architecture),
+        diffusion=diffusion,
     )
     if heads % spec.num_kv_heads:
         raise ModelError(
