@@ -151,9 +151,9 @@ class Thinker(Drive):
     def _pages(self) -> tuple[int, float]:
         """Requests that run, and the share of their pages that is saved, by their page tables."""
         running = self.core.scheduler.running
-        own = [page for request in running for page in request.sequence.pages]
-        read = sum(len(segment.pages) for request in running for segment in request.segments)
-        return len(running), (len(own) - len(set(own))) / max(len(own) + read, 1)
+        pages = [[*request.sequence.pages, *(p for s in request.segments for p in s.pages)] for request in running]
+        saved = sum(len(mine) - len(set(mine)) for mine in pages)
+        return len(running), saved / max(sum(map(len, pages)), 1)
 
     def _clear(self) -> None:
         self.end()
