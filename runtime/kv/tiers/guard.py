@@ -83,8 +83,8 @@ class GuardedStore:
     come until it opens again are answered at once. Tenants whose erasure failed are erased before anything else.
 
     Attributes:
-        counts: of blocks that were `wanted` here (no tier before it had them), `hits`, `misses`, `written`, `refused` (no
-            room), of `failed` and `skipped` calls, `bytes_read`, `bytes_written`, and what its users count.
+        counts: of blocks that were `wanted` here (no tier before it had them), `hits`, `misses`, `written`, `refused`
+            (no room), of `failed` and `skipped` calls, `bytes_read`, `bytes_written`, and what its users count.
     """
 
     def __init__(self, store: BlockStore, clock: Callable[[], float] = time.monotonic):
