@@ -128,6 +128,7 @@ class Feed:
                     request["rid"] = request["rid"].rpartition("/")[0]  # drop the engine's choice and serial number
                     request["tenant"] = self.context.tenant_name(request["tenant"])
                 counted = {name: state.get(name, 0) for name in _COUNTED}
+                counted |= {name: state.get(name, {}) for name in ("tiers", "loaded_tokens_by_tier")}
                 self._figures = {"at_s": time.time(), **counted, **self.context.metrics.now(), "requests": requests}
                 self._figures_s = time.monotonic()
             return self._figures
