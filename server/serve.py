@@ -65,6 +65,8 @@ def serve(config: Config) -> NoReturn:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tenants = read_keys(config.server.api_keys)
     config.server.max_connections = most_connections(config)
+    if tenants and config.cache.kv_events is not None and config.cache.kv_events_of == "public":
+        log.warning("KV events tell of public prefixes alone; --kv-events-of all tells of every key's, with its tokens")
     prefixes = read_prewarm(config.tiers.prewarm)
     with _bind(config) as listener:
         asyncio.run(_serve(config, listener, tenants, prefixes))
