@@ -175,11 +175,7 @@ class EngineCore:
         return self.config.engine.drafts == "auto" and self.info.diffusion is None and not self.overlap
 
     def _make_publisher(self) -> EventPublisher | None:
-        cache = self.config.cache
-        if cache.kv_events is None:
-            return None
-        medium = "GPU" if self.executor.device.type == "cuda" else "CPU"
-        return EventPublisher(cache.kv_events, cache.kv_events_replay, cache.page_size, medium, cache.kv_events_tokens)
+        return None if self.config.cache.kv_events is None else EventPublisher(self.config.cache)
 
     def publish(self) -> None:
         """Publish the KV events since the last call."""
