@@ -31,6 +31,19 @@ _BLOCK = 32
 _BY_PROBABILITY = ("low_confidence", "maskgit_plus")
 
 
+class Lazy(BaseModel):
+    """Where a grammar holds, if not for the whole output. It describes triggers as well."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    triggers: list[StopString] = Field(
+        min_length=1, max_length=512, description="texts from which the output follows the grammar up to its end"
+    )
+    at_start: bool = Field(
+        False, description="only from the output's first text on, to the output's end; white space does not count"
+    )
+
+
 class SamplingParams(BaseModel):
     """Sampling parameters, with SGLang's names and defaults."""
 
@@ -65,6 +78,7 @@ class SamplingParams(BaseModel):
     grammar: str | None = Field(
         None, min_length=1, max_length=1 << 16, description="EBNF (GBNF) or Lark grammar for the whole output"
     )
+    lazy: Lazy | None = Field(None, description="the grammar, schema or expression holds for parts of the output alone")
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
     no_stop_trim: bool = Field(False, description="keep the stop string in the text")
 
@@ -100,6 +114,8 @@ class SamplingParams(BaseModel):
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
             raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other", param=given[1])
+        if self.lazy is not None and not given:
+            raise InvalidRequest("lazy needs a grammar, a schema or an expression", param="lazy")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise InvalidRequest(
                 f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens, {self.max_new_tokens}",
