@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from radix import Namespace, WhyGone
+from runtime.config import ModelCode
 from runtime.params import Algorithm
 
 FinishType = Literal["stop", "length", "abort", "error"]
@@ -372,3 +373,4 @@ class ModelInfo(msgspec.Struct):
     page_size: int
     pool_tokens: int
     diffusion: DiffusionInfo | None = None
+    model_impl: ModelCode = "ramet"

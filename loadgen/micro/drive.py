@@ -15,7 +15,7 @@ import torch
 from runtime.config import make_config
 from runtime.engine.core import EngineCore
 from runtime.models.resolve import resolve_model
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 from runtime.params import DiffusionParams, SamplingParams
 from runtime.protocol import AddRequest
 
@@ -113,7 +113,7 @@ class Drive:
             torch.cuda.empty_cache()
 
 
-def matrix_weights(spec: ModelSpec) -> tuple[int, int]:
+def matrix_weights(spec: LlamaSpec) -> tuple[int, int]:
     """Weights in the matrices of all layers, and in the output head."""
     layer = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
     layer += 3 * spec.hidden_size * spec.intermediate_size

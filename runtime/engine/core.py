@@ -129,6 +129,7 @@ class EngineCore:
             attention_backend=executor.backend_name,
             page_size=self.config.cache.page_size,
             pool_tokens=executor.pool.num_pages * self.config.cache.page_size,
+            model_impl=executor.implementation,
         )
 
     def _open_model(self, path: Path) -> Decoding:
@@ -136,9 +137,13 @@ class EngineCore:
         executor, spec = self.executor, self.executor.spec
         if spec.diffusion is None:
             self.add_strategy(PrefixStrategy(self.cache, spec.num_layers))
-            self.add_strategy(Modules(self.cache, spec.num_layers, self.info))
-            self.add_strategy(Fusion(self.cache, executor, self.info))
-            self.add_strategy(ReasonCache(self.cache, executor, lambda: Tokenizer.load(path)))
+            if not executor.has_windows:
+                self.add_strategy(Modules(self.cache, spec.num_layers, self.info))
+            if executor.implementation == "ramet":
+                self.add_strategy(Fusion(self.cache, executor, self.info))
+                self.add_strategy(ReasonCache(self.cache, executor, lambda: Tokenizer.load(path)))
+            else:
+                self._refuse_approximations()
             sampler = make_sampler(executor.backend_name, spec.vocab_size, executor.device, executor.argmax)
             return NextToken(sampler)
         if self.config.cache.reasoning_cache:
@@ -151,6 +156,14 @@ class EngineCore:
         self.add_strategy(strategy)
         self.info.diffusion = strategy.info
         return CanvasDecoding(spec.diffusion, executor.device)
+
+    def _refuse_approximations(self) -> None:
+        """Raise ModelError for methods by default that need what transformers' code does not give."""
+        cache = self.config.cache
+        if cache.document_reuse != "none":
+            raise ModelError(f"--document-reuse {cache.document_reuse} is not served with transformers' code")
+        if cache.reasoning_cache:
+            raise ModelError("--reasoning-cache is not served with transformers' code")
 
     def add_strategy(self, strategy: Strategy) -> None:
         """Serve requests that ask for a strategy by its name."""

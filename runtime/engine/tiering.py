@@ -277,7 +277,7 @@ def _fingerprint(config: Config, executor: Executor, model: Path) -> bytes:
         f"{executor.kv_dtype} of {executor.dtype} {config.model.quantization}",
         f"{layers} {heads} {head_dim}",
         config.cache.page_size,
-        repr(spec.rope),
+        spec.fingerprint,
         shard=f"all of {executor.pool.ranks}",
         kind=_kind(spec.diffusion),
     )
