@@ -68,7 +68,7 @@ class Admin:
         self._core = core
         self._walk: _Walk | None = None
         self._answers: dict[type, Callable[[Any], dict[str, Any]]] = {
-            AttachTier: lambda _: {"failed": "the server was started without tiers, and has no digest of its weights"},
+            AttachTier: lambda _: {"failed": "there is no prefix cache below which a tier could be"},
             DetachTier: lambda _: {"found": False},
             EraseTenant: lambda message: self.erase(message.tenant),
             FlushCache: lambda message: self.flush(message.pins),

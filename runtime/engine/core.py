@@ -88,7 +88,7 @@ class EngineCore:
         self.config = config
         self.executor = open_executor(config, path)
         self.cache = PagedCache(self.executor.pool, config.cache, quotas)
-        self.tiering = Tiering(self, path) if config.tiers.any and self.cache.enabled else None
+        self.tiering = Tiering(self, path) if self.cache.enabled else None
         self.tiers = None if self.tiering is None else self.tiering.tiers
         self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens, self.tiers)
         self.info = self._describe_model(path)
@@ -283,9 +283,6 @@ class EngineCore:
                 self.counters["queried_tokens"] += request.num_prompt
                 self.counters["cached_tokens"] += request.cached_tokens
                 count_miss(self.cache, request)
-                if self.tiers is not None:
-                    for segment in request.segments:
-                        self.tiers.used(segment.node)
 
     def _is_live(self, item: Work) -> bool:
         return self.requests.get(item.request.rid) is item.request

@@ -24,6 +24,7 @@ class PagedCache:
     pages, `commit` hands the full ones to the tree, eviction frees them.
 
     Attributes:
+        on_use: called with a node that a request has begun to read, after each use of its path.
         on_distrust: called with a node whose KV may be damaged, with all below it.
         held: paths that are locked, and pages, for KV that is being loaded.
         missed: prompt tokens that were not cached, by reason, since leaving pages are remembered.
@@ -40,6 +41,7 @@ class PagedCache:
         self.pool = pool
         self.held: list[Segment] = []
         self.missed: Counter[str] = Counter()
+        self.on_use: Callable[[Node], None] | None = None
         self.on_distrust: Callable[[Node], None] | None = None
         self.page_size = pool.page_size
         self.enabled = config.prefix_cache
@@ -97,6 +99,12 @@ class PagedCache:
         node, held = self.tree.insert(key, pages, namespace, cost, meta, owner)
         self.allocator.release([mine for mine, theirs in zip(pages, held, strict=True) if mine != theirs])
         return node, held
+
+    def use(self, node: Node | None) -> None:
+        """Book a use of the path that ends in `node` by an admitted request."""
+        self.tree.use(node)
+        if node is not None and self.on_use is not None:
+            self.on_use(node)
 
     def leave(self, segment: Segment) -> None:
         """Unlock a segment that is read no more; pages that belong to the request alone are freed."""

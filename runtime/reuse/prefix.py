@@ -74,7 +74,7 @@ class PrefixStrategy(Strategy):
         if fresh is None:
             cache.tree.unlock(node)
             return False
-        cache.tree.use(node)
+        cache.use(node)
         cache.pins.renew(node, request.owner)
         whole = len(match.pages) * cache.page_size
         request.segments = [Segment(match.pages, whole, node=node)] if node is not None else []

@@ -25,6 +25,6 @@ def sample(state: dict[str, Any], context: Context) -> dict[str, Any]:
         **{name: state.get(name, 0) for name in _COUNTED},
         "evicted_tokens_by_tenant": by_tenant,
         "missed_tokens_by_reason": state["missed_tokens_by_reason"],
-        "loaded_tokens_by_tier": state.get("loaded_tokens_by_tier", {}),
+        **{name: state.get(name, {}) for name in ("tiers", "loaded_tokens_by_tier")},
         **told,
     }

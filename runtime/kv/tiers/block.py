@@ -108,14 +108,17 @@ class Format:
     """Names, writes and reads blocks of one model with one layout.
 
     Args:
-        fingerprint: `Fingerprint.digest()`.
+        fingerprint: `Fingerprint.digest()`; empty: it comes later, before any block.
         cipher: None: bodies are not encrypted.
     """
 
-    def __init__(self, fingerprint: bytes, cipher: Cipher | None = None):
+    def __init__(self, fingerprint: bytes = b"", cipher: Cipher | None = None):
         self.fingerprint = fingerprint
         self.cipher = cipher
-        self._secret = fingerprint + (cipher.name_secret if cipher else b"")
+
+    @property
+    def _secret(self) -> bytes:
+        return self.fingerprint + (self.cipher.name_secret if self.cipher else b"")
 
     def key(self, parent: BlockKey, namespace: Namespace, tokens: bytes) -> BlockKey:
         """The key of a block behind `parent`, which is `ROOT` for the first one of a namespace."""

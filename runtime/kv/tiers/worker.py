@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 QUEUE_BYTES = 256 << 20
 USAGE_EVERY_S = 5.0
+# Time for a store to say what it has, to somebody who looks on.
+_LOOK_S = 1.0
 
 
 class Loaded(NamedTuple):
@@ -212,6 +214,7 @@ class TierWorker:
         if store.outlives:
             for host in (tier.store for tier in self._tiers.values() if not tier.store.outlives):
                 keys = keys[: [*host.contains_many(keys), True].index(True)]
+        store.count("wanted", len(keys))
         number = [*store.contains_many(keys), False].index(False)
         latency_s, s_per_byte = store.rate.now()
         if compute_s is not None and number and latency_s + number * num_bytes * s_per_byte > number * compute_s:
@@ -236,6 +239,21 @@ class TierWorker:
             with self._promoting:
                 if num_erasures == self._num_erasures:
                     store.put(block.key, buffers, block.namespace.tenant, "loaded")
+
+    def where(self, keys: Sequence[BlockKey | None]) -> Future[list[list[str]]]:
+        """The names of the stores that have each block, in their order; a store that does not answer has none."""
+        return self._loaders.submit(self._where, keys)
+
+    def _where(self, keys: Sequence[BlockKey | None]) -> list[list[str]]:
+        known = list({key for key in keys if key is not None})
+        asking = {name: self._loaders.submit(tier.store.peek, known) for name, tier in self._tiers.items()}
+        done, _ = wait(asking.values(), _LOOK_S)
+        found: dict[BlockKey | None, list[str]] = {key: [] for key in known}
+        for name, future in asking.items():
+            for key, has in zip(known, (future in done and future.result()) or (), strict=False):
+                if has:
+                    found[key].append(name)
+        return [found.get(key, []) for key in keys]
 
     def erase(self, tenant: str | None, limit_s: float = 30.0) -> Future[dict[str, int | None]]:
         """Erase a tenant, or all (None), everywhere, with all that was queued and is being loaded.

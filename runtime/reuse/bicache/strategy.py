@@ -200,7 +200,7 @@ class BiCache(Strategy):
         if fresh is None:
             cache.tree.unlock(node)
             return False
-        cache.tree.use(node)
+        cache.use(node)
         pages = fresh[:missing] if is_encoding else behind
         layers = range(share.depth)
         request.segments = [Segment(pages, share.length, layers=layers, node=node)] if share.encoding else []

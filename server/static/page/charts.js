@@ -52,8 +52,15 @@ function showFigures(now) {
   chart("Evicted", `${over(field)} tokens`, "", stacked(field, namesOf(field), CAUSES), { stack: true, bars: true });
   chart("Missed", `${over("missed_tokens_by_reason")} prompt tokens`, "", stacked("missed_tokens_by_reason", namesOf("missed_tokens_by_reason"), REASONS), { stack: true, bars: true, none: "counted while somebody looks" });
   if (namesOf("loaded_tokens_by_tier").length) chart("Loaded from tiers", `${over("loaded_tokens_by_tier")} tokens`, "", stacked("loaded_tokens_by_tier", namesOf("loaded_tokens_by_tier")), { stack: true, bars: true });
+  showTiers(now.tiers || {});
   const live = (s) => s.pages_locked + s.pages_private + s.saved_pages;
   if (now.substituted_pages) chart("Reasoning steps", `${number(now.saved_pages)} pages saved`, "%", [["share of live pages", "--a", gauge((s) => live(s) ? 100 * s.saved_pages / live(s) : 0)]], { top: 100 });
+}
+const gib = (bytes) => bytes < 2 ** 30 ? `${number(bytes / 2 ** 20)} MiB` : `${number(bytes / 2 ** 30, 1)} GiB`;
+function showTiers(tiers) {
+  $("tiers").hidden = !Object.keys(tiers).length;
+  $("tiers").replaceChildren(...Object.entries(tiers).map(([name, tier]) => make("span",
+    `${name}: ${gib(tier.bytes)}${tier.capacity ? ` of ${gib(tier.capacity)}` : ""}, ${number(tier.blocks)} blocks, ${number(tier.counts.hits || 0)} of ${number(tier.counts.wanted ?? 0)} wanted were there${tier.open ? "" : "; it fails now"}`)));
 }
 function chart(title, value, unit, series, options = {}) {
   const id = "chart-" + title.toLowerCase().replaceAll(" ", "-");

@@ -5,7 +5,7 @@ function showNode(block) {
   const name = nameOf(block), same = box.dataset.shown === name;
   if (same && box.contains(document.activeElement) && document.activeElement.matches("pre")) return;
   const entries = [["tokens", `${number(block.tokens)}, after ${number(block.start)}`], ["from here on", `${number(block.total)} tokens in ${number(block.nodes)} nodes`], ["hits", number(block.hits)],
-    ["last used", `${ago(block.idle_s)} ago`], ["computed in", block.cost_s ? `${number(block.cost_s, 2)} s` : null], ["owner", ownerOf(block)], ["kind", kindOf(block)], ["in", block.tier || (block.tiers || []).join(", ")],
+    ["last used", `${ago(block.idle_s)} ago`], ["computed in", block.cost_s ? `${number(block.cost_s, 2)} s` : null], ["owner", ownerOf(block)], ["kind", kindOf(block)], ["also in", (block.tiers || []).join(", ")],
     ["kept by", [block.pinned && "pins", block.locked && "live requests"].filter(Boolean).join(" and ")], ["foreseen", block.outlook && foreseen(block.outlook)]];
   const list = make("dl");
   for (const [what, value] of entries) if (value) list.append(make("dt", what), make("dd", value));

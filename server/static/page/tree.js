@@ -35,7 +35,7 @@ const COLOURINGS = {
   hits: { key: [["no hits, many", "background:linear-gradient(90deg,var(--cold),var(--hot))"]], of: (block, most) => Math.log1p(block.hits) / Math.log1p(Math.max(most.hits, 1)) },
   cost: { key: [["cheap to compute, costly", "background:linear-gradient(90deg,var(--cold),var(--hot))"]], of: (block, most) => Math.sqrt(block.cost_s / (most.cost || 1)) },
 };
-const classOf = { tenant: (block) => ownerOf(block) || "without a key or salt", tier: (block) => block.tier || (block.tiers || []).join(" + ") || "pool" };
+const classOf = { tenant: (block) => ownerOf(block) || "without a key or salt", tier: (block) => ["pool", ...(block.tiers || [])].join(" + ") };
 function colouring() {
   const by = $("colourby").value, shown = blocks.filter((block) => block.id >= 0);
   if (classOf[by]) {
