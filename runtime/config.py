@@ -268,6 +268,9 @@ class ServerConfig(Section):
         False,
         description="/generate streams only new text and ids in `text` and `output_ids` (SGLang: --stream-output)",
     )
+    record_trace: Path | None = Field(
+        None, description="append times, lengths, tenants and block hashes of requests to this file; never text"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severe level that is logged"
     )

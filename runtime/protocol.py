@@ -149,26 +149,38 @@ class GetTree(msgspec.Struct, tag="tree"):
 
 
 class GetOutline(msgspec.Struct, tag="outline"):
-    """Advance the walk that makes the tree's outline, or begin `anew`; see `Admin.outline`. Answered by `Reply`."""
+    """Advance the walk that makes the tree's outline, or begin `anew`; see `Admin.outline`. Answered by `Reply`.
+
+    `tenant`: of the nodes; None: all tenants.
+    """
 
     call: int
     limit: int
     preview_tokens: int = 0
+    tenant: str | None = None
     anew: bool = False
 
 
 class GetRequests(msgspec.Struct, tag="requests"):
-    """Ask for the live requests, oldest first, `limit` at most. Answered by `Reply`."""
+    """Ask for the live requests of a tenant (None: of all), oldest first, `limit` at most. Answered by `Reply`."""
 
     call: int
     limit: int
+    tenant: str | None = None
+
+
+class GetQuota(msgspec.Struct, tag="quota"):
+    """Ask for a tenant's cached pages, and how many it may keep. Answered by `Reply`."""
+
+    call: int
+    tenant: str
 
 
 class OnNode(msgspec.Struct, tag="node"):
-    """Pin, unpin or evict one node of the tree; see `Admin`. Answered by `Reply`."""
+    """Pin, unpin, evict or read one node of the tree; see `Admin`. Answered by `Reply`."""
 
     call: int
-    verb: Literal["pin", "unpin", "drop"]
+    verb: Literal["pin", "unpin", "drop", "read"]
     page: int
     start: int
 
@@ -191,8 +203,8 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 
 
 Call = (
-    FlushCache | GetState | AddPin | RemovePin | GetPins | GetCached | GetTree | GetOutline | GetRequests | OnNode
-    | Pause | Ping | EraseTenant | AttachTier | DetachTier
+    FlushCache | GetState | AddPin | RemovePin | GetPins | GetCached | GetTree | GetOutline | GetRequests | GetQuota
+    | OnNode | Pause | Ping | EraseTenant | AttachTier | DetachTier
 )  # fmt: skip
 Inbound = AddRequest | Abort | Call | Shutdown
 

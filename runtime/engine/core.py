@@ -25,6 +25,7 @@ from runtime.errors import EngineDead, InvalidRequest, ModelError, RametError
 from runtime.execution.device import choose_device, choose_overlap, is_lost, is_out_of_memory
 from runtime.execution.parallel.driver import open_executor
 from runtime.kv.cache import PagedCache
+from runtime.kv.lookup import count_miss
 from runtime.kv.publisher import EventPublisher
 from runtime.models.resolve import model_name
 from runtime.models.tokenizer import Tokenizer
@@ -295,6 +296,7 @@ class EngineCore:
                 self.counters["hits"] += request.cached_tokens > 0
                 self.counters["queried_tokens"] += request.num_prompt
                 self.counters["cached_tokens"] += request.cached_tokens
+                count_miss(self.cache, request)
 
     def _is_live(self, item: Work) -> bool:
         return self.requests.get(item.request.rid) is item.request

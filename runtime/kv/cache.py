@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -26,6 +27,7 @@ class PagedCache:
         on_use: called with a node that a request has begun to read, after each use of its path.
         on_distrust: called with a node whose KV may be damaged, with all below it.
         held: paths that are locked, and pages, for KV that is being loaded.
+        missed: prompt tokens that were not cached, by reason, since leaving pages are remembered.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class PagedCache:
         """`quotas`: pages by tenant; other tenants have the configured quota."""
         self.pool = pool
         self.held: list[Segment] = []
+        self.missed: Counter[str] = Counter()
         self.on_use: Callable[[Node], None] | None = None
         self.on_distrust: Callable[[Node], None] | None = None
         self.page_size = pool.page_size
