@@ -113,7 +113,7 @@ def _reader(body: MessagesRequest, submission: Submission, context: Context) -> 
 async def _answer(
     reader: ContentReader, submission: Submission, outputs: OutputStream, context: Context, inquiry: Inquiry | None
 ) -> dict[str, Any]:
-    (output,) = await collect(outputs, context.metrics)
+    (output,) = await collect(outputs, context)
     pieces = reader.push(output.text, last=True)
     message = _message(submission, output, context) | await _explained(inquiry, outputs, output)
     return {**message, "content": [piece.block() for piece in pieces], **_stop(output, pieces, context)}
@@ -124,7 +124,7 @@ async def _events(
 ) -> Events:
     index, open_type, seen = -1, "", list[Piece]()
     began = False
-    async for output in follow(outputs, context.metrics):
+    async for output in follow(outputs, context):
         if not began:
             began = True
             message = _message(submission, output, context) | await _explained(inquiry, outputs, output)

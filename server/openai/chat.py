@@ -167,7 +167,7 @@ async def _answer(
     body: ChatRequest, rid: str, outputs: OutputStream, context: Context, inquiry: Inquiry | None
 ) -> dict[str, Any]:
     logprobs: dict[int, Logprobs] = defaultdict(lambda: Logprobs(body, context.engine.tokenizer))
-    done = await collect(outputs, context.metrics, lambda output: logprobs[output.choice].add(output))
+    done = await collect(outputs, context, lambda output: logprobs[output.choice].add(output))
     choices = []
     for output in done:
         written = logprobs[output.choice]
@@ -209,7 +209,7 @@ async def _events(
         entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **more}
         return {**envelope("chat.completion.chunk", rid, context), "choices": [entry], **extra}
 
-    async for output in follow(outputs, context.metrics):
+    async for output in follow(outputs, context):
         if output.choice not in last:
             shown = {"prompt_token_ids": outputs.prompts[0]} if body.return_token_ids else {}
             yield chunk(output.choice, {"role": "assistant", "content": ""}) | shown

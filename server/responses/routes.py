@@ -135,7 +135,7 @@ async def _events(
 ) -> Events:
     for event in writer.begin():
         yield event
-    async for output in follow(outputs, context.metrics):
+    async for output in follow(outputs, context):
         logprobs = Logprobs(chat, context.engine.tokenizer)
         await write_logprobs(outputs, logprobs.add, output)
         if inquiry is not None and output.finish is not None:
