@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -70,6 +71,10 @@ class Bench:
         self.arguments = arguments
         self._path = model_path(arguments.model)
 
+    def _open(self, **options: Any) -> Drive:
+        """Texts are new each time: a store may still have those of the last run."""
+        return Drive(self._path, random.randrange(1 << 32), **options)
+
     @contextmanager
     def _directory(self) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(dir=self.arguments.directory, prefix="ramet-tiers-") as name:
@@ -92,7 +97,7 @@ class Bench:
         with self._directory() as directory:
             tiers = self._tiers(directory)
             pool = 4 * (self.arguments.prefix + self.arguments.question) + 1024
-            drives = {name: Drive(self._path, pool_tokens=pool, **options) for name, options in tiers.items()}
+            drives = {name: self._open(pool_tokens=pool, **options) for name, options in tiers.items()}
             for drive in drives.values():  # kernels, threads and rates are warm
                 self._first(drive, drive.text(256))
             for _ in track(range(self.arguments.rounds), description="first tokens"):
@@ -139,7 +144,7 @@ class Bench:
         found: Figures = {name: {"without": [], "with": []} for name in names}
         with self._directory() as directory:
             tiers = {name: value for part in self._tiers(directory).values() for name, value in part.items()}
-            drives = {"without": Drive(self._path, **options), "with": Drive(self._path, **options, **tiers)}
+            drives = {"without": self._open(**options), "with": self._open(**options, **tiers)}
             for drive in drives.values():
                 self._first(drive, drive.text(256))
             for number in track(range(self.arguments.rounds), description="without and with tiers"):
