@@ -224,7 +224,7 @@ class Finish(msgspec.Struct):
         matched: the stop token or string.
         message: text for an abort or an error.
         refused: whether an error is the request's own fault.
-        code: of an error.
+        code, param: of an error.
     """
 
     type: FinishType
@@ -232,6 +232,7 @@ class Finish(msgspec.Struct):
     message: str | None = None
     refused: bool = False
     code: str | None = None
+    param: str | None = None
 
 
 class Lookup(msgspec.Struct):

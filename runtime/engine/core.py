@@ -491,4 +491,5 @@ class EngineCore:
 
 
 def _finish(error: RametError) -> Finish:
-    return Finish("error", message=error.message, refused=isinstance(error, InvalidRequest), code=error.code)
+    refused = isinstance(error, InvalidRequest)
+    return Finish("error", message=error.message, refused=refused, code=error.code, param=error.param)

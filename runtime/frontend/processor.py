@@ -398,7 +398,7 @@ class Frontend:
             self._close(event.rid)
             kind = InvalidRequest if event.finish.refused else RametError
             message = event.finish.message or "the engine could not serve this request"
-            choice.on_output(kind(message, code=event.finish.code))
+            choice.on_output(kind(message, param=event.finish.param, code=event.finish.code))
             return
         self._begin(choice)
         output = self._advance(choice, event)
