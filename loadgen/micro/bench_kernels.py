@@ -28,7 +28,7 @@ from runtime.execution.llama import LlamaModel
 from runtime.execution.native import library as c
 from runtime.execution.native.decoder import NativeDecoder, PackedWeights, describe, packed_bytes
 from runtime.kv.pool import KVPool
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
 
 _CPU, _PAGE, _OWN = torch.device("cpu"), 16, 80
@@ -115,7 +115,7 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, builds: dict[str, c.Library]):
         self._arguments = arguments
         path = model_path(arguments.model)
-        self._spec = ModelSpec.load(path)
+        self._spec = LlamaSpec.load(path)
         tokens = max([*arguments.prompts, arguments.shared + (_OWN + _PAGE) * max(arguments.batches, default=0)])
         self._pages = np.random.default_rng(0).permutation(tokens // _PAGE + 1).astype(np.int32)
         self._decoders = {name: self._load(path, library) for name, library in builds.items()}

@@ -42,7 +42,7 @@ struct LayerKV {
 // Query heads that share a kv head are folded into the rows, so that a key is read once for all of them: folded row
 // f is row f / group, head kv_head * group + f % group. A piece is a flash attention (Dao et al., 2022) over blocks of
 // keys. Each block is brought into the micro-kernel's form once, for all rows of the piece, or read in place if these
-// are few. Few rows over many keys (decoding) are cut along the keys, many rows (prefill) along the rows.
+// are few. Where pairs of bfloat16 are multiplied, queries and weights are rounded to such; sums stay float32. Few rows over many keys (decoding) are cut along the keys, many rows (prefill) along the rows.
 class Attention {
   public:
     explicit Attention(const Shape& shape)
