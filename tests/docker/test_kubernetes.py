@@ -59,7 +59,10 @@ def test_everything_finds_the_pods():
     (scraped,) = OBJECTS["ServiceMonitor"]["spec"]["endpoints"]
     assert scraped["port"] == service["name"]
     assert OBJECTS["ServiceMonitor"]["spec"]["selector"]["matchLabels"] == OBJECTS["Service"]["metadata"]["labels"]
-    assert OBJECTS["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"] == OBJECTS["Deployment"]["metadata"]["name"]
+    assert (
+        OBJECTS["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"]
+        == OBJECTS["Deployment"]["metadata"]["name"]
+    )
     for probe, path in (("startup", "/health"), ("liveness", "/health"), ("readiness", "/ready")):
         assert SERVER[f"{probe}Probe"]["httpGet"] == {"path": path, "port": named["name"]}
     mounted = {mount["name"] for mount in SERVER["volumeMounts"]}
