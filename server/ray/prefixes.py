@@ -34,10 +34,11 @@ class PrefixIndex(Generic[R]):
 
     def forget(self, replica: R) -> None:
         """A replica holds nothing, as far as anybody knows."""
-        self.removed(replica, list(self._held.pop(replica, ())))
+        self.removed(replica, self.held(replica))
+        self._held.pop(replica, None)
 
-    def num_blocks(self, replica: R) -> int:
-        return len(self._held.get(replica, ()))
+    def held(self, replica: R) -> frozenset[int]:
+        return frozenset(self._held.get(replica, ()))
 
     def match(self, hashes: Sequence[int]) -> dict[R, int]:
         """Leading blocks of a prompt that each replica holds; replicas without any are left out."""
@@ -67,9 +68,7 @@ class BoundedPrefix:
         chooser: draws the two of the power of two choices.
     """
 
-    def __init__(
-        self, weight: float = 4, share: float = 1.25, slack: float = 8192, chooser: random.Random | None = None
-    ):
+    def __init__(self, weight: float = 8, share: float = 2, slack: float = 32768, chooser: random.Random | None = None):
         self._weight = weight
         self._share = share
         self._slack = slack

@@ -17,10 +17,10 @@ class PrefixRouter(RequestRouter):
     A call's keyword argument `hashes` (uint64, one a block) is the prompt; without it two random replicas are compared.
     """
 
-    def initialize_state(self, block_size: int, share: float, slack: float) -> None:
+    def initialize_state(self, block_size: int, weight: float, share: float, slack: float) -> None:
         """See `BoundedPrefix`; `block_size` is in tokens."""
         self._block_size = block_size
-        self._policy = BoundedPrefix(share, slack)
+        self._policy = BoundedPrefix(weight, share, slack)
         self._index: PrefixIndex[ReplicaID] = PrefixIndex()
         self._followers: dict[ReplicaID, Follower[ReplicaID]] = {}
         # Tokens that a call makes its replica compute, until it ends.

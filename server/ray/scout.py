@@ -46,8 +46,7 @@ class _NoEngine(AsyncEngine):
         """Raise `_Found` for the first prompt."""
         first = submissions[0]
         tokens = await self._work.run(first.account, partial(self._running().encode, first))
-        placed = first.reuse is not None or not isinstance(first.prompt, str | KeptText | list)
-        key = b"" if placed else array("i", tokens).tobytes()
+        key = array("i", tokens).tobytes() if isinstance(first.prompt, str | KeptText | list) else b""
         found = block_hashes(key, self.info.page_size * TOKEN_BYTES, None, first.namespace)
         raise _Found(array("Q", found).tobytes())
 

@@ -37,7 +37,7 @@ class Fleet:
     async def until(self, blocks: set[int]) -> None:
         """Let the publisher answer until the index has exactly these."""
         async with asyncio.timeout(60):
-            while self.index._held.get("a", set()) != blocks:
+            while self.index.held("a") != blocks:
                 self.publisher.publish([])
                 await asyncio.sleep(0.01)
 

@@ -21,7 +21,7 @@ def test_leading_blocks_count_and_gaps_end_a_match():
     index.removed("a", [2, 7])
     assert index.match([1, 2, 3]) == {"a": 1, "b": 1}
     index.forget("b")
-    assert (index.match([1]), index.num_blocks("a"), index.num_blocks("b")) == ({"a": 1}, 2, 0)
+    assert (index.match([1]), index.held("a"), index.held("b")) == ({"a": 1}, {1, 3}, set())
     index.forget("a")
     assert not index._holders, "nothing is kept of what nobody holds"
 
