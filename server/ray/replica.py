@@ -14,7 +14,7 @@ import msgspec
 import ray
 from starlette.types import Message, Scope
 
-from runtime.config import Config, make_config
+from runtime.config import make_config
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.logs import set_up_logs
 from server.auth.keys import read_keys
@@ -39,12 +39,14 @@ class Replica:
         host = ray.util.get_node_ip_address()
         self.metadata = {name: f"tcp://{host}:{_free_port(host)}" for name in ("events", "replay")}
         events = {"kv_events": self.metadata["events"], "kv_events_replay": self.metadata["replay"]}
-        config = make_config(**{**self._options, **events, "kv_events_of": "hashes"})
+        # A dead engine ends its replica; Serve starts another one.
+        own = {**events, "kv_events_of": "hashes", "on_engine_death": "exit"}
+        config = make_config(**{**self._options, **own})
         set_up_logs(config.server.log_level, config.server.log_format)
         tenants = read_keys(config.server.api_keys)
         quotas = {tenant.account: tenant.quota for tenant in tenants if tenant.quota is not None}
         self._gate = Gate()
-        self._engine = AsyncEngine(_exiting(config), quotas)
+        self._engine = AsyncEngine(config, quotas)
         await self._engine.start()
         self._app = create_app(self._engine, config, tenants, self._gate)
         self._watch = asyncio.create_task(self._end_with_engine())
@@ -61,20 +63,19 @@ class Replica:
     async def forward(self, scope: Scope, body: bytes, hashes: bytes = b"") -> AsyncIterator[Message]:
         """The application's ASGI messages for a request; `hashes` is for the router. To close it aborts the request."""
         await self._ready
-        messages: asyncio.Queue[Message | None] = asyncio.Queue(maxsize=1)
-        left, pending, began_s = asyncio.Event(), [body], time.monotonic()
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()  # no larger than the answer
+        pending, began_s = [body], time.monotonic()
 
         async def receive() -> Message:
-            if pending:
-                return {"type": "http.request", "body": pending.pop(), "more_body": False}
-            await left.wait()
-            return {"type": "http.disconnect"}
+            if not pending:
+                await asyncio.Event().wait()  # a client that leaves cancels the task
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
 
         async def run() -> None:
             try:
                 await self._app({**scope, "state": {}}, receive, messages.put)
             finally:
-                await messages.put(None)
+                messages.put_nowait(None)
 
         task = asyncio.create_task(run())
         try:
@@ -87,14 +88,9 @@ class Replica:
                 yield message
             await task
         finally:
-            left.set()
-            if not task.done():
-                # An answer that nobody takes must not hold the application up.
-                while not messages.empty():
-                    messages.get_nowait()
-                with contextlib.suppress(asyncio.CancelledError):
-                    task.cancel()
-                    await task
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
 
     def _note(self, ttft_s: float) -> None:
         now_s = time.monotonic()
@@ -121,12 +117,6 @@ class Replica:
         if self._ready.done() and not self._ready.exception():
             self._watch.cancel()
             await self._engine.stop()
-
-
-def _exiting(config: Config) -> Config:
-    """A dead engine ends its replica; Serve starts another one."""
-    config.engine.on_engine_death = "exit"
-    return config
 
 
 def _free_port(host: str) -> int:
