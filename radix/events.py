@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -116,12 +116,14 @@ class Evictions:
 
     Attributes:
         last: the oldest first.
+        pages: how many left since the start, by tenant; flushes are not counted.
     """
 
     def __init__(self, policy: Policy, clock: Callable[[], float], most: int = 50):
         self._policy = policy
         self._clock = clock
         self.last: deque[Eviction] = deque(maxlen=most)
+        self.pages: Counter[str] = Counter()
 
     def stored(self, node: Node) -> None:
         """Nobody leaves."""
@@ -132,5 +134,6 @@ class Evictions:
     def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
         if cause != "flush":
             now, pages = self._clock(), len(node.pages) - kept_pages
+            self.pages[node.namespace.tenant] += pages
             outlook = self._policy.outlook(node)
             self.last.append(Eviction(now, now - node.used_s, cause, pages, kept_pages, node.namespace, outlook))

@@ -14,6 +14,8 @@ from runtime.params import DocumentMethod
 
 SchedulePolicy = Literal["balanced", "fcfs", "priority", "lpm", "dfs"]
 
+ModelCode = Literal["ramet", "transformers"]
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
@@ -48,6 +50,11 @@ class ModelConfig(Section):
     )
     quantization: Literal["none", "int8"] = Field(
         "none", description="int8: 8-bit weights and activations, for the native CPU kernels with AVX-512 VNNI"
+    )
+    model_impl: Literal["auto", ModelCode] = Field(
+        "auto",
+        description="code that computes the model: ramet: Ramet's own, of the Llama family; transformers: that of the "
+        "library, for any decoder, slower; auto: ramet where it can",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     random_weights: bool = Field(
@@ -262,6 +269,9 @@ class ServerConfig(Section):
     incremental_output: bool = Field(
         False,
         description="/generate streams only new text and ids in `text` and `output_ids` (SGLang: --stream-output)",
+    )
+    record_trace: Path | None = Field(
+        None, description="append times, lengths, tenants and block hashes of requests to this file; never text"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severe level that is logged"

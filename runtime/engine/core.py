@@ -25,6 +25,7 @@ from runtime.errors import EngineDead, InvalidRequest, ModelError, RametError
 from runtime.execution.device import choose_device, choose_overlap, is_lost, is_out_of_memory
 from runtime.execution.parallel.driver import open_executor
 from runtime.kv.cache import PagedCache
+from runtime.kv.lookup import count_miss
 from runtime.kv.publisher import EventPublisher
 from runtime.models.resolve import model_name
 from runtime.models.tokenizer import Tokenizer
@@ -43,6 +44,7 @@ from runtime.protocol import (
 )
 from runtime.request import Request, Work
 from runtime.reuse.bicache.strategy import BiCache
+from runtime.reuse.blocks import BlockPrefix
 from runtime.reuse.build import build
 from runtime.reuse.fusion.strategy import Fusion
 from runtime.reuse.modules.strategy import Modules
@@ -87,7 +89,7 @@ class EngineCore:
         self.config = config
         self.executor = open_executor(config, path)
         self.cache = PagedCache(self.executor.pool, config.cache, quotas)
-        self.tiering = Tiering(self, path) if config.tiers.any and self.cache.enabled else None
+        self.tiering = Tiering(self, path) if self.cache.enabled else None
         self.tiers = None if self.tiering is None else self.tiering.tiers
         self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens, self.tiers)
         self.info = self._describe_model(path)
@@ -128,6 +130,7 @@ class EngineCore:
             attention_backend=executor.backend_name,
             page_size=self.config.cache.page_size,
             pool_tokens=executor.pool.num_pages * self.config.cache.page_size,
+            model_impl=executor.implementation,
         )
 
     def _open_model(self, path: Path) -> Decoding:
@@ -135,17 +138,33 @@ class EngineCore:
         executor, spec = self.executor, self.executor.spec
         if spec.diffusion is None:
             self.add_strategy(PrefixStrategy(self.cache, spec.num_layers))
-            self.add_strategy(Modules(self.cache, spec.num_layers, self.info))
-            self.add_strategy(Fusion(self.cache, executor, self.info))
-            self.add_strategy(ReasonCache(self.cache, executor, lambda: Tokenizer.load(path)))
+            if not executor.has_windows:
+                self.add_strategy(Modules(self.cache, spec.num_layers, self.info))
+            if executor.implementation == "ramet":
+                self.add_strategy(Fusion(self.cache, executor, self.info))
+                self.add_strategy(ReasonCache(self.cache, executor, lambda: Tokenizer.load(path)))
+            else:
+                self._refuse_approximations()
             sampler = make_sampler(executor.backend_name, spec.vocab_size, executor.device, executor.argmax)
             return NextToken(sampler)
         if self.config.cache.reasoning_cache:
             raise ModelError("--reasoning-cache is for causal models, and this is a diffusion model")
-        bicache = BiCache.load(self.config.diffusion, path, spec, self.cache)
-        self.add_strategy(bicache)
-        self.info.diffusion = bicache.info
+        strategy: BlockPrefix | BiCache
+        if spec.diffusion.attended is not None:
+            strategy = BlockPrefix(self.cache, spec.num_layers, spec.diffusion)
+        else:
+            strategy = BiCache.load(self.config.diffusion, path, spec, self.cache)
+        self.add_strategy(strategy)
+        self.info.diffusion = strategy.info
         return CanvasDecoding(spec.diffusion, executor.device)
+
+    def _refuse_approximations(self) -> None:
+        """Raise ModelError for methods by default that need what transformers' code does not give."""
+        cache = self.config.cache
+        if cache.document_reuse != "none":
+            raise ModelError(f"--document-reuse {cache.document_reuse} is not served with transformers' code")
+        if cache.reasoning_cache:
+            raise ModelError("--reasoning-cache is not served with transformers' code")
 
     def add_strategy(self, strategy: Strategy) -> None:
         """Serve requests that ask for a strategy by its name."""
@@ -277,9 +296,7 @@ class EngineCore:
                 self.counters["hits"] += request.cached_tokens > 0
                 self.counters["queried_tokens"] += request.num_prompt
                 self.counters["cached_tokens"] += request.cached_tokens
-                if self.tiers is not None:
-                    for segment in request.segments:
-                        self.tiers.used(segment.node)
+                count_miss(self.cache, request)
 
     def _is_live(self, item: Work) -> bool:
         return self.requests.get(item.request.rid) is item.request
@@ -474,4 +491,5 @@ class EngineCore:
 
 
 def _finish(error: RametError) -> Finish:
-    return Finish("error", message=error.message, refused=isinstance(error, InvalidRequest), code=error.code)
+    refused = isinstance(error, InvalidRequest)
+    return Finish("error", message=error.message, refused=refused, code=error.code, param=error.param)
