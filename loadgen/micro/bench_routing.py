@@ -22,6 +22,8 @@ from loadgen.micro.stress import Trace
 
 _COLUMNS = ("replicas, router", "hits %", "of the bound %", "imbalance", "TTFT p50 s", "p99 s")
 
+_BOUND = "one replica with all the memory"
+
 Row = dict[str, float]
 
 
@@ -45,12 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
     found = {}
     for replicas in arguments.replicas:
         bound = replay(trace, "foresight", replicas * arguments.blocks).hit_ratio
-        found[replicas] = {"one replica with all the memory": [{"hit_ratio": bound}]} | _measure(
-            trace, replicas, arguments
-        )
+        found[replicas] = {_BOUND: [{"hit_ratio": bound}]} | _measure(trace, replicas, arguments)
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps(found) + "\n")
     _print(found)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(found) + "\n")
     if arguments.plot:
         _plot(found, arguments.plot)
     return 0
@@ -97,7 +97,7 @@ def _plot(found: Mapping[int, Mapping[str, list[Row]]], path: str) -> None:
 
     figure, (hits, balance) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     for name in next(iter(found.values())):
-        style = "k--" if name.startswith("one replica") else "o-"
+        style = "k--" if name == _BOUND else "o-"
         rows = [figures[name] for figures in found.values()]
         hits.plot(list(found), [100 * _median(row, "hit_ratio") for row in rows], style, label=name, markersize=3)
         if "imbalance" in rows[0][0]:
