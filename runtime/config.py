@@ -94,8 +94,10 @@ class CacheConfig(Section):
         None, description="publish KV events on this ZeroMQ endpoint, e.g. tcp://127.0.0.1:5557"
     )
     kv_events_replay: str | None = Field(None, description="ZeroMQ endpoint for the replay of missed KV events")
-    kv_events_of: Literal["public", "all"] = Field(
-        "public", description="blocks in KV events: those without tenant and salt; all: those of every tenant as well"
+    kv_events_of: Literal["public", "all", "hashes"] = Field(
+        "public",
+        description="blocks in KV events: those without tenant and salt; all: everybody's; hashes: everybody's, "
+        "without token ids and salts",
     )
     kv_events_format: Literal["map", "array"] = Field(
         "map", description="form of a KV event: as of vLLM 0.32 and SGLang 0.5.23; array: as before these"
