@@ -93,6 +93,8 @@ class _Step:
         window: Window | None,
         scores: Scores,
     ) -> torch.Tensor:
+        if window is not None and int(self.positions.max()) < window.size:
+            window = None
         if window not in self.prepared:
             plan = self.plan
             if window is not None:

@@ -78,7 +78,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Olmo2": {},
     "Olmo3": _WINDOWS,
     "Olmoe": {},
-    "OPT": {},
+    "OPT": {"tie_word_embeddings": False},
     "Persimmon": {},
     "Phi": {},
     "Phi3": {},
