@@ -247,7 +247,9 @@ def _rope(config: dict[str, Any]) -> RopeSpec:
     """The rotary embedding, from `rope_theta` and `rope_scaling` or from the newer `rope_parameters`."""
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if any(isinstance(value, dict) for value in scaling.values()):
-        raise Unsupported(f"the model has a rotary embedding for each of {', '.join(scaling)}; supported is one for all")
+        raise Unsupported(
+            f"the model has a rotary embedding for each of {', '.join(scaling)}; supported is one for all"
+        )
     theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_KINDS:

@@ -201,7 +201,9 @@ class TransformersModel:
         ours = self.forward(_batch([(one[cut:], cut, 0), (other, 0, len(one))]), pool, backend)
         self._model.set_attn_implementation("eager")
         try:
-            every = [self._logits(tokens, torch.arange(len(tokens)), torch.arange(len(tokens))) for tokens in (one, other)]
+            every = [
+                self._logits(tokens, torch.arange(len(tokens)), torch.arange(len(tokens))) for tokens in (one, other)
+            ]
         finally:
             self._model.set_attn_implementation(NAME)
         wanted = torch.cat((every[0][cut:], every[1]))
@@ -214,7 +216,7 @@ class TransformersModel:
 
 
 def _batch(runs: list[tuple[torch.Tensor, int, int]]) -> ForwardBatch:
-    """A step over runs of tokens: the position of each run's first one, and the pool row of its sequence's first one."""
+    """A step over runs of tokens, each with its first position and the first pool row of its sequence."""
     plan = AttentionPlan(sum(len(tokens) for tokens, _, _ in runs))
     row = 0
     for tokens, position, first in runs:
@@ -253,7 +255,9 @@ def _load(
     name = (given.get("architectures") or ["(none named)"])[0]
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         remote = "; its own code in the checkpoint is never run" if given.get("auto_map") else ""
-        raise ModelError(f"the model's architecture is {name}, no decoder that transformers {transformers.__version__} knows{remote}")
+        raise ModelError(
+            f"the model's architecture is {name}, no decoder that transformers {transformers.__version__} knows{remote}"
+        )
     kind = getattr(transformers, name)
     with _refusing(name):
         settings = kind.config_class.from_pretrained(path, local_files_only=True)
