@@ -174,9 +174,9 @@ class Executor:
 
         Raises ValueError for a position outside the context: FlashInfer would read past the end of its table.
         """
-        if int(batch.positions.max()) >= self.context_length:
-            raise ValueError(f"position {int(batch.positions.max())} is outside a context of {self.context_length}")
-        if self._windows and int(batch.positions.max()) >= min(window.size for window in self._windows if window):
+        if (last := int(batch.positions.max())) >= self.context_length:
+            raise ValueError(f"position {last} is outside a context of {self.context_length}")
+        if self._windows and last >= min(window.size for window in self._windows if window):
             batch = narrowed(batch, self._windows, self.pool.page_size)
         logits = None if self._graphs is None else self._graphs.run(batch)
         return self._forward(batch) if logits is None else logits

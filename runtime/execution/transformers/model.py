@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.logging import disable_progress_bar
 
 from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
 from runtime.config import ModelConfig
@@ -192,8 +194,9 @@ class TransformersModel:
         What reaches from row to row by another way than attention, and positions that are not used, show here.
         """
         draw = torch.Generator().manual_seed(0)
-        one, other = (torch.randint(self.spec.vocab_size, (n,), generator=draw) for n in (20, 9))
-        cut, total = 11, len(one) + len(other)
+        most = self.spec.context_length
+        one, other = (torch.randint(self.spec.vocab_size, (min(n, most),), generator=draw) for n in (20, 9))
+        cut, total = len(one) // 2, len(one) + len(other)
         shape = (self.spec.num_layers, total, 1, self.spec.num_kv_heads, self.spec.head_dim)
         pool = KVPool(*shape, self._dtype, self._device)
         backend = CPUAttention(pool)
@@ -268,13 +271,15 @@ def _load(
                 torch.manual_seed(0)
                 return settings, kind._from_config(settings, **options).eval().to(device)
         find_weights(path)
+        if not sys.stderr.isatty():
+            disable_progress_bar()
         model, report = kind.from_pretrained(
             path, config=settings, use_safetensors=True, local_files_only=True, output_loading_info=True, **options
         )
-    if missing := sorted(report["missing_keys"]):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(f"the checkpoint in {path} has no tensor {missing[0]}{more}")
-    return settings, model.eval().to(device)
+        if missing := sorted(report["missing_keys"]):
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ModelError(f"the checkpoint in {path} has no tensor {missing[0]}{more}")
+        return settings, model.eval().to(device)
 
 
 def _refuse_stateful(kind: type[nn.Module], settings: transformers.PretrainedConfig) -> None:
