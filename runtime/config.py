@@ -94,7 +94,12 @@ class CacheConfig(Section):
         None, description="publish KV events on this ZeroMQ endpoint, e.g. tcp://127.0.0.1:5557"
     )
     kv_events_replay: str | None = Field(None, description="ZeroMQ endpoint for the replay of missed KV events")
-    kv_events_tokens: bool = Field(True, description="KV events carry token ids; off: only block hashes")
+    kv_events_of: Literal["public", "all"] = Field(
+        "public", description="blocks in KV events: those without tenant and salt; all: those of every tenant as well"
+    )
+    kv_events_format: Literal["map", "array"] = Field(
+        "map", description="form of a KV event: as of vLLM 0.32 and SGLang 0.5.23; array: as before these"
+    )
     pin_budget: float = Field(0.5, ge=0, le=1, description="share of the pool that pins may hold together")
     page_size: int = Field(16, ge=1, le=1024, description="tokens in a page of the pool")
     pool_tokens: int | None = Field(None, ge=1, description="size of the pool in tokens; overrides --pool-memory")
@@ -262,6 +267,9 @@ class ServerConfig(Section):
     incremental_output: bool = Field(
         False,
         description="/generate streams only new text and ids in `text` and `output_ids` (SGLang: --stream-output)",
+    )
+    record_trace: Path | None = Field(
+        None, description="append times, lengths, tenants and block hashes of requests to this file; never text"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severe level that is logged"

@@ -46,9 +46,8 @@ class Drive:
         self._count += 1
         sampling = SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=output)
         params = None
-        if self.core.info.diffusion is not None:
-            algorithm = self.core.info.diffusion.algorithm
-            params = DiffusionParams(gen_length=output, **diffusion).filled(algorithm, sampling)
+        if (model := self.core.info.diffusion) is not None:
+            params = DiffusionParams(gen_length=output, **diffusion).filled(model, sampling)
         message = AddRequest(
             f"{self._count}", prompt.tobytes(), sampling.model_dump(),
             diffusion=None if params is None else params.model_dump(), reuse=reuse,

@@ -25,6 +25,7 @@ from runtime.errors import EngineDead, InvalidRequest, ModelError, RametError
 from runtime.execution.device import choose_device, choose_overlap, is_lost, is_out_of_memory
 from runtime.execution.parallel.driver import open_executor
 from runtime.kv.cache import PagedCache
+from runtime.kv.lookup import count_miss
 from runtime.kv.publisher import EventPublisher
 from runtime.models.resolve import model_name
 from runtime.models.tokenizer import Tokenizer
@@ -43,6 +44,7 @@ from runtime.protocol import (
 )
 from runtime.request import Request, Work
 from runtime.reuse.bicache.strategy import BiCache
+from runtime.reuse.blocks import BlockPrefix
 from runtime.reuse.build import build
 from runtime.reuse.fusion.strategy import Fusion
 from runtime.reuse.modules.strategy import Modules
@@ -87,7 +89,7 @@ class EngineCore:
         self.config = config
         self.executor = open_executor(config, path)
         self.cache = PagedCache(self.executor.pool, config.cache, quotas)
-        self.tiering = Tiering(self, path) if config.tiers.any and self.cache.enabled else None
+        self.tiering = Tiering(self, path) if self.cache.enabled else None
         self.tiers = None if self.tiering is None else self.tiering.tiers
         self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens, self.tiers)
         self.info = self._describe_model(path)
@@ -148,9 +150,13 @@ class EngineCore:
             return NextToken(sampler)
         if self.config.cache.reasoning_cache:
             raise ModelError("--reasoning-cache is for causal models, and this is a diffusion model")
-        bicache = BiCache.load(self.config.diffusion, path, spec, self.cache)
-        self.add_strategy(bicache)
-        self.info.diffusion = bicache.info
+        strategy: BlockPrefix | BiCache
+        if spec.diffusion.attended is not None:
+            strategy = BlockPrefix(self.cache, spec.num_layers, spec.diffusion)
+        else:
+            strategy = BiCache.load(self.config.diffusion, path, spec, self.cache)
+        self.add_strategy(strategy)
+        self.info.diffusion = strategy.info
         return CanvasDecoding(spec.diffusion, executor.device)
 
     def _refuse_approximations(self) -> None:
@@ -185,11 +191,7 @@ class EngineCore:
         return self.config.engine.drafts == "auto" and self.info.diffusion is None and not self.overlap
 
     def _make_publisher(self) -> EventPublisher | None:
-        cache = self.config.cache
-        if cache.kv_events is None:
-            return None
-        medium = "GPU" if self.executor.device.type == "cuda" else "CPU"
-        return EventPublisher(cache.kv_events, cache.kv_events_replay, cache.page_size, medium, cache.kv_events_tokens)
+        return None if self.config.cache.kv_events is None else EventPublisher(self.config.cache)
 
     def publish(self) -> None:
         """Publish the KV events since the last call."""
@@ -296,9 +298,7 @@ class EngineCore:
                 self.counters["hits"] += request.cached_tokens > 0
                 self.counters["queried_tokens"] += request.num_prompt
                 self.counters["cached_tokens"] += request.cached_tokens
-                if self.tiers is not None:
-                    for segment in request.segments:
-                        self.tiers.used(segment.node)
+                count_miss(self.cache, request)
 
     def _is_live(self, item: Work) -> bool:
         return self.requests.get(item.request.rid) is item.request
@@ -493,4 +493,5 @@ class EngineCore:
 
 
 def _finish(error: RametError) -> Finish:
-    return Finish("error", message=error.message, refused=isinstance(error, InvalidRequest), code=error.code)
+    refused = isinstance(error, InvalidRequest)
+    return Finish("error", message=error.message, refused=refused, code=error.code, param=error.param)

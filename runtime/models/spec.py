@@ -164,6 +164,8 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
         config = as_llama(config)
     family = FAMILIES.get(architecture) or architecture.removesuffix("ForCausalLM")
     attention_bias = bool(config.get("attention_bias", False))
+    diffusion = diffusion_spec(config, architecture)
+    attended = diffusion.attended or 1 if diffusion else 1
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     rope = _rope(config)
     spec = LlamaSpec(
@@ -182,12 +184,12 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
         o_bias=family in ("Llama", "Qwen3") and attention_bias,
         mlp_bias=family == "Llama" and bool(config.get("mlp_bias", False)),
         qk_norm=family == "Qwen3",
-        context_length=_size(config, "max_position_embeddings"),
+        context_length=_size(config, "max_position_embeddings") // attended * attended,
         eos_token_ids=token_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
         rope=rope,
         fingerprint=repr(rope),
         windows=_windows(config, family),
-        diffusion=diffusion_spec(config, architecture),
+        diffusion=diffusion,
     )
     if spec.windows and spec.diffusion is not None:
         raise ModelError("the model has a sliding window; supported are diffusion models without one")

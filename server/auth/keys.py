@@ -24,14 +24,14 @@ from radix import Namespace
 from runtime.errors import InvalidRequest, RametError
 
 ENVIRONMENT = "RAMET_API_KEYS"
-# Routers and orchestrators probe health without a key. The dashboard's page is static; its data needs a key.
-OPEN_PATHS = frozenset({"/health", "/ready", "/", "/dashboard"})
+# Routers and orchestrators probe health without a key. The pages are static; their data needs a key.
+OPEN_PATHS = frozenset({"/health", "/ready", "/", "/dashboard", "/docs"})
 # The one route for scrapers' keys.
 METRICS_PATH = "/metrics"
 # Tenant of the cached pages that all keys share; no account is called so.
 PUBLIC = "public"
 # Routes in server/admin that answer every key, with its own data.
-OWN_PATHS = frozenset({"/cache/tree"})
+OWN_PATHS = frozenset({"/cache/tree", "/cache/quota", "/dashboard/events"})
 
 CacheScope = Annotated[
     Literal["private", "public"],

@@ -15,6 +15,7 @@ from runtime.config import Config
 from runtime.frontend.async_engine import AsyncEngine
 from server import admin, anthropic, documents, http, openai, responses, schemas
 from server.admin import dashboard
+from server.admin.journal import Journal, Trace
 from server.admin.metrics import Metrics
 from server.auth.keys import Guard, Tenant, admin_paths
 from server.context import Context
@@ -39,18 +40,22 @@ def find_routers(package: ModuleType) -> list[APIRouter]:
     return [module.router for module in map(import_module, names) if hasattr(module, "router")]
 
 
-def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate: Gate | None = None) -> FastAPI:
-    """The application over a started engine. Without tenants it asks for no API key."""
+def create_app(
+    engine: AsyncEngine, config: Config, tenants: list[Tenant], gate: Gate | None = None, trace: Trace | None = None
+) -> FastAPI:
+    """The application over a started engine. Without tenants it asks for no API key. `trace`: of its requests."""
     app = FastAPI(
         title="Ramet",
         version=version("ramet"),
         summary="A serving runtime for language models whose heart is a radix tree over token sequences.",
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+        docs_url=None,  # FastAPI's pages load scripts from elsewhere; ours is in admin/dashboard.py
+        redoc_url=None,
         redirect_slashes=False,  # a redirect would lead where the client's Host header says
     )
     options = config.server
     metrics = Metrics(engine.info.name)
-    stores = (SchemaStore(), DocumentStore(), Answers(), ResponseStore())
+    stores = (SchemaStore(), DocumentStore(), Answers(), ResponseStore(), Journal(trace))
     app.state.context = Context(engine, config, metrics, tenants, gate or Gate(), *stores)
     app.state.feed = dashboard.Feed(app.state.context)
     operators = find_routers(admin)

@@ -181,7 +181,7 @@ async def _answer(
     body: GenerateRequest, is_list: bool, outputs: OutputStream, context: Context, inquiry: Inquiry | None
 ) -> dict[str, Any] | list[dict[str, Any]]:
     logprobs: dict[tuple[int, int], _Logprobs] = defaultdict(lambda: _Logprobs(body, context.engine.tokenizer))
-    done = await collect(outputs, context.metrics, lambda output: logprobs[output.index, output.choice].add(output))
+    done = await collect(outputs, context, lambda output: logprobs[output.index, output.choice].add(output))
     answers = [_result(o, o.text, o.token_ids, logprobs[o.index, o.choice], outputs.prompts) for o in done]
     for output, answer in zip(done, answers, strict=True):
         answer["meta_info"] |= await explained(inquiry, outputs, output)
@@ -209,7 +209,7 @@ async def _events(
     first = [sum(s.sampling.n for s in submissions[:i]) for i in range(len(submissions))]
     logprobs: dict[int, _Logprobs] = {}
     incremental = context.config.server.incremental_output
-    async for output in follow(outputs, context.metrics):
+    async for output in follow(outputs, context):
         index = first[output.index] + output.choice
         own = logprobs.setdefault(index, _Logprobs(body, context.engine.tokenizer))
         if incremental:

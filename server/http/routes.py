@@ -56,7 +56,7 @@ async def health_generate(request: Request, context: Ctx, asker: Asker) -> Respo
     )
 
     async def work() -> dict[str, Any]:
-        await collect(await context.engine.open([probe], _PROBE_S), context.metrics)
+        await collect(await context.engine.open([probe], _PROBE_S), context)
         return {"status": "ok"}
 
     return await unless_gone(request, work())

@@ -113,7 +113,7 @@ class Body(BaseModel):
                 continue
             if name in cls.NEUTRAL:
                 if not any(value == neutral for neutral in cls.NEUTRAL[name]):
-                    raise InvalidRequest(f"{name} is not supported", param=name)
+                    raise InvalidRequest(f"{name} is not supported{fields.INSTEAD.get(name, '')}", param=name)
             elif (own := cls.ALIASES.get(name)) is None:
                 return used | {name: value}
             elif used.setdefault(own, value) is not value and used[own] != value:

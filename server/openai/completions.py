@@ -79,7 +79,7 @@ _Writers = dict[tuple[int, int], "_Choice"]
 
 
 async def _answer(rid: str, writers: _Writers, outputs: OutputStream, context: Context) -> dict[str, Any]:
-    done = await collect(outputs, context.metrics, lambda output: writers[output.index, output.choice].add(output))
+    done = await collect(outputs, context, lambda output: writers[output.index, output.choice].add(output))
     choices = [
         await writers[output.index, output.choice].write(output, output.text)
         | (reuse_of(output) if len(done) > 1 else {})
@@ -93,7 +93,7 @@ async def _events(
     body: CompletionRequest, rid: str, writers: _Writers, outputs: OutputStream, context: Context
 ) -> Events:
     last: dict[tuple[int, int], Output] = {}
-    async for output in follow(outputs, context.metrics):
+    async for output in follow(outputs, context):
         key = (output.index, output.choice)
         last[key] = output
         await write_logprobs(outputs, writers[key].add, output)
