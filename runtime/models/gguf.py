@@ -80,6 +80,9 @@ def _write_by_transformers(path: Path, metadata: dict[str, Any], work: Path) -> 
     import torch
     from transformers import AutoModelForCausalLM
 
+    # Gemma 3 has it from 4 billion parameters on; transformers' converter does not read it.
+    if found := [name for name in metadata if ".rope.scaling." in name]:
+        raise ModelError(f"{path.name} has {found[0]}; supported in GGUF is this architecture without rope scaling")
     model, report = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True
     )
