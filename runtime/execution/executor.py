@@ -73,6 +73,8 @@ class Executor:
             self._open_transformers(config, path)
         else:
             self._open_own(config, path, spec, library)
+        whose = "Ramet's own code" if spec is not None else "transformers' code, at its speed,"
+        log.info("%s computes %s", whose, self.spec.architecture)
 
     def _open_transformers(self, config: Config, path: Path) -> None:
         # Imports transformers, which Ramet's own code does without.
@@ -89,7 +91,6 @@ class Executor:
         self.backend_name = CPUAttention.name
         self._forward = partial(model.forward, pool=self.pool, backend=CPUAttention(self.pool))
         self.argmax = partial(torch.argmax, dim=-1)
-        log.info("transformers' code computes %s; Ramet's own is faster, where it can", self.spec.architecture)
 
     def _open_own(self, config: Config, path: Path, spec: LlamaSpec, library: Library | None) -> None:
         group = self._group

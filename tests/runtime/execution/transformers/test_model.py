@@ -119,8 +119,10 @@ def test_options_that_it_has_not_are_refused(gemma, options, words):
         open_small(gemma, **options)
 
 
-def test_the_model_says_whose_code_computes_it(gemma, tmp_path):
+def test_the_model_says_whose_code_computes_it(gemma, tmp_path, caplog):
+    caplog.set_level("INFO", "ramet.engine")
     assert open_small(gemma).info.model_impl == "transformers"
+    assert "transformers' code, at its speed, computes Gemma3ForCausalLM" in caplog.text
     llama = save_small("Llama", tmp_path)
     assert open_small(llama, random_weights=False).info.model_impl == "ramet"
     core = open_small(llama, random_weights=False, **FOREIGN)
