@@ -51,6 +51,7 @@ class Executor:
 
     spec: ModelSpec
     has_windows = False
+    _forward: Callable[[ForwardBatch], torch.Tensor]
     rope: RotaryEmbedding
     argmax: Callable[[torch.Tensor], torch.Tensor]
     project: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -83,9 +83,8 @@ def _write_by_transformers(path: Path, metadata: dict[str, Any], work: Path) -> 
     # Gemma 3 has it from 4 billion parameters on; transformers' converter does not read it.
     if found := [name for name in metadata if ".rope.scaling." in name]:
         raise ModelError(f"{path.name} has {found[0]}; supported in GGUF is this architecture without rope scaling")
-    model, report = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True
-    )
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model, report = load(path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):
         raise ModelError(f"{path.name} has no tensor for {missing[0]}, which its metadata requires")
     model.generation_config.eos_token_id = _ends(metadata)

@@ -46,6 +46,7 @@ class ModelSpec:
 
     Attributes:
         num_layers, num_kv_heads, head_dim: of the KV pool.
+        num_heads: query heads of the layer that has the most.
         fingerprint: properties besides the weights on which KV depends.
     """
 
@@ -53,6 +54,7 @@ class ModelSpec:
     model_type: str
     hidden_size: int
     num_layers: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
@@ -76,7 +78,6 @@ class LlamaSpec(ModelSpec):
         windows: positions that rows see in each layer, before and with their own; None: all. Empty: all in all layers.
     """
 
-    num_heads: int
     intermediate_size: int
     rms_norm_eps: float
     tie_embeddings: bool

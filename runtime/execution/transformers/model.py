@@ -43,9 +43,9 @@ _MOST_ERROR, _MOST_ERROR_HALF = 1e-3, 0.2
 
 @dataclass(slots=True)
 class _Shapes:
-    """Shapes of the layers' keys and values, as a forward pass shows them: key-value heads and head size by index."""
+    """Shapes of the layers, as a forward pass shows them: query heads, key-value heads and head size by index."""
 
-    found: dict[int, tuple[int, int]] = field(default_factory=dict)
+    found: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     windows: set[Window] = field(default_factory=set)
 
     def attend(
@@ -60,7 +60,7 @@ class _Shapes:
         index = getattr(module, "layer_idx", None)
         if index is None or index in self.found:
             raise NotImplementedError("its layers of attention are not numbered one by one")
-        self.found[index] = (k.shape[1], max(k.shape[2], v.shape[2]))
+        self.found[index] = (q.shape[1], k.shape[1], max(k.shape[2], v.shape[2]))
         if window is not None:
             self.windows.add(window)
         return v.new_zeros(*q.shape[:2], v.shape[2])
@@ -129,14 +129,16 @@ class TransformersModel:
         with _refusing(name):
             shapes, vocab_size = self._probe()
             self.windows = shapes.windows
+            most = [max(sizes) for sizes in zip(*shapes.found.values(), strict=True)]
             self._places = {index: place for place, index in enumerate(sorted(shapes.found))}
             self.spec = ModelSpec(
                 architecture=name,
                 model_type=settings.model_type,
                 hidden_size=settings.hidden_size,
                 num_layers=len(self._places),
-                num_kv_heads=max(heads for heads, _ in shapes.found.values()),
-                head_dim=max(dim for _, dim in shapes.found.values()),
+                num_heads=most[0],
+                num_kv_heads=most[1],
+                head_dim=most[2],
                 vocab_size=vocab_size,
                 context_length=_context(settings),
                 eos_token_ids=token_ids(settings.eos_token_id, read_generation(path).get("eos_token_id")),
@@ -252,7 +254,7 @@ def _refusing(name: str) -> Iterator[None]:
 
 def _load(
     path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[transformers.PretrainedConfig, nn.Module]:
+) -> tuple[transformers.PretrainedConfig, Any]:
     """The configuration and the model in `dtype` on `device`, of safetensors alone. Raises ModelError."""
     given = read_json(path / "config.json")
     name = (given.get("architectures") or ["(none named)"])[0]
