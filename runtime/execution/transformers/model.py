@@ -267,7 +267,7 @@ def _load(
     with _refusing(name):
         settings = kind.config_class.from_pretrained(path, local_files_only=True)
         _refuse_stateful(kind, settings)
-        options = {"dtype": dtype, "attn_implementation": NAME}
+        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME}
         if config.random_weights:
             with torch.random.fork_rng():
                 torch.manual_seed(0)
@@ -275,12 +275,13 @@ def _load(
         find_weights(path)
         if not sys.stderr.isatty():
             disable_progress_bar()
-        model, report = kind.from_pretrained(
-            path, config=settings, use_safetensors=True, local_files_only=True, output_loading_info=True, **options
-        )
-        if missing := sorted(report["missing_keys"]):
+        # Tensors that do not fit are in the report, by name.
+        options |= {"use_safetensors": True, "local_files_only": True, "ignore_mismatched_sizes": True}
+        model, report = kind.from_pretrained(path, config=settings, output_loading_info=True, **options)
+        missing = sorted(report["missing_keys"]) + sorted(str(each[0]) for each in report["mismatched_keys"])
+        if missing:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise ModelError(f"the checkpoint in {path} has no tensor {missing[0]}{more}")
+            raise ModelError(f"the checkpoint in {path} has no tensor {missing[0]}{more} of the shape that is needed")
         return settings, model.eval().to(device)
 
 

@@ -56,5 +56,4 @@ def test_layer_groups_are_cut_where_windows_change():
     assert [one.load for one in groups] == [["load"], [], []]
     assert [one.save for one in groups] == [[], [], ["save"]]
     assert groups[0].attention is groups[2].attention is plan
-    assert len(groups[1].attention.spans) < len(plan.spans) + 1
     assert sum(len(span.pages) for span in groups[1].attention.spans) < sum(len(span.pages) for span in plan.spans)
