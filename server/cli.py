@@ -115,8 +115,8 @@ def _add_schema(parser: argparse.ArgumentParser) -> None:
 
 
 def _schema(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from runtime.models.implementation import context_of
     from runtime.models.resolve import resolve_model
-    from runtime.models.spec import LlamaSpec
     from runtime.models.tokenizer import Tokenizer
     from runtime.reuse.modules.schema import Schema
     from server.schemas.table import print_layout
@@ -124,7 +124,7 @@ def _schema(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
     config = config_from(parser, arguments)
     path = resolve_model(config.model)
     tokenizer = Tokenizer.load(path, config.model.chat_template)
-    length = config.model.context_length or LlamaSpec.load(path).context_length
+    length = config.model.context_length or context_of(config.model, path)
     print_layout(Schema.read(_read(parser, arguments.file), tokenizer, length))
     return 0
 

@@ -15,7 +15,7 @@ import torch
 from runtime.config import make_config
 from runtime.engine.core import EngineCore
 from runtime.models.resolve import resolve_model
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import LlamaSpec, ModelSpec
 from runtime.params import DiffusionParams, SamplingParams
 from runtime.protocol import AddRequest
 
@@ -114,8 +114,9 @@ class Drive:
             torch.cuda.empty_cache()
 
 
-def matrix_weights(spec: LlamaSpec) -> tuple[int, int]:
-    """Weights in the matrices of all layers, and in the output head."""
+def matrix_weights(spec: ModelSpec) -> tuple[int, int]:
+    """Weights in the matrices of all layers, and in the output head, of a model in Ramet's own code."""
+    assert isinstance(spec, LlamaSpec)
     layer = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
     layer += 3 * spec.hidden_size * spec.intermediate_size
     return layer * spec.num_layers, spec.vocab_size * spec.hidden_size

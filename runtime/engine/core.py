@@ -138,9 +138,10 @@ class EngineCore:
         executor, spec = self.executor, self.executor.spec
         if spec.diffusion is None:
             self.add_strategy(PrefixStrategy(self.cache, spec.num_layers))
+            # Other strategies read spans whose positions are not consecutive, so that no window can be laid over them.
             if not executor.has_windows:
                 self.add_strategy(Modules(self.cache, spec.num_layers, self.info))
-            if executor.implementation == "ramet":
+            if not executor.has_windows and executor.implementation == "ramet":
                 self.add_strategy(Fusion(self.cache, executor, self.info))
                 self.add_strategy(ReasonCache(self.cache, executor, lambda: Tokenizer.load(path)))
             else:
@@ -159,12 +160,13 @@ class EngineCore:
         return CanvasDecoding(spec.diffusion, executor.device)
 
     def _refuse_approximations(self) -> None:
-        """Raise ModelError for methods by default that need what transformers' code does not give."""
+        """Raise ModelError for methods by default that this model is not served with."""
         cache = self.config.cache
+        models = "models that Ramet's own code computes, without a sliding window"
         if cache.document_reuse != "none":
-            raise ModelError(f"--document-reuse {cache.document_reuse} is not served with transformers' code")
+            raise ModelError(f"--document-reuse {cache.document_reuse} is for {models}")
         if cache.reasoning_cache:
-            raise ModelError("--reasoning-cache is not served with transformers' code")
+            raise ModelError(f"--reasoning-cache is for {models}")
 
     def add_strategy(self, strategy: Strategy) -> None:
         """Serve requests that ask for a strategy by its name."""

@@ -15,6 +15,7 @@ from runtime.errors import EngineDead, ModelError
 from runtime.execution.attention.backend import AttentionBackend
 from runtime.execution.attention.cpu import CPUAttention
 from runtime.execution.attention.flashinfer import FlashInferAttention
+from runtime.execution.attention.windows import Window, narrowed
 from runtime.execution.device import choose_attention, choose_device, choose_dtype
 from runtime.execution.graphs import DecodeGraphs
 from runtime.execution.llama import LlamaModel
@@ -50,6 +51,7 @@ class Executor:
 
     spec: ModelSpec
     has_windows = False
+    _forward: Callable[[ForwardBatch], torch.Tensor]
     rope: RotaryEmbedding
     argmax: Callable[[torch.Tensor], torch.Tensor]
     project: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -60,6 +62,7 @@ class Executor:
         self.device = choose_device(config.model) if group is None else group.device
         self._group = group
         self._graphs: DecodeGraphs | None = None
+        self._windows: list[Window | None] = []
         spec = own_spec(config.model, path)
         self.implementation: ModelCode = "transformers" if spec is None else "ramet"
         library = None if spec is None else self._choose_kernels(config)
@@ -71,6 +74,8 @@ class Executor:
             self._open_transformers(config, path)
         else:
             self._open_own(config, path, spec, library)
+        whose = "Ramet's own code" if spec is not None else "transformers' code, at its speed,"
+        log.info("%s computes %s", whose, self.spec.architecture)
 
     def _open_transformers(self, config: Config, path: Path) -> None:
         # Imports transformers, which Ramet's own code does without.
@@ -83,11 +88,10 @@ class Executor:
         self.spec = model.spec
         self.context_length = _context_length(config, self.spec)
         self.pool = self._make_pool(config, self.spec)
-        self.has_windows = bool(model.windows)
+        self.has_windows = any(window.size < self.context_length for window in model.windows)
         self.backend_name = CPUAttention.name
         self._forward = partial(model.forward, pool=self.pool, backend=CPUAttention(self.pool))
         self.argmax = partial(torch.argmax, dim=-1)
-        log.info("transformers' code computes %s; Ramet's own is faster, where it can", self.spec.architecture)
 
     def _open_own(self, config: Config, path: Path, spec: LlamaSpec, library: Library | None) -> None:
         group = self._group
@@ -95,6 +99,9 @@ class Executor:
         share = spec if group is None else split_spec(spec, group.size)
         backend = choose_attention(config.model, self.device, self.dtype)
         self.context_length = _context_length(config, spec)
+        if any(size is not None and size < self.context_length for size in spec.windows):
+            self._windows = [None if size is None else Window(size) for size in spec.windows]
+            self.has_windows = True
         ops = FlashInferOps(self.context_length, group) if backend == "flashinfer" else Ops(group)
         check_weights(spec, self.dtype, self.device, config.cache.memory_fraction, group.size if group else 1)
         shard = None if group is None else Shard(group.rank, group.size)
@@ -169,8 +176,10 @@ class Executor:
 
         Raises ValueError for a position outside the context: FlashInfer would read past the end of its table.
         """
-        if int(batch.positions.max()) >= self.context_length:
-            raise ValueError(f"position {int(batch.positions.max())} is outside a context of {self.context_length}")
+        if (last := int(batch.positions.max())) >= self.context_length:
+            raise ValueError(f"position {last} is outside a context of {self.context_length}")
+        if self._windows and last >= min(window.size for window in self._windows if window):
+            batch = narrowed(batch, self._windows, self.pool.page_size)
         logits = None if self._graphs is None else self._graphs.run(batch)
         return self._forward(batch) if logits is None else logits
 

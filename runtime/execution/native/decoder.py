@@ -269,6 +269,8 @@ class NativePlan:
             to.span = edge.span
             if edge.visible is not None:
                 to.visible = self._array(edge.visible, np.int32)
+            if edge.hidden is not None:
+                to.hidden = self._array(edge.hidden, np.int32)
 
     def _array(self, array: np.ndarray, dtype: type) -> int:
         array = np.ascontiguousarray(array, dtype=dtype)

@@ -12,7 +12,7 @@ from pathlib import Path
 ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2")
 
 # Result of `ramet_interface` in libraries with these declarations.
-_INTERFACE = 4
+_INTERFACE = 5
 
 
 def _fields(integers: str = "", pointers: str = "") -> list[tuple[str, type]]:
@@ -37,7 +37,7 @@ class Span(Structure):
 
 
 class Edge(Structure):
-    _fields_ = (("rows", c_void_p), ("num_rows", c_int64), ("span", c_int64), ("visible", c_void_p))
+    _fields_ = (*_fields("num_rows span"), *_fields(pointers="rows visible hidden"))
 
 
 class Shape(Structure):

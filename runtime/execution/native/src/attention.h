@@ -17,10 +17,11 @@ struct Span {
 
 // Query rows that attend to a span; see Edge in runtime/batch.py.
 struct Edge {
-    const int32_t* rows;
     int64_t num_rows;
     int64_t span;
+    const int32_t* rows;
     const int32_t* visible;  // [num_rows], number of the span's first rows that each sees; null: all
+    const int32_t* hidden;   // [num_rows], number of the span's first rows that each does not see; null: none
 };
 
 struct Shape {
@@ -56,20 +57,20 @@ class Attention {
         const int64_t most_rows = std::max<int64_t>(kFoldedRows / group_, 1);
         // In keys x tiles of rows, the cost of a piece.
         int64_t work = 0;
-        for_each_rows(num_edges, most_rows, [&](const Edge&, int64_t, int64_t rows, int64_t keys) {
+        for_each_rows(num_edges, most_rows, [&](const Edge&, int64_t, int64_t rows, int64_t, int64_t keys) {
             work += keys * tiles(rows) * shape_.kv_heads;
         });
         const int64_t share = work / (threads * kPiecesPerThread) + 1;
         row_parts_.assign(num_rows + 1, 0);
         int64_t first_slot = 0;
-        for_each_rows(num_edges, most_rows, [&](const Edge& edge, int64_t from, int64_t rows, int64_t keys) {
+        auto cut = [&](const Edge& edge, int64_t from, int64_t rows, int64_t low, int64_t keys) {
             int64_t step = round_up(std::max(share / tiles(rows), kLeastKeys), kKeys);
             int64_t parts = std::max<int64_t>((keys + step / 2) / step, 1);
             step = round_up((keys + parts - 1) / parts, kKeys);
             parts = std::max<int64_t>((keys + step - 1) / step, 1);
             const bool few = reads_in_place(edge, from, rows);
             for (int64_t part = 0; part < parts; ++part) {
-                const int64_t begin = part * step, end = std::min(begin + step, keys);
+                const int64_t begin = low + part * step, end = std::min(begin + step, low + keys);
                 const int64_t blocks = (end - begin + kFewKeys - 1) / kFewKeys;
                 const int64_t block = few ? round_up((end - begin) / std::max<int64_t>(blocks, 1), kPanel) : kKeys;
                 for (int64_t head = 0; head < shape_.kv_heads; ++head) {
@@ -81,7 +82,8 @@ class Attention {
                 row_parts_[edge.rows[from + i] + 1] += parts;
             }
             first_slot += rows;
-        });
+        };
+        for_each_rows(num_edges, most_rows, cut);
         // The largest first, so that the threads end together.
         std::stable_sort(pieces_.begin(), pieces_.end(), [this](const Piece& a, const Piece& b) {
             return (a.end - a.begin) * tiles(a.rows) > (b.end - b.begin) * tiles(b.rows);
@@ -181,15 +183,23 @@ class Attention {
         return {*least, *most};
     }
 
-    // Call visit(edge, first row, rows, most keys that one of them sees) for runs of rows that see any key.
+    // The fewest and the most keys that are hidden from rows [from, to) of an edge.
+    static std::pair<int64_t, int64_t> hidden(const Edge& edge, int64_t from, int64_t to) {
+        if (edge.hidden == nullptr) return {0, 0};
+        auto [least, most] = std::minmax_element(edge.hidden + from, edge.hidden + to);
+        return {*least, *most};
+    }
+
+    // Call visit(edge, first row, rows, first key, keys) for runs of rows that see any key.
     template <class Visit>
     void for_each_rows(int64_t num_edges, int64_t most_rows, const Visit& visit) const {
         for (int64_t e = 0; e < num_edges; ++e) {
             const Edge& edge = edges_[e];
             for (int64_t from = 0; from < edge.num_rows; from += most_rows) {
                 const int64_t rows = std::min(most_rows, edge.num_rows - from);
-                const int64_t keys = limits(edge, from, from + rows).second;
-                if (keys > 0) visit(edge, from, rows, keys);
+                const int64_t low = hidden(edge, from, from + rows).first;
+                const int64_t keys = limits(edge, from, from + rows).second - low;
+                if (keys > 0) visit(edge, from, rows, low, keys);
             }
         }
     }
@@ -198,7 +208,8 @@ class Attention {
     bool reads_in_place(const Edge& edge, int64_t from, int64_t rows) const {
         if (rows * group_ > 2 * kFewRows || shape_.dim % kPanel != 0) return false;
         const auto [least, most] = limits(edge, from, from + rows);
-        return least == most && spans_[edge.span].keep == nullptr;
+        const auto [low, high] = hidden(edge, from, from + rows);
+        return least == most && low == high && spans_[edge.span].keep == nullptr;
     }
 
     template <class T>
@@ -410,14 +421,16 @@ class Attention {
         const Edge& edge = *piece.edge;
         const int64_t first = piece.from + from / group_, last = piece.from + (to - 1) / group_;
         const auto [least, most] = limits(edge, first, last + 1);
-        if (most <= begin) return false;
-        if (least >= begin + kKeys && span.keep == nullptr) return true;
+        const auto [low, high] = hidden(edge, first, last + 1);
+        if (most <= begin || low >= begin + count) return false;
+        if (least >= begin + kKeys && high <= begin && span.keep == nullptr) return true;
         float* out = s.bias.data();
         *bias = out;
         for (int64_t f = from; f < to; ++f, out += kKeys) {
             const int64_t keys = edge.visible == nullptr ? span.length : edge.visible[piece.from + f / group_];
             const int64_t seen = std::clamp<int64_t>(keys - begin, 0, count);
-            for (int64_t i = 0; i < kKeys; ++i) out[i] = i < seen ? 0 : kMinusInfinity;
+            const int64_t skip = edge.hidden == nullptr ? 0 : edge.hidden[piece.from + f / group_] - begin;
+            for (int64_t i = 0; i < kKeys; ++i) out[i] = i < seen && i >= skip ? 0 : kMinusInfinity;
             if (span.keep != nullptr) {
                 for (int64_t i = 0; i < seen; ++i) out[i] = span.keep[begin + i] ? out[i] : kMinusInfinity;
             }

@@ -27,6 +27,8 @@ def dense_attention(plan, q, pool, rope):
         products = torch.einsum("nhd,mhd->hnm", q[rows.to(q.device)].cpu().double(), k) / math.sqrt(q.shape[-1])
         limits = torch.full((len(rows),), span.length) if edge.visible is None else torch.from_numpy(edge.visible)
         seen = torch.arange(span.length) < limits[:, None]
+        if edge.hidden is not None:
+            seen &= torch.arange(span.length) >= torch.from_numpy(edge.hidden)[:, None]
         if span.keep is not None:
             seen &= span.keep
         here = slice(first, first + span.length)
@@ -73,6 +75,14 @@ def visible_at_random(random, rows, length):
     return np.sort(visible) if kind == "sorted" else visible
 
 
+def hidden_at_random(random, visible):
+    """Rows that are hidden from each row, none or up to all that it would see."""
+    if random.integers(3):
+        return None
+    hidden = random.integers(visible + 1).astype(np.int32)
+    return hidden if random.integers(2) else np.minimum(np.sort(hidden), visible)
+
+
 def random_plan(pages, num_rows, longest):
     """Edges over rows that overlap, as slices and scattered, shifted and thinned; some rows may see nothing."""
     random, plan = pages.random, AttentionPlan(num_rows)
@@ -85,5 +95,7 @@ def random_plan(pages, num_rows, longest):
         span = pages.span(length, bool(random.integers(2)), shift=int(random.choice([0, 0, 1, -50, 4321])))
         if not random.integers(3):
             span.keep = torch.from_numpy(random.random(length) < 0.7)
-        plan.add(rows, span, visible_at_random(random, count, length))
+        visible = visible_at_random(random, count, length)
+        hidden = hidden_at_random(random, np.full(count, length, dtype=np.int32) if visible is None else visible)
+        plan.add(rows, span, visible, hidden)
     return plan
