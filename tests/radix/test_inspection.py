@@ -306,7 +306,7 @@ def test_one_lock_is_a_lock_and_none_is_none():
     assert [(one.locked, one.pinned) for one in view(tree)] == [(True, False), (True, False), (False, False)]
     tree.unlock(node)
     tree.pin(node)
-    assert [(one.locked, one.pinned) for one in view(tree)] == [(True, True), (True, True), (False, False)]
+    assert [(one.locked, one.pinned) for one in view(tree)] == [(False, True), (False, True), (False, False)]
     tree.lock(node)
     blocks = {block.id: (block.locked, block.pinned) for block in finish(outline(tree, 9))[0]}
     assert blocks == {-1: (True, False), 0: (True, True), 1: (True, True), 2: (False, False)}
