@@ -338,7 +338,7 @@ def test_a_run_that_came_in_chunks_is_one_block(filled):
     for node, cost in zip(chunks, (1.0, 2.0, 4.0), strict=True):
         node.cost = cost
     (root, block), _ = finish(outline(tree, 9, preview_tokens=6))
-    assert (block.id, block.end, block.tokens, block.chained, block.nodes) == (chunks[0].pages[0], (2, 8), 12, 3, 3)
+    assert (block.id, block.end, block.tokens, block.chained, block.nodes) == (0, (chunks[2].pages[0], 8), 12, 3, 3)
     assert (block.cost_s, block.preview, root.hits) == (7.0, key(*tokens[:6]), 0)
     tree.use(chunks[1])
     shown, _ = finish(outline(tree, 9))
