@@ -53,18 +53,18 @@ def cached(answer: httpx.Response) -> int:
 
 
 # The keys that each route needs, for every route that there is.
-OPEN = {"/health", "/ready", "/", "/dashboard"}
+OPEN = {"/health", "/ready", "/", "/dashboard", "/docs"}
 ANY_KEY = {
     *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}"),
     *("/v1/schemas", "/v1/schemas/{name}", "/v1/documents", "/v1/documents/{document_id}"),
     *("/tokenize", "/detokenize", "/health_generate", "/model_info", "/get_model_info", "/cache/tree"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/tokenizer_info", "/version"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}"),
-    *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
+    *("/openapi.json", "/cache/quota", "/dashboard/events"),
 }
 ADMIN = {
     *("/cache/pin", "/cache/pins", "/cache/pins/{pin_id}", "/cache/nodes/{page}", "/cache/nodes/{page}/pin"),
-    *("/cache/stats", "/dashboard/events", "/server_info", "/get_server_info", "/metrics"),
+    *("/cache/stats", "/server_info", "/get_server_info", "/metrics"),
     *("/cache/tiers", "/cache/tiers/{name}", "/cache/tenants/{name}", "/v1/loads"),
     *("/flush_cache", "/abort_request", "/pause", "/resume", "/shutdown"),
 }
