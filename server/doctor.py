@@ -31,7 +31,7 @@ def print_report(config: Config) -> None:
     hints = list(_hints())
     console.print("\n[bold]What would be faster, or is missing[/bold]" if hints else "\nNothing is missing.")
     for hint in hints:
-        console.print(f"- {hint}")
+        console.print(f"- {hint}", soft_wrap=True)
 
 
 def _facts(config: Config) -> Iterator[tuple[str, str]]:
@@ -41,12 +41,12 @@ def _facts(config: Config) -> Iterator[tuple[str, str]]:
     name, flags = _processor()
     library = load_best()
     yield "processor", name
-    yield "cores", f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} may be used"
+    yield "cores", f"{_cores()} of {os.cpu_count()} may be used"
     yield "instructions", ", ".join(flag for flag in _FLAGS if flag in flags) or "none that the kernels use"
     yield "kernels", f"native, for {library.isa}" if library else "none: torch computes"
     yield "8 bits", "--quantization int8" if library and library.has_int8() else "not on this processor"
     yield "GPU", _gpu()
-    yield "memory", f"{main_memory() / _GIB:.1f} GiB, {_available() / _GIB:.1f} of it free"
+    yield "memory", f"{main_memory() / _GIB:.1f} GiB, {_free_memory() / _GIB:.1f} of it free"
     yield "pool", f"{config.cache.pool_memory:g} GiB (--pool-memory)"
     where = config.model.cache_dir
     yield "disk", f"{shutil.disk_usage(_existing(where)).free / _GIB:.1f} GiB free at {where}"
@@ -67,11 +67,11 @@ def _hints() -> Iterator[str]:
         yield "--quantization int8 halves the weights that a decode step reads (about 1.5 times the tokens/s)."
     if "avx512f" in flags and "avx512_bf16" not in flags:
         yield "A processor with bfloat16 products (AVX512-BF16) computes prompts faster."
-    if len(os.sched_getaffinity(0)) < (os.cpu_count() or 1):
+    if _cores() < (os.cpu_count() or 1):
         yield "This process may not use all cores (affinity or a container's limit)."
     if _gpu() != "none" and not _version("flashinfer-python"):
         yield "pip install 'ramet[cuda]' adds FlashInfer for the GPU."
-    if _available() < 2 * _GIB:
+    if _free_memory() < 2 * _GIB:
         yield "Little memory is free: lower --pool-memory."
 
 
@@ -94,8 +94,17 @@ def _gpu() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "a driver, but torch finds no device"
 
 
-def _available() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _free_memory() -> int:
+    """Bytes that programs may take, page cache included."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _existing(path: Path) -> Path:
