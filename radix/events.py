@@ -37,6 +37,7 @@ class Removed:
     """Blocks are no longer in the tree."""
 
     hashes: tuple[int, ...]
+    namespace: Namespace
 
 
 Event = Stored | Removed
@@ -72,7 +73,7 @@ class EventLog:
 
     def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
         hashes = self._hashes[node]
-        self._pending.append(Removed(tuple(hashes[kept_pages:])))
+        self._pending.append(Removed(tuple(hashes[kept_pages:]), node.namespace))
         if kept_pages:
             self._hashes[node] = hashes[:kept_pages]
         else:

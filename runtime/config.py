@@ -17,6 +17,8 @@ SchedulePolicy = Literal["balanced", "fcfs", "priority", "lpm", "dfs"]
 # Options of the cache that only causal models can use.
 _CAUSAL = ("document_reuse", "reasoning_cache")
 
+ModelCode = Literal["ramet", "transformers"]
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
@@ -51,6 +53,11 @@ class ModelConfig(Section):
     )
     quantization: Literal["none", "int8"] = Field(
         "none", description="int8: 8-bit weights and activations, for the native CPU kernels with AVX-512 VNNI"
+    )
+    model_impl: Literal["auto", ModelCode] = Field(
+        "auto",
+        description="code that computes the model: ramet: Ramet's own, of the Llama family; transformers: that of the "
+        "library, for any decoder, slower; auto: ramet where it can",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     random_weights: bool = Field(
@@ -90,7 +97,12 @@ class CacheConfig(Section):
         None, description="publish KV events on this ZeroMQ endpoint, e.g. tcp://127.0.0.1:5557"
     )
     kv_events_replay: str | None = Field(None, description="ZeroMQ endpoint for the replay of missed KV events")
-    kv_events_tokens: bool = Field(True, description="KV events carry token ids; off: only block hashes")
+    kv_events_of: Literal["public", "all"] = Field(
+        "public", description="blocks in KV events: those without tenant and salt; all: those of every tenant as well"
+    )
+    kv_events_format: Literal["map", "array"] = Field(
+        "map", description="form of a KV event: as of vLLM 0.32 and SGLang 0.5.23; array: as before these"
+    )
     pin_budget: float = Field(0.5, ge=0, le=1, description="share of the pool that pins may hold together")
     page_size: int = Field(16, ge=1, le=1024, description="tokens in a page of the pool")
     pool_tokens: int | None = Field(None, ge=1, description="size of the pool in tokens; overrides --pool-memory")

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from radix import Namespace, WhyGone
+from runtime.config import ModelCode
 from runtime.params import Algorithm
 
 FinishType = Literal["stop", "length", "abort", "error"]
@@ -223,7 +224,7 @@ class Finish(msgspec.Struct):
         matched: the stop token or string.
         message: text for an abort or an error.
         refused: whether an error is the request's own fault.
-        code: of an error.
+        code, param: of an error.
     """
 
     type: FinishType
@@ -231,6 +232,7 @@ class Finish(msgspec.Struct):
     message: str | None = None
     refused: bool = False
     code: str | None = None
+    param: str | None = None
 
 
 class Lookup(msgspec.Struct):
@@ -356,6 +358,7 @@ class DiffusionInfo(msgspec.Struct):
         num_layers: most layers that can be reused.
         depth_table: name of the table of reuse depths.
         refresh_interval: steps between refreshes of a prefix's other layers, unless a request says otherwise.
+        attended, block, threshold: see `runtime.models.diffusion.DiffusionSpec`.
     """
 
     mask_token_id: int
@@ -363,6 +366,9 @@ class DiffusionInfo(msgspec.Struct):
     num_layers: int
     depth_table: str
     refresh_interval: int
+    attended: int | None = None
+    block: int = 32
+    threshold: float | None = None
 
 
 class ModelInfo(msgspec.Struct):
@@ -380,3 +386,4 @@ class ModelInfo(msgspec.Struct):
     page_size: int
     pool_tokens: int
     diffusion: DiffusionInfo | None = None
+    model_impl: ModelCode = "ramet"

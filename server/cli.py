@@ -141,7 +141,7 @@ def _add_schema(parser: argparse.ArgumentParser) -> None:
 
 def _schema(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     from runtime.models.resolve import resolve_model
-    from runtime.models.spec import ModelSpec
+    from runtime.models.spec import LlamaSpec
     from runtime.models.tokenizer import Tokenizer
     from runtime.reuse.modules.schema import Schema
     from server.schemas.table import print_layout
@@ -149,7 +149,7 @@ def _schema(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
     config = config_from(parser, arguments)
     path = resolve_model(config.model)
     tokenizer = Tokenizer.load(path, config.model.chat_template)
-    length = config.model.context_length or ModelSpec.load(path).context_length
+    length = config.model.context_length or LlamaSpec.load(path).context_length
     print_layout(Schema.read(_read(parser, arguments.file), tokenizer, length))
     return 0
 

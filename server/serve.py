@@ -26,6 +26,7 @@ from server.http.app import create_app
 from server.http.connections import SEND_BUFFER_BYTES, Connection
 from server.http.gate import Gate
 from server.http.listener import Listener
+from server.http.pages import Hosts
 from server.http.seats import Seat, most_connections
 from server.prewarm import prewarm, read_prewarm
 from server.signals import Signals
@@ -66,10 +67,18 @@ def serve(config: Config) -> NoReturn:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tenants = read_keys(config.server.api_keys)
     config.server.max_connections = most_connections(config)
+    _warn(config, tenants)
     prefixes = read_prewarm(config.tiers.prewarm)
     trace = open_trace(config.server.record_trace, tenants)
     with _bind(config) as listener:
         asyncio.run(_serve(config, listener, tenants, prefixes, trace))
+
+
+def _warn(config: Config, tenants: list[Tenant]) -> None:
+    if not tenants and not Hosts(config.server.host, []).own_machine:
+        log.warning("no --api-keys: whoever reaches this server may use every route, those of admins as well")
+    if tenants and config.cache.kv_events is not None and config.cache.kv_events_of == "public":
+        log.warning("KV events tell of public prefixes alone; --kv-events-of tells of those of every key")
 
 
 def _bind(config: Config) -> socket.socket:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from loadgen.faults.redis_server import PROGRAM, SlowWay, running_redis
 from loadgen.faults.server import Finding
 from radix import Namespace
-from runtime.kv.tiers.block import Block, Fingerprint, Format, read_head
+from runtime.kv.tiers.block import Block, Fingerprint, Format, Frame, read_head
 from runtime.kv.tiers.disk import DiskStore
 from runtime.kv.tiers.host import HostStore
 from runtime.kv.tiers.opening import open_shared
@@ -92,6 +92,12 @@ def _disk(limits: Limits = _LIMITS) -> Iterator[tuple[DiskStore, TierWorker]]:
 def _put(store: BlockStore, number: int) -> bool:
     block = block_of(number)
     return store.put(block.key, _FORM.encode(block, payload_of(number)), block.namespace.tenant, "evicted")
+
+
+def _framed(number: int) -> Frame:
+    frame = _FORM.frame(block_of(number), _PAYLOAD)
+    frame.payload[:] = payload_of(number)
+    return frame
 
 
 def _load(worker: TierWorker, numbers: Sequence[int]) -> list[Loaded]:
@@ -187,7 +193,7 @@ def _full(scale: float, draw: random.Random, problems: list[str]) -> tuple[str, 
         resource.setrlimit(resource.RLIMIT_FSIZE, (_PAYLOAD // 2, hard))
         try:
             for number in range(1, 5):
-                worker.write(block_of(number), partial(payload_of, number), _PAYLOAD, "evicted")
+                worker.write(block_of(number), partial(_framed, number), _PAYLOAD, "evicted")
             _settle(worker)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -209,7 +215,7 @@ def _killed_store(scale: float, draw: random.Random, problems: list[str]) -> tup
     with running_redis() as server:
         worker = TierWorker(_FORM, [HostStore(_LIMITS), open_shared(server.url)])
         for number in numbers:
-            worker.write(block_of(number), partial(payload_of, number), _PAYLOAD, "evicted")
+            worker.write(block_of(number), partial(_framed, number), _PAYLOAD, "evicted")
         _settle(worker)
         worker.detach("host")
         loaded = _load(worker, numbers)
@@ -279,7 +285,7 @@ def _settle(worker: TierWorker) -> None:
 
 
 def _write_and_find(worker: TierWorker, number: int) -> bool:
-    worker.write(block_of(number), lambda: payload_of(number), _PAYLOAD, "evicted")
+    worker.write(block_of(number), lambda: _framed(number), _PAYLOAD, "evicted")
     _settle(worker)
     loaded = _load(worker, [number])
     return bool(loaded) and not _wrong(loaded, [number])

@@ -15,7 +15,7 @@ import torch
 from runtime.config import make_config
 from runtime.engine.core import EngineCore
 from runtime.models.resolve import resolve_model
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 from runtime.params import DiffusionParams, SamplingParams
 from runtime.protocol import AddRequest
 
@@ -46,9 +46,8 @@ class Drive:
         self._count += 1
         sampling = SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=output)
         params = None
-        if self.core.info.diffusion is not None:
-            algorithm = self.core.info.diffusion.algorithm
-            params = DiffusionParams(gen_length=output, **diffusion).filled(algorithm, sampling)
+        if (model := self.core.info.diffusion) is not None:
+            params = DiffusionParams(gen_length=output, **diffusion).filled(model, sampling)
         message = AddRequest(
             f"{self._count}", prompt.tobytes(), sampling.model_dump(),
             diffusion=None if params is None else params.model_dump(), reuse=reuse,
@@ -114,7 +113,7 @@ class Drive:
             torch.cuda.empty_cache()
 
 
-def matrix_weights(spec: ModelSpec) -> tuple[int, int]:
+def matrix_weights(spec: LlamaSpec) -> tuple[int, int]:
     """Weights in the matrices of all layers, and in the output head."""
     layer = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
     layer += 3 * spec.hidden_size * spec.intermediate_size

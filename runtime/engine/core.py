@@ -44,6 +44,7 @@ from runtime.protocol import (
 )
 from runtime.request import Request, Work
 from runtime.reuse.bicache.strategy import BiCache
+from runtime.reuse.blocks import BlockPrefix
 from runtime.reuse.build import build
 from runtime.reuse.fusion.strategy import Fusion
 from runtime.reuse.modules.strategy import Modules
@@ -129,6 +130,7 @@ class EngineCore:
             attention_backend=executor.backend_name,
             page_size=self.config.cache.page_size,
             pool_tokens=executor.pool.num_pages * self.config.cache.page_size,
+            model_impl=executor.implementation,
         )
 
     def _open_model(self, path: Path) -> Decoding:
@@ -138,15 +140,31 @@ class EngineCore:
             raise ModelError(f"--{given}: {path.name} is {'a diffusion' if spec.diffusion else 'a causal'} model")
         if spec.diffusion is None:
             self.add_strategy(PrefixStrategy(self.cache, spec.num_layers))
-            self.add_strategy(Modules(self.cache, spec.num_layers, self.info))
-            self.add_strategy(Fusion(self.cache, executor, self.info))
-            self.add_strategy(ReasonCache(self.cache, executor, lambda: Tokenizer.load(path)))
+            if not executor.has_windows:
+                self.add_strategy(Modules(self.cache, spec.num_layers, self.info))
+            if executor.implementation == "ramet":
+                self.add_strategy(Fusion(self.cache, executor, self.info))
+                self.add_strategy(ReasonCache(self.cache, executor, lambda: Tokenizer.load(path)))
+            else:
+                self._refuse_approximations()
             sampler = make_sampler(executor.backend_name, spec.vocab_size, executor.device, executor.argmax)
             return NextToken(sampler)
-        bicache = BiCache.load(self.config.diffusion, path, spec, self.cache)
-        self.add_strategy(bicache)
-        self.info.diffusion = bicache.info
+        strategy: BlockPrefix | BiCache
+        if spec.diffusion.attended is not None:
+            strategy = BlockPrefix(self.cache, spec.num_layers, spec.diffusion)
+        else:
+            strategy = BiCache.load(self.config.diffusion, path, spec, self.cache)
+        self.add_strategy(strategy)
+        self.info.diffusion = strategy.info
         return CanvasDecoding(spec.diffusion, executor.device)
+
+    def _refuse_approximations(self) -> None:
+        """Raise ModelError for methods by default that need what transformers' code does not give."""
+        cache = self.config.cache
+        if cache.document_reuse != "none":
+            raise ModelError(f"--document-reuse {cache.document_reuse} is not served with transformers' code")
+        if cache.reasoning_cache:
+            raise ModelError("--reasoning-cache is not served with transformers' code")
 
     def add_strategy(self, strategy: Strategy) -> None:
         """Serve requests that ask for a strategy by its name."""
@@ -171,11 +189,7 @@ class EngineCore:
         return self.config.engine.drafts == "auto" and self.info.diffusion is None and not self.overlap
 
     def _make_publisher(self) -> EventPublisher | None:
-        cache = self.config.cache
-        if cache.kv_events is None:
-            return None
-        medium = "GPU" if self.executor.device.type == "cuda" else "CPU"
-        return EventPublisher(cache.kv_events, cache.kv_events_replay, cache.page_size, medium, cache.kv_events_tokens)
+        return None if self.config.cache.kv_events is None else EventPublisher(self.config.cache)
 
     def publish(self) -> None:
         """Publish the KV events since the last call."""
@@ -477,4 +491,5 @@ class EngineCore:
 
 
 def _finish(error: RametError) -> Finish:
-    return Finish("error", message=error.message, refused=isinstance(error, InvalidRequest), code=error.code)
+    refused = isinstance(error, InvalidRequest)
+    return Finish("error", message=error.message, refused=refused, code=error.code, param=error.param)

@@ -27,6 +27,7 @@ from runtime.kv.tiers.opening import open_cipher, open_shared
 from runtime.kv.tiers.store import BlockStore, Limits
 from runtime.kv.tiers.tiers import Tiers
 from runtime.kv.tiers.worker import TierWorker
+from runtime.models.diffusion import DiffusionSpec
 from runtime.models.weights import digest_weights
 from runtime.protocol import AddPin, AttachTier, Call, DetachTier, EraseTenant, FlushCache, Outbound, Reply
 from runtime.reuse.strategy import Run, Strategy
@@ -276,8 +277,14 @@ def _fingerprint(config: Config, executor: Executor, model: Path) -> bytes:
         f"{executor.kv_dtype} of {executor.dtype} {config.model.quantization}",
         f"{layers} {heads} {head_dim}",
         config.cache.page_size,
-        repr(spec.rope),
+        spec.fingerprint,
         shard=f"all of {executor.pool.ranks}",
-        kind="causal" if spec.diffusion is None else "diffusion",
+        kind=_kind(spec.diffusion),
     )
     return fingerprint.digest()
+
+
+def _kind(diffusion: DiffusionSpec | None) -> str:
+    if diffusion is None:
+        return "causal"
+    return "diffusion" if diffusion.attended is None else f"blocks of {diffusion.attended}"

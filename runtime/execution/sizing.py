@@ -11,13 +11,13 @@ import torch
 from runtime.config import CacheConfig
 from runtime.errors import ModelError
 from runtime.models.shards import share_of
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 
 _GIB = 2**30
 
 
 def check_weights(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, fraction: float, num_ranks: int = 1
+    spec: LlamaSpec, dtype: torch.dtype, device: torch.device, fraction: float, num_ranks: int = 1
 ) -> None:
     """Raise ModelError if a rank's weights do not fit into `fraction` of its GPU."""
     if device.type != "cuda":

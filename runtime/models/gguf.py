@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from runtime.errors import ModelError
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -68,7 +68,7 @@ def _write(path: Path, metadata: dict[str, Any], tensors: list[Any], architectur
     ids = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(k) is not None}
     _write_json(work / "generation_config.json", ids)
     _write_tokenizer(path, metadata, work)
-    _write_tensors(path, _named(path, tensors, architecture, ModelSpec.load(work)), config, architecture, work)
+    _write_tensors(path, _named(path, tensors, architecture, LlamaSpec.load(work)), config, architecture, work)
 
 
 def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: list[Any]) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _llama3_scaling(path: Path, factors: np.ndarray, config: dict[str, Any]) -> 
     }
 
 
-def _named(path: Path, tensors: list[Any], architecture: str, spec: ModelSpec) -> dict[str, Any]:
+def _named(path: Path, tensors: list[Any], architecture: str, spec: LlamaSpec) -> dict[str, Any]:
     """The file's tensors by their Hugging Face names. Raises ModelError if names or shapes do not fit the model."""
     import gguf
 

@@ -14,7 +14,7 @@ from runtime.errors import ModelError
 from runtime.models.adapters import ADAPTERS
 from runtime.models.default_model import fetch_default
 from runtime.models.publishing import FORMAT, find_damage, provide, scratch, write_checksums
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
 # Other formats of the same weights: subdirectories (onnx, original) and Mistral's own layout.
@@ -101,7 +101,7 @@ def _from_hub(name: str, cache_dir: Path) -> Path:
 
     try:
         # The configuration first, so that an unsupported model is refused before gigabytes are fetched.
-        ModelSpec.load(Path(hf_hub_download(name, "config.json")).parent)
+        LlamaSpec.load(Path(hf_hub_download(name, "config.json")).parent)
         path = Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
     except HFValidationError as error:
         raise ModelError(f"--model {name}: {error}") from None

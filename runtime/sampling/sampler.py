@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 
 import torch
 
@@ -21,6 +23,12 @@ log = logging.getLogger("ramet.engine")
 NO_TOKEN = -1
 
 _WORD = (1 << 64) - 1
+
+# The bit of a place from which on it counts how often its token was drawn.
+_TRIES = 40
+
+# Weights that are added up before one of them is looked for.
+_BLOCK = 64
 
 
 class BadLogits(RametError):
@@ -86,9 +94,8 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = device
         self._argmax = argmax
-        # For requests without a seed, and for those with one, seeded anew for every token.
-        self._unseeded, self._seeded = torch.Generator(device), torch.Generator(device)
-        self._unseeded.seed()
+        self._unseeded = random.Random()
+        self._may_wait = device.type == "cpu"
 
     def sample(
         self,
@@ -155,19 +162,39 @@ class Sampler:
 
     def _draw_all(self, logits: torch.Tensor, requests: Sequence[Request], aheads: Sequence[int]) -> torch.Tensor:
         """Draw int64 [n] for requests that do not adjust their logits [n, vocab]."""
-        return torch.stack([self._draw(*row) for row in zip(logits, requests, aheads, strict=True)])
+        places = [self._place(*one) for one in zip(requests, aheads, strict=True)]
+        at = upload(torch.tensor(places, dtype=torch.float64), self.device)
+        return draw(self.filter(logits, [request.sampling for request in requests]), at)
+
+    def filter(self, logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+        """The distributions [n, vocab] of n requests after temperature and filters; dropped tokens have 0."""
+        probs = (logits / self._column([p.divisor for p in params])).softmax(-1)
+        for row, p in zip(probs, params, strict=True):
+            if _filters(p):
+                row.copy_(filter_probs(row, p, self._may_wait))
+        return probs
+
+    def _column(self, values: Sequence[float]) -> torch.Tensor:
+        """Float32 [n, 1] on the device."""
+        return upload(torch.tensor(values, dtype=torch.float32), self.device)[:, None]
 
     def _one(self, logits: torch.Tensor, sound: torch.Tensor, request: Request, ahead: int) -> torch.Tensor:
         """The token of a request that adjusts its logits [vocab]; `sound`: whether they are finite."""
         logits = self._adjust(logits.clone(), request, ahead)
-        token = logits.argmax() if request.sampling.greedy else self._draw(logits, request, ahead)
-        if request.counts is not None:
-            request.counts.index_add_(0, token.clamp_min(0)[None], request.counts.new_ones(1))
-        if request.grammar is not None:
+        for tries in count():
+            # Another number for each, as the last one fell on a token that is forbidden now.
+            at = [ahead + (tries << _TRIES)]
+            token = logits.argmax() if request.sampling.greedy else self._draw_all(logits[None], [request], at)[0]
+            if request.grammar is None:
+                break
             value = int(token.where(sound, NO_TOKEN))
             if value == NO_TOKEN:
                 raise BadLogits
-            request.grammar.accept(value)
+            if request.grammar.accept(value):
+                break
+            logits[value] = -math.inf
+        if request.counts is not None:
+            request.counts.index_add_(0, token.clamp_min(0)[None], request.counts.new_ones(1))
         return token
 
     def _adjust(self, logits: torch.Tensor, request: Request, ahead: int = 0) -> torch.Tensor:
@@ -178,9 +205,9 @@ class Sampler:
             logits.index_add_(0, self._index(list(params.logit_bias)), biases)
         if _penalised(params):
             self._penalise(logits, request)
-        if request.grammar is not None:
-            forbidden = torch.from_numpy(request.grammar.forbidden(len(logits)))
-            logits.masked_fill_(upload(forbidden, self.device), -math.inf)
+        forbidden = None if request.grammar is None else request.grammar.forbidden(len(logits))
+        if forbidden is not None:
+            logits.masked_fill_(upload(torch.from_numpy(forbidden), self.device), -math.inf)
         elif request.num_output + ahead < params.min_new_tokens and request.stop_ids:
             logits.index_fill_(0, self._index(sorted(request.stop_ids)), -math.inf)
         return logits
@@ -202,45 +229,75 @@ class Sampler:
         logits -= params.frequency_penalty * counts
         logits -= params.presence_penalty * (counts > 0)
 
-    def _draw(self, logits: torch.Tensor, request: Request, ahead: int) -> torch.Tensor:
-        """Draw from the filtered distribution by `race`."""
-        probs = filter_probs(logits, request.sampling)
-        noise = torch.empty_like(probs).exponential_(generator=self.generator(request, ahead))
-        return race(probs[None], noise[None])[0]
-
-    def generator(self, request: Request, ahead: int = 0) -> torch.Generator:
-        """The random stream of a request's next token.
+    def _place(self, request: Request, ahead: int) -> float:
+        """The number in [0, 1) that draws a request's next token.
 
         With a seed it depends on the seed and the token's place alone, so that a repeated step draws the same token.
         """
         seed = request.sampling.seed
-        if seed is None:
-            return self._unseeded
-        return self._seeded.manual_seed(_mix(seed, request.num_output + ahead))
+        return self._unseeded.random() if seed is None else _mix(seed, request.num_output + ahead)
 
 
-def race(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Draw int64 [n] by exponential noise [n, vocab], without a cumulative sum; `NO_TOKEN` for bad probabilities."""
-    tokens = (probs / noise).argmax(-1)
-    return tokens.where(probs.gather(-1, tokens[:, None])[:, 0].isfinite(), NO_TOKEN)
+def draw(weights: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Draw int64 [n] by weights [n, vocab] and float64 [n] in [0, 1); `NO_TOKEN` for weights that are no numbers.
+
+    A token is drawn where the sum of the weights up to it exceeds `at` of the sum of all. That is looked for among the
+    sums of blocks, then in a block, which takes one pass over the weights.
+    """
+    blocks = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    sums = blocks.sum(-1)
+    total = sums.sum(-1, dtype=torch.float64)
+    block, rest = _find(sums, at * total)
+    token, _ = _find(blocks[torch.arange(len(blocks), device=blocks.device), block], rest)
+    return (block * _BLOCK + token).where(total.isfinite(), NO_TOKEN)
 
 
-def filter_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The distribution [vocab] after temperature, then top-k, top-p, typical-p and min-p; dropped tokens have 0."""
-    probs = (logits / params.divisor).softmax(-1)
+def _find(weights: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first of weights [n, m] up to which they exceed `at` [n] in sum, int64 [n], and what of `at` falls into it.
+
+    That weight is not 0, however the sums were rounded.
+    """
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    last = sums[:, -1]
+    at = at.minimum(last.nextafter(torch.zeros_like(last)))
+    index = torch.searchsorted(sums, at[:, None], right=True).clamp_max(weights.shape[-1] - 1)
+    before = (sums - weights).gather(-1, index)[:, 0]
+    return index[:, 0], (at - before).clamp_min(0)
+
+
+def filter_probs(probs: torch.Tensor, params: SamplingParams, may_wait: bool = True) -> torch.Tensor:
+    """A distribution [vocab] after top-k, then top-p, typical-p and min-p; dropped tokens have 0.
+
+    `may_wait`: for the device, which top-p is faster with.
+    """
     if 0 < params.top_k < len(probs):
         values, tokens = probs.topk(params.top_k)
         probs = torch.zeros_like(probs).scatter_(0, tokens, values)
         probs /= probs.sum()
     if params.top_p < 1:
-        values, tokens = probs.sort(descending=True)
-        kept = values.masked_fill(values.cumsum(0) - values >= params.top_p, 0)
-        probs = torch.zeros_like(probs).scatter_(0, tokens, kept)
+        probs = keep_top(probs, params.top_p, may_wait)
     if params.typical_p < 1:
         probs = keep_typical(probs, params.typical_p)
     if params.min_p > 0:
         probs = probs.masked_fill(probs < params.min_p * probs.max(), 0)
     return probs
+
+
+def _filters(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.typical_p < 1 or params.min_p > 0
+
+
+def keep_top(probs: torch.Tensor, mass: float, may_wait: bool) -> torch.Tensor:
+    """Only the likeliest tokens of a distribution [vocab], as few as reach `mass`; `may_wait`: for the device."""
+    if not may_wait:
+        values, tokens = probs.sort(descending=True)
+    else:
+        # Tokens below half of the mean of what may be left out are left out: few are to be sorted.
+        tokens = (probs > (1 - mass) / 2 / len(probs)).nonzero()[:, 0]
+        values, order = probs[tokens].sort(descending=True)
+        tokens = tokens[order]
+    kept = values.masked_fill(values.cumsum(0) - values >= mass, 0)
+    return torch.zeros_like(probs).scatter_(0, tokens, kept)
 
 
 def keep_typical(probs: torch.Tensor, mass: float) -> torch.Tensor:
@@ -258,12 +315,12 @@ def keep_typical(probs: torch.Tensor, mass: float) -> torch.Tensor:
     return torch.zeros_like(probs).scatter_(0, tokens, values.masked_fill(values.cumsum(0) - values >= mass, 0))
 
 
-def _mix(seed: int, place: int) -> int:
-    """63 bits that all depend on seed and place (SplitMix64's finalizer)."""
+def _mix(seed: int, place: int) -> float:
+    """A number in [0, 1) whose 53 bits all depend on seed and place (SplitMix64's finalizer)."""
     z = (seed + (place + 1) * 0x9E3779B97F4A7C15) & _WORD
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
-    return (z ^ (z >> 31)) >> 1
+    return ((z ^ (z >> 31)) >> 11) * 2.0**-53
 
 
 def _penalised(params: SamplingParams) -> bool:

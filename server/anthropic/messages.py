@@ -22,7 +22,7 @@ from server.http import examples
 from server.http.errors import MessageError, message_error
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, TypedEventStream, unless_gone, while_there
-from server.openai.tools import CallReader, writes_tags
+from server.openai.calls import CallReader, lazy_calls, writes_tags
 from server.store import Conflict
 
 router = EveryKey(
@@ -47,7 +47,7 @@ async def messages(body: MessagesRequest, request: Request, context: Ctx, tenant
     context.check_model(body.model)
     body.check()
     work = partial(submission_of, body, tenant, context)
-    if body.is_constrained:  # a schema may be as long as the body
+    if body.is_constrained or body.offered:  # a schema may be as long as the body
         submission = await while_there(request, context.engine.in_turn(tenant.account, body.num_characters, work))
     else:
         submission = work()
@@ -78,10 +78,15 @@ async def count_tokens(body: Conversation, request: Request, context: Ctx, tenan
 
 def submission_of(body: MessagesRequest, tenant: Tenant, context: Context) -> Submission:
     """The submission of a conversation, which is rendered later: long ones take their time. Raises InvalidRequest."""
+    sampling, otherwise = body.sampling(), None
+    if body.offered and not body.is_constrained and context.engine.info.diffusion is None:
+        tools = [tool.described() for tool in body.offered]
+        sampling, otherwise = lazy_calls(sampling, tools, writes_tags(context.engine.tokenizer))
     return Submission(
         prompt=partial(render, body, context.engine.tokenizer),
         num_characters=body.num_characters,
-        sampling=body.sampling(),
+        sampling=sampling,
+        otherwise=otherwise,
         account=tenant.account,
         namespace=tenant.namespace(body.cache_salt, body.cache_scope),
         priority=tenant.priority(body.priority),

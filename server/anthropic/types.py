@@ -14,7 +14,8 @@ from runtime.params import SamplingParams, StopString
 from server.auth.keys import CacheScope
 from server.http import fields
 from server.http.wire import AnswerId, Body, CacheSalt, CacheUse, Explain, JsonObject, OneOr, Priority, Text, Timeout
-from server.openai.tools import MAX_TOOLS, Function, schema_of_call
+from server.openai.calls import schema_of_call
+from server.openai.tools import MAX_TOOLS, Function
 from server.openai.tools import Tool as Described
 
 # Messages in a conversation, and blocks in a message.

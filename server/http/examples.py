@@ -62,6 +62,18 @@ _RESPONSE: dict[str, Any] = {
 }
 RESPONSES = _responses(_RESPONSE, {"type": "response.output_text.delta", "sequence_number": 4, "delta": "Hello!"})
 RESPONSE = answers(_RESPONSE)
+INPUT_ITEMS = answers(
+    {
+        "object": "list",
+        "data": [
+            {
+                **{"id": "item_0_resp_98eecf86d5da", "type": "message", "role": "user", "status": "completed"},
+                "content": [{"type": "input_text", "text": "What is a radix tree?"}],
+            }
+        ],
+        **{"first_id": "item_0_resp_98eecf86d5da", "last_id": "item_0_resp_98eecf86d5da", "has_more": False},
+    }
+)
 DELETED = answers({"id": "resp_98eecf86d5da", "object": "response", "deleted": True})
 INPUT_TOKENS = answers({"object": "response.input_tokens", "input_tokens": 12})
 _COUNTS = {

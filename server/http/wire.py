@@ -114,7 +114,7 @@ class Body(BaseModel):
                 continue
             if name in cls.NEUTRAL:
                 if not any(value == neutral for neutral in cls.NEUTRAL[name]):
-                    raise InvalidRequest(f"{name} is not supported", param=name)
+                    raise InvalidRequest(f"{name} is not supported{fields.INSTEAD.get(name, '')}", param=name)
             elif (own := cls.ALIASES.get(name)) is None:
                 if meant := get_close_matches(name, own_names, 1):
                     told = {"field": name, "meant": meant[0]}

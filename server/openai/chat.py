@@ -24,6 +24,7 @@ from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone, while_there
 from server.openai.caching import Mark, keep_places
+from server.openai.calls import CallReader, lazy_calls, writes_tags
 from server.openai.common import (
     add_prompt_logprobs,
     envelope,
@@ -32,7 +33,7 @@ from server.openai.common import (
     reuse_of,
     usage,
 )
-from server.openai.tools import CallReader, Function, Tool, continue_chat, render_chat, with_tools, writes_tags
+from server.openai.tools import Function, Tool, continue_chat, render_chat, with_tools
 from server.openai.types import ChatRequest
 
 router = EveryKey(prefix="/v1", tags=["openai"])
@@ -43,7 +44,7 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx, te
     """The assistant's next message in a conversation."""
     context.check_model(body.model)
     body.refuse_unsupported()
-    if body.must_call or body.response_format or body.structured_outputs:  # a schema may be as long as the body
+    if body.offered or body.response_format or body.structured_outputs:  # a schema may be as long as the body
         work = partial(submission_of, body, tenant, context)
         submission = await while_there(request, context.engine.in_turn(tenant.account, body.num_characters, work))
     else:
@@ -59,10 +60,15 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx, te
 
 def submission_of(body: ChatRequest, tenant: Tenant, context: Context) -> Submission:
     """The submission of a conversation, which is rendered later: long ones take their time. Raises InvalidRequest."""
+    sampling, otherwise = body.sampling(body.most_tokens, body.constraint()), None
+    if body.offered and not body.must_call and context.engine.info.diffusion is None:
+        tagged = writes_tags(context.engine.tokenizer)
+        sampling, otherwise = lazy_calls(sampling, body.callable_tools(), tagged)
     return Submission(
         prompt=partial(_render, body, tenant, context),
         num_characters=body.num_characters,
-        sampling=body.sampling(body.most_tokens, body.constraint()),
+        sampling=sampling,
+        otherwise=otherwise,
         rid=body.request_id or new_rid(),
         account=tenant.account,
         namespace=tenant.namespace(body.cache_salt, body.cache_scope),

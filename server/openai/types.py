@@ -43,8 +43,9 @@ from server.http.wire import (
     TokenIds,
 )
 from server.openai.caching import Breakpoint, CacheOptions, Mark, Retention
+from server.openai.calls import schema_of_call
 from server.openai.formats import Constrained, Constraint, ResponseFormat, StructuredOutputs, only
-from server.openai.tools import MAX_TOOLS, AllowedTools, NamedTool, Tool, ToolCall, ToolChoice, schema_of_call
+from server.openai.tools import MAX_TOOLS, AllowedTools, NamedTool, Tool, ToolCall, ToolChoice
 
 # Messages in a conversation, and parts in a message.
 MAX_MESSAGES = 4096

@@ -81,9 +81,12 @@ def is_causal(visible: np.ndarray) -> bool:
 
 
 def visible_pairs(edge: Edge, plan: AttentionPlan) -> torch.Tensor:
-    """Mask of an edge, bool [rows, length of the span], by `visible` and `keep`."""
+    """Mask of an edge, bool [rows, length of the span], by `hidden`, `visible` and `keep`."""
     span = plan.spans[edge.span]
-    seen = torch.arange(span.length) < torch.from_numpy(visible_of(edge, plan))[:, None]
+    rows = torch.arange(span.length)
+    seen = rows < torch.from_numpy(visible_of(edge, plan))[:, None]
+    if edge.hidden is not None:
+        seen &= rows >= torch.from_numpy(edge.hidden)[:, None]
     return seen if span.keep is None else seen & span.keep
 
 

@@ -210,6 +210,9 @@ class BiCache(Strategy):
         share.boundary = self.boundaries.get(share.encoding, share.length, share.depth)
         return True
 
+    def grow(self, request: Request, ahead: int = 0) -> bool:
+        return True
+
     def work(self, request: Request, limit: int) -> Work:
         return next_work(request, self.num_layers)
 

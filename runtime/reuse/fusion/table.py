@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from runtime.errors import ModelError
-from runtime.models.spec import ModelSpec, read_json
+from runtime.models.spec import LlamaSpec, read_json
 from runtime.params import DocumentMethod, ReuseParams
 
 TABLE_FILE = "fusion.json"
@@ -32,7 +32,7 @@ def read_table(directory: Path) -> list[Measured] | None:
     """
     own = directory / TABLE_FILE
     for path in [own] if own.exists() else sorted(_PUBLISHED.glob("*.json")):
-        value, identity = read_json(path), ModelSpec.load(directory).identity
+        value, identity = read_json(path), LlamaSpec.load(directory).identity
         if value.get("model") == identity:
             return _read(value, path)
         if path == own:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from runtime.errors import ModelError
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
 
 
@@ -43,16 +43,16 @@ def edit(directory, drop=(), **fields):
 )
 def test_what_cannot_be_computed_is_named(copy, fields, words):
     with pytest.raises(ModelError) as error:
-        ModelSpec.load(edit(copy, **fields))
+        LlamaSpec.load(edit(copy, **fields))
     assert all(word in error.value.message for word in words)
 
 
 def test_both_spellings_of_rope(copy):
     scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     new = edit(copy, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
-    spec = ModelSpec.load(new)
+    spec = LlamaSpec.load(new)
     old = edit(copy, drop=["rope_parameters"], rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
-    assert ModelSpec.load(old) == spec
+    assert LlamaSpec.load(old) == spec
     assert (spec.rope.kind, spec.rope.theta, spec.rope.original_context) == ("llama3", 5e5, 64)
 
 
@@ -68,7 +68,7 @@ def test_both_spellings_of_rope(copy):
 )
 def test_sliding_windows(copy, architecture, fields, context):
     edit(copy, architectures=[architecture], max_position_embeddings=9000, **fields)
-    assert ModelSpec.load(copy).context_length == context
+    assert LlamaSpec.load(copy).context_length == context
 
 
 def test_quantised_tensors_without_their_scales_are_refused(copy):
@@ -76,11 +76,11 @@ def test_quantised_tensors_without_their_scales_are_refused(copy):
     tensors = load_file(path)
     save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, path)
     with pytest.raises(ModelError, match=r"up_proj\.weight is stored as F8_E4M3"):
-        load_weights(copy, ModelSpec.load(copy), torch.float32)
+        load_weights(copy, LlamaSpec.load(copy), torch.float32)
 
 
 def test_an_index_that_names_the_wrong_file(copy):
-    spec = ModelSpec.load(copy)
+    spec = LlamaSpec.load(copy)
     tensors = load_file(copy / "model.safetensors")
     save_file({"other": torch.zeros(1)}, copy / "b.safetensors")
     names = dict.fromkeys(tensors, "model.safetensors") | {"lm_head.weight": "b.safetensors"}
@@ -91,4 +91,4 @@ def test_an_index_that_names_the_wrong_file(copy):
 
 def test_the_head_of_a_tied_model_stays_in_the_file(copy):
     edit(copy, tie_word_embeddings=True)
-    assert "lm_head.weight" not in load_weights(copy, ModelSpec.load(copy), torch.bfloat16)
+    assert "lm_head.weight" not in load_weights(copy, LlamaSpec.load(copy), torch.bfloat16)

@@ -53,9 +53,9 @@ def requests(**more) -> list[Request]:
 def test_filters_are_those_of_one(device):
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(3)).mul(3).to(device)
     asking = requests()
-    got = BatchedSampler(40, device).filter(logits, asking)
+    got = BatchedSampler(40, device).filter(logits, [request.sampling for request in asking])
     for row, found, request in zip(logits, got, asking, strict=True):
-        wanted = filter_probs(row, request.sampling)
+        wanted = filter_probs((row / request.sampling.divisor).softmax(0), request.sampling)
         assert torch.equal(found > 0, wanted > 0)
         torch.testing.assert_close(found / found.sum(), wanted / wanted.sum(), atol=1e-5, rtol=1e-4)
 
@@ -71,7 +71,7 @@ def test_seeds_draw_what_they_draw_alone(device):
         for request, token in zip(ours + theirs, alone * 2, strict=True):
             request.tokens.append(token)
         found.add(tuple(alone))
-    assert len(found) > 10, "every place has noise of its own"
+    assert len(found) > 10, "every place has a number of its own"
 
 
 def test_bad_rows_fail_alone_and_adjusted_ones_go_their_own_way(device):

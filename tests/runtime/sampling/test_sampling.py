@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from runtime.errors import InvalidRequest
 from runtime.params import SamplingParams
 from runtime.request import Request, Sequence
-from runtime.sampling.sampler import Sampler, filter_probs
+from runtime.sampling.sampler import NO_TOKEN, Sampler, draw, filter_probs
 from tests.runtime.engine.driver import Driver, make_core
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def request(tokens=(1,), prompt_len=1, **params) -> Request:
 def test_filters_are_what_they_say(hundredths, top_k, top_p, min_p, temperature):
     values = [h / 100 for h in hundredths]  # apart in float32 too: a tie may fall either way
     params = SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
-    got = filter_probs(torch.tensor(values), params)
+    got = filter_probs((torch.tensor(values) / temperature).softmax(0), params)
     probs = torch.softmax(torch.tensor(values) / temperature, 0).tolist()
     order = sorted(range(len(probs)), key=lambda i: -probs[i])
     if 0 < top_k < len(probs):
@@ -64,8 +64,9 @@ def test_filters_are_what_they_say(hundredths, top_k, top_p, min_p, temperature)
 @given(st.lists(st.integers(-500, 500), min_size=2, max_size=20, unique=True), st.integers(0, 5), st.floats(0.05, 0.99))
 def test_typical_tokens_are_those_whose_surprise_is_nearest_to_the_mean(hundredths, top_k, mass):
     logits = torch.tensor([h / 100 for h in hundredths])
-    got = filter_probs(logits, SamplingParams(top_k=top_k, typical_p=mass))
-    probs = {i: p for i, p in enumerate(filter_probs(logits, SamplingParams(top_k=top_k)).tolist()) if p > 0}
+    whole = logits.softmax(0)
+    got = filter_probs(whole, SamplingParams(top_k=top_k, typical_p=mass))
+    probs = {i: p for i, p in enumerate(filter_probs(whole, SamplingParams(top_k=top_k)).tolist()) if p > 0}
     entropy = -sum(p * math.log(p) for p in probs.values())
     distance = {i: abs(-math.log(p) - entropy) for i, p in probs.items()}
     order = sorted(probs, key=distance.__getitem__)
@@ -92,6 +93,26 @@ def test_draws_follow_the_distribution():
         one.tokens.append(token)
     expected = torch.softmax(logits[0], 0)
     assert ((counts / 8000 - expected).abs() < 5 * (expected * (1 - expected) / 8000).sqrt()).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([0.0, 0.0, 1e-30, 1e-3, 0.25, 3.0]), min_size=1, max_size=200), st.integers(1, 400))
+def test_each_token_is_drawn_as_often_as_it_weighs_and_none_without_weight(weights, draws):
+    if not sum(weights):
+        return
+    at = torch.cat([(torch.arange(draws) + 0.5) / draws, torch.tensor([0.0, 1 - 2.0**-53])]).double()
+    tokens = draw(torch.tensor([weights]).expand(draws + 2, -1), at)
+    assert all(weights[token] > 0 for token in tokens.tolist())
+    assert tokens.tolist()[:-2] == sorted(tokens.tolist()[:-2])
+    counts = torch.bincount(tokens[:-2], minlength=len(weights))
+    expected = torch.tensor(weights, dtype=torch.float64) / sum(weights) * draws
+    assert ((counts - expected).abs() <= 1.001).all()
+
+
+def test_weights_that_are_no_numbers_draw_no_token_and_leave_the_others_alone():
+    weights = torch.full((3, 100), 0.01)
+    weights[1, 50] = math.nan
+    assert draw(weights, torch.tensor([0.0, 0.5, 0.995]).double()).tolist() == [0, NO_TOKEN, 99]
 
 
 def test_penalties():

@@ -9,7 +9,7 @@ from runtime.execution.attention.cpu import CPUAttention
 from runtime.execution.llama import LlamaModel
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.kv.pool import KVPool
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ PAGE, PAGES = 4, 64
 
 def make_model(path, storage, dtype=None):
     """A model whose weights are rounded to `storage` and computed with in `dtype`."""
-    spec = ModelSpec.load(path)
+    spec = LlamaSpec.load(path)
     weights = load_weights(path, spec, storage)
     return LlamaModel(spec, {name: w.to(dtype or storage) for name, w in weights.items()}, CPU)
 
