@@ -51,7 +51,7 @@ def resolve_model(config: ModelConfig) -> Path:
 
 
 def _siblings(path: Path) -> list[str]:
-    """What lies where a path should."""
+    """Files and directories beside a path."""
     try:
         return [str(path.with_name(other.name)) for other in islice(path.parent.iterdir(), 1000)]
     except (OSError, ValueError):
