@@ -14,6 +14,9 @@ from runtime.params import DocumentMethod
 
 SchedulePolicy = Literal["balanced", "fcfs", "priority", "lpm", "dfs"]
 
+# Options of the cache that only causal models can use.
+_CAUSAL = ("document_reuse", "reasoning_cache")
+
 ModelCode = Literal["ramet", "transformers"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -295,6 +298,17 @@ class Config(Section):
     diffusion: DiffusionConfig = Field(default_factory=DiffusionConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
+
+
+def unusable(config: Config, is_diffusion: bool) -> str | None:
+    """An option that is set and has no meaning for a model of a kind."""
+    sections = {"cache": _CAUSAL} if is_diffusion else {"diffusion": tuple(DiffusionConfig.model_fields)}
+    for name, fields in sections.items():
+        section = getattr(config, name)
+        for field in fields:
+            if getattr(section, field) != type(section).model_fields[field].get_default():
+                return field.replace("_", "-")
+    return None
 
 
 def make_config(**options: object) -> Config:

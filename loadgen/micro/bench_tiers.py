@@ -22,10 +22,10 @@ from rich.progress import track
 
 from loadgen.http.files import write_json
 from loadgen.http.tables import make_table
-from loadgen.micro.bench_policies import read_trace
 from loadgen.micro.drive import Drive, model_path
 from loadgen.micro.intervals import interval
 from loadgen.micro.tier_trace import Replay, infinite
+from loadgen.micro.traffic import read_trace
 
 PARTS = ("ttft", "steps", "trace", "restart", "writes")
 Figures = dict[str, dict[str, list[float]]]
@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
             continue
         figures[part] = getattr(bench, part)()
         console.print(*_tables(part, figures[part], bench))
+        if part == "trace":
+            console.print(_advice(figures[part], arguments.trace_pool), highlight=False)
     if arguments.plot and "restart" in figures:
         _plot(figures["restart"], arguments.plot)
     if arguments.json:
@@ -258,6 +260,17 @@ def _tables(part: str, figures: Figures, bench: Bench) -> Iterator[Any]:
             middle = statistics.median(values)
             lines.append([row, f"{middle:.4g}", f"{low:.4g} to {high:.4g}", f"{middle / first:.3f}", f"{len(values)}"])
         yield make_table(f"{title}", [name, "median", "middle half", "beside the first", "rounds"], lines, left=1)
+
+
+def _advice(figures: Figures, pool: int) -> str:
+    """A sentence on the tiers that this traffic wants."""
+    shares = {name: values[0] for name, values in figures["cached, %"].items()}
+    kinds = {"pool": "no tier", "+ host, 4 x pool": "--host-memory of four pools", "+ disk": "--disk-cache as well"}
+    best = next(name for name in kinds if shares[name] >= max(shares[kind] for kind in kinds) - 1)
+    return (
+        f"A pool of {pool} blocks finds {shares['pool']:.1f} %, a cache without limits {shares['infinite']:.1f} %. "
+        f"This traffic wants {kinds[best]}: {shares[best]:.1f} %."
+    )
 
 
 def _interval(values: list[float]) -> tuple[float, float]:
