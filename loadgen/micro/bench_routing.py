@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.progress import track
 
 from loadgen.http.tables import make_table
-from loadgen.micro.bench_policies import read_trace, replay
+from loadgen.micro.bench_policies import replay
 from loadgen.micro.fleet import Findings, Fleet, routes
 from loadgen.micro.stress import Trace
+from loadgen.micro.traffic import read_trace
 
 _COLUMNS = ("replicas, router", "hits %", "of the bound %", "imbalance", "TTFT p50 s", "p99 s")
 
