@@ -40,11 +40,12 @@ class Executor:
     Attributes:
         backend_name: attention kernels: `native-` and an instruction set, `cpu` (torch) or `flashinfer`.
         least_saved_tokens: see `AttentionBackend`.
-        argmax: the highest tokens, int64 [n], of logits [n, vocab]; the first one among equals.
+        argmax: the highest tokens, int64 [n], of logits [n, vocab], the first one among equals; -1 for a row that is
+            not finite there. None: torch finds them.
         project: see `LlamaModel.project`; of this rank's heads.
     """
 
-    argmax: Callable[[torch.Tensor], torch.Tensor]
+    argmax: Callable[[torch.Tensor], torch.Tensor] | None = None
     project: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
     least_saved_tokens = AttentionBackend.least_saved_tokens
 
@@ -86,7 +87,6 @@ class Executor:
             self.least_saved_tokens = attention.least_saved_tokens
             self._forward = partial(model.forward, pool=self.pool, backend=attention)
             self.project = model.project
-            self.argmax = partial(torch.argmax, dim=-1)
             if isinstance(attention, FlashInferAttention) and graphs:
                 self._graphs = DecodeGraphs(model, self.pool, attention, graphs, self.context_length)
 
@@ -136,8 +136,8 @@ class Executor:
 
         Raises ValueError for a position outside the context: FlashInfer would read past the end of its table.
         """
-        if int(batch.positions.max()) >= self.context_length:
-            raise ValueError(f"position {int(batch.positions.max())} is outside a context of {self.context_length}")
+        if (last := int(batch.positions.numpy().max())) >= self.context_length:
+            raise ValueError(f"position {last} is outside a context of {self.context_length}")
         logits = None if self._graphs is None else self._graphs.run(batch)
         return self._forward(batch) if logits is None else logits
 
