@@ -184,8 +184,8 @@ class Bench:
                         rounds[name].append(asdict(served))
                     if {"random", "stale"} <= found_now.keys():
                         saved = (found_now[name].ended for name in ("random", "stale"))
-                        ways["random"] = _equal(ways["random"] or _DRAWN, *saved)
-                        warm["random_share"] = ways["random"]["random_share"]
+                        ways["random"] = drawn = _equal(ways["random"] or _DRAWN, *saved)
+                        warm["random_share"] = drawn["random_share"]
                     self._save()
                 for thinker in thinkers.values():
                     thinker.close()

@@ -278,7 +278,8 @@ def test_answers_look_as_the_document_says(client, things):
     document = client.get("/openapi.json").json()
     seen = 0
     for path, methods in document["paths"].items():
-        if "get" not in methods or path in ("/health_generate", "/cache/tiers"):  # this server has no tiers, and its nodes lie in none
+        # This server has no tiers, and its nodes lie in none.
+        if "get" not in methods or path in ("/health_generate", "/cache/tiers"):
             continue
         answer = client.get(re.sub(r"{\w+}", lambda parameter: things[parameter[0]], path))
         ((kind, content),) = methods["get"]["responses"]["200"]["content"].items()

@@ -242,7 +242,7 @@ def test_steps_of_several_tokens_are_evaluated_too(tiny_dir):
     driver.run()
     drafter = driver.core.drafter
 
-    def propose(requests, room):
+    def propose(requests, room, beside):
         for request in requests:
             drafter._find(request)  # makes the state of its books
         return {r: array("i", driver.tokens["plain"][r.num_output : r.num_output + 3]) for r in requests[:1]}
