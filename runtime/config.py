@@ -119,6 +119,9 @@ class TierConfig(Section):
     host_memory: float | None = Field(None, gt=0, description="GiB of memory for KV that the pool has no room for")
     disk_cache: Path | None = Field(None, description="directory for KV that outlives the server")
     disk_space: float = Field(10.0, gt=0, description="GiB that --disk-cache may take")
+    tier_quota: float = Field(
+        1.0, gt=0, le=1, description="share of --host-memory and of --disk-space that a tenant may fill"
+    )
     kv_store: str | None = Field(
         None,
         pattern=r"^(rediss?://|dir:).",

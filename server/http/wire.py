@@ -32,6 +32,7 @@ from pydantic_core.core_schema import no_info_before_validator_function
 from runtime.errors import InvalidRequest
 from runtime.params import DiffusionParams, ReasoningParams, ReuseParams, SamplingParams
 from runtime.sampling.json_text import check_unicode
+from server.auth.keys import CacheScope
 from server.http import fields
 
 # Prompts in one request.
@@ -202,6 +203,17 @@ class CacheUse(Body):
     """The use of the prefix cache by one request."""
 
     store: bool = Field(True, description="false: nothing that the request computes outlives it, in any tier")
+
+
+class OwnFields(Body):
+    """Ramet's own fields of every route that generates: how urgent a request is, and how it uses the cache."""
+
+    priority: Priority = 0
+    cache_salt: CacheSalt | None = None
+    cache_scope: CacheScope = "private"
+    cache: CacheUse = Field(default_factory=CacheUse)
+    timeout_s: Timeout | None = None
+    explain: Explain = False
 
 
 class Sampling(Body, SamplingParams):

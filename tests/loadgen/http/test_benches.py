@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib.util import find_spec
 
+import httpx
 import pytest
 
 from loadgen.__main__ import main
@@ -95,6 +96,22 @@ def test_prefix_measures_cold_and_warm(bench, ramet, tmp_path):
     seconds = json.loads(path.read_text())["seconds"]
     assert {kind: len(values) for kind, values in seconds.items()} == {"cold": 2, "warm": 2, "question alone": 2}
     assert min(min(values) for values in seconds.values()) > 0
+
+
+def test_agents_reads_the_longest_prefix_whatever_their_habit(bench, ramet, tmp_path):
+    path, plot = tmp_path / "a.json", tmp_path / "a.png"
+    sizes = ("--requests", 5, "--sessions", 1, "--system-tokens", 12, "--step-tokens", 12)
+    code, out, _ = bench("agents", "--url", ramet.url, *sizes, "--json", path, "--plot", plot)
+    httpx.post(f"{ramet.url}/flush_cache?pins=true").raise_for_status()
+    assert code == 0
+    assert "billing line first" in out
+    assert plot.stat().st_size > 1000
+    measured = {habit: one for habit, (one,) in json.loads(path.read_text())["sessions"].items()}
+    for counts in measured.values():
+        assert [count["read"] for count in counts] == [count["exact"] for count in counts]
+    spent = {habit: sum(count["prompt"] - count["read"] for count in one) for habit, one in measured.items()}
+    assert spent["billing line first"] > 2 * spent["billing line last"] > 2 * spent["none"] * 0.9
+    assert min(spent["tools reordered"], spent["keys reordered"], spent["thoughts stripped"]) > spent["none"]
 
 
 def test_compare_sets_runs_side_by_side(bench, ramet, tmp_path):
