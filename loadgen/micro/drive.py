@@ -15,7 +15,7 @@ import torch
 from runtime.config import make_config
 from runtime.engine.core import EngineCore
 from runtime.models.resolve import resolve_model
-from runtime.models.spec import LlamaSpec
+from runtime.models.spec import LlamaSpec, ModelSpec
 from runtime.params import DiffusionParams, SamplingParams
 from runtime.protocol import AddRequest
 
@@ -30,27 +30,38 @@ class Drive:
 
     Args:
         path: the model's directory.
+        seed: of its texts.
         options: as of `ramet serve`; without drafts unless they say so, so that a step gives each request a token.
     """
 
-    def __init__(self, path: Path, **options: Any):
+    def __init__(self, path: Path, seed: int = 0, **options: Any):
         self.core = EngineCore(make_config(model=str(path), **{"drafts": "off", **options}), path)
-        self._draw, self._count = random.Random(0), 0
+        self._draw, self._count = random.Random(seed), 0
 
     def text(self, length: int) -> array[int]:
         """Random tokens, none of them special."""
         return array("i", self._draw.choices(range(3, min(self.core.info.vocab_size, 290)), k=length))
 
-    def add(self, prompt: array[int], output: int, reuse: dict[str, Any] | None = None, **diffusion: Any) -> None:
-        """Add a greedy request; `reuse`: options of a strategy; `diffusion`: fields for a diffusion model."""
+    def add(
+        self,
+        prompt: array[int],
+        output: int,
+        reuse: dict[str, Any] | None = None,
+        sampling: dict[str, Any] | None = None,
+        **diffusion: Any,
+    ) -> None:
+        """Add a request, greedy unless `sampling` says otherwise.
+
+        `reuse`: options of a strategy; `diffusion`: fields for a diffusion model.
+        """
         self._count += 1
-        sampling = SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=output)
-        params = None
+        params = SamplingParams(**{"temperature": 0, "ignore_eos": True, "max_new_tokens": output, **(sampling or {})})
+        denoising = None
         if (model := self.core.info.diffusion) is not None:
-            params = DiffusionParams(gen_length=output, **diffusion).filled(model, sampling)
+            denoising = DiffusionParams(gen_length=output, **diffusion).filled(model, params)
         message = AddRequest(
-            f"{self._count}", prompt.tobytes(), sampling.model_dump(),
-            diffusion=None if params is None else params.model_dump(), reuse=reuse,
+            f"{self._count}", prompt.tobytes(), params.model_dump(),
+            diffusion=None if denoising is None else denoising.model_dump(), reuse=reuse,
         )  # fmt: skip
         self.core.handle(message)
 
@@ -113,8 +124,9 @@ class Drive:
             torch.cuda.empty_cache()
 
 
-def matrix_weights(spec: LlamaSpec) -> tuple[int, int]:
-    """Weights in the matrices of all layers, and in the output head."""
+def matrix_weights(spec: ModelSpec) -> tuple[int, int]:
+    """Weights in the matrices of all layers, and in the output head, of a model in Ramet's own code."""
+    assert isinstance(spec, LlamaSpec)
     layer = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
     layer += 3 * spec.hidden_size * spec.intermediate_size
     return layer * spec.num_layers, spec.vocab_size * spec.hidden_size

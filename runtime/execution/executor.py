@@ -15,7 +15,8 @@ from runtime.errors import EngineDead, ModelError
 from runtime.execution.attention.backend import AttentionBackend
 from runtime.execution.attention.cpu import CPUAttention
 from runtime.execution.attention.flashinfer import FlashInferAttention
-from runtime.execution.device import choose_attention, choose_device, choose_dtype
+from runtime.execution.attention.windows import Window, narrowed
+from runtime.execution.device import choose_attention, choose_device, choose_dtype, is_out_of_memory
 from runtime.execution.graphs import DecodeGraphs
 from runtime.execution.llama import LlamaModel
 from runtime.execution.native.decoder import NativeDecoder
@@ -42,7 +43,8 @@ class Executor:
     Attributes:
         backend_name: attention kernels: `native-` and an instruction set, `cpu` (torch) or `flashinfer`.
         least_saved_tokens: see `AttentionBackend`.
-        argmax: the highest tokens, int64 [n], of logits [n, vocab]; the first one among equals.
+        argmax: the highest tokens, int64 [n], of logits [n, vocab], the first one among equals; -1 for a row that is
+            not finite there. None: torch finds them.
         implementation: whose code computes the model.
         has_windows: whether some layers see only the nearest positions, so that they need every row's position.
         rope, project: of Ramet's own code; `project`: see `LlamaModel.project`; of this rank's heads.
@@ -50,8 +52,9 @@ class Executor:
 
     spec: ModelSpec
     has_windows = False
+    _forward: Callable[[ForwardBatch], torch.Tensor]
     rope: RotaryEmbedding
-    argmax: Callable[[torch.Tensor], torch.Tensor]
+    argmax: Callable[[torch.Tensor], torch.Tensor] | None = None
     project: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
     least_saved_tokens = AttentionBackend.least_saved_tokens
 
@@ -60,6 +63,7 @@ class Executor:
         self.device = choose_device(config.model) if group is None else group.device
         self._group = group
         self._graphs: DecodeGraphs | None = None
+        self._windows: list[Window | None] = []
         spec = own_spec(config.model, path)
         self.implementation: ModelCode = "transformers" if spec is None else "ramet"
         library = None if spec is None else self._choose_kernels(config)
@@ -71,6 +75,8 @@ class Executor:
             self._open_transformers(config, path)
         else:
             self._open_own(config, path, spec, library)
+        whose = "Ramet's own code" if spec is not None else "transformers' code, at its speed,"
+        log.info("%s computes %s", whose, self.spec.architecture)
 
     def _open_transformers(self, config: Config, path: Path) -> None:
         # Imports transformers, which Ramet's own code does without.
@@ -83,11 +89,9 @@ class Executor:
         self.spec = model.spec
         self.context_length = _context_length(config, self.spec)
         self.pool = self._make_pool(config, self.spec)
-        self.has_windows = bool(model.windows)
+        self.has_windows = any(window.size < self.context_length for window in model.windows)
         self.backend_name = CPUAttention.name
         self._forward = partial(model.forward, pool=self.pool, backend=CPUAttention(self.pool))
-        self.argmax = partial(torch.argmax, dim=-1)
-        log.info("transformers' code computes %s; Ramet's own is faster, where it can", self.spec.architecture)
 
     def _open_own(self, config: Config, path: Path, spec: LlamaSpec, library: Library | None) -> None:
         group = self._group
@@ -95,6 +99,9 @@ class Executor:
         share = spec if group is None else split_spec(spec, group.size)
         backend = choose_attention(config.model, self.device, self.dtype)
         self.context_length = _context_length(config, spec)
+        if any(size is not None and size < self.context_length for size in spec.windows):
+            self._windows = [None if size is None else Window(size) for size in spec.windows]
+            self.has_windows = True
         ops = FlashInferOps(self.context_length, group) if backend == "flashinfer" else Ops(group)
         check_weights(spec, self.dtype, self.device, config.cache.memory_fraction, group.size if group else 1)
         shard = None if group is None else Shard(group.rank, group.size)
@@ -119,7 +126,6 @@ class Executor:
             self.least_saved_tokens = attention.least_saved_tokens
             self._forward = partial(model.forward, pool=self.pool, backend=attention)
             self.project = model.project
-            self.argmax = partial(torch.argmax, dim=-1)
             if isinstance(attention, FlashInferAttention) and graphs:
                 self._graphs = DecodeGraphs(model, self.pool, attention, graphs, self.context_length)
 
@@ -130,7 +136,15 @@ class Executor:
         if self._group is not None:
             num_pages = self._group.least(num_pages)
         shape = (spec.num_layers, num_pages, cache.page_size, spec.num_kv_heads, spec.head_dim)
-        return KVPool(*shape, self.kv_dtype, self.device, spare_pages)
+        try:
+            return KVPool(*shape, self.kv_dtype, self.device, spare_pages)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            size = num_pages * cache.page_size * per_token / (1 << 30)
+            raise ModelError(
+                f"the KV pool of {size:.1f} GiB cannot be had: lower --pool-tokens, --pool-memory or --memory-fraction"
+            ) from None
 
     def _choose_kernels(self, config: Config) -> Library | None:
         torch_only = not config.model.native_kernels or self._group is not None or config.cache.kv_dtype == "fp8"
@@ -169,8 +183,10 @@ class Executor:
 
         Raises ValueError for a position outside the context: FlashInfer would read past the end of its table.
         """
-        if int(batch.positions.max()) >= self.context_length:
-            raise ValueError(f"position {int(batch.positions.max())} is outside a context of {self.context_length}")
+        if (last := int(batch.positions.numpy().max())) >= self.context_length:
+            raise ValueError(f"position {last} is outside a context of {self.context_length}")
+        if self._windows and last >= min(window.size for window in self._windows if window):
+            batch = narrowed(batch, self._windows, self.pool.page_size)
         logits = None if self._graphs is None else self._graphs.run(batch)
         return self._forward(batch) if logits is None else logits
 

@@ -1,4 +1,4 @@
-"""Which code computes a model: Ramet's own, for the Llama family, or that of transformers."""
+"""The code that computes a model: Ramet's own, for the Llama family, or that of transformers."""
 
 from __future__ import annotations
 
@@ -26,6 +26,16 @@ def own_spec(config: ModelConfig, directory: Path) -> LlamaSpec | None:
                 raise
     check_served(read_json(directory / "config.json"))
     return None
+
+
+def context_of(config: ModelConfig, directory: Path) -> int:
+    """The context of a model; of one that transformers' code computes, as its configuration says. Raises ModelError."""
+    if (spec := own_spec(config, directory)) is not None:
+        return spec.context_length
+    given = read_json(directory / "config.json")
+    if not isinstance(context := given.get("max_position_embeddings"), int):
+        raise ModelError("config.json has no max_position_embeddings")
+    return context
 
 
 def check_served(config: dict[str, Any]) -> None:

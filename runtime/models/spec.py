@@ -46,6 +46,7 @@ class ModelSpec:
 
     Attributes:
         num_layers, num_kv_heads, head_dim: of the KV pool.
+        num_heads: query heads of the layer that has the most.
         fingerprint: properties besides the weights on which KV depends.
     """
 
@@ -53,6 +54,7 @@ class ModelSpec:
     model_type: str
     hidden_size: int
     num_layers: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
@@ -70,9 +72,12 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaSpec(ModelSpec):
-    """A decoder of the Llama family, which Ramet's own code computes."""
+    """A decoder of the Llama family, which Ramet's own code computes.
 
-    num_heads: int
+    Attributes:
+        windows: positions that rows see in each layer, before and with their own; None: all. Empty: all in all layers.
+    """
+
     intermediate_size: int
     rms_norm_eps: float
     tie_embeddings: bool
@@ -81,6 +86,7 @@ class LlamaSpec(ModelSpec):
     mlp_bias: bool
     qk_norm: bool
     rope: RopeSpec
+    windows: tuple[int | None, ...] = ()
 
     @classmethod
     def load(cls, directory: Path) -> LlamaSpec:
@@ -179,12 +185,15 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
         o_bias=family in ("Llama", "Qwen3") and attention_bias,
         mlp_bias=family == "Llama" and bool(config.get("mlp_bias", False)),
         qk_norm=family == "Qwen3",
-        context_length=_context(config, family) // attended * attended,
+        context_length=_size(config, "max_position_embeddings") // attended * attended,
         eos_token_ids=token_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
         rope=rope,
         fingerprint=repr(rope),
+        windows=_windows(config, family),
         diffusion=diffusion,
     )
+    if spec.windows and spec.diffusion is not None:
+        raise ModelError("the model has a sliding window; supported are diffusion models without one")
     if heads % spec.num_kv_heads:
         raise ModelError(
             f"the model has {heads} query heads, not a multiple of its {spec.num_kv_heads} key-value heads"
@@ -215,16 +224,18 @@ def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
     return value
 
 
-def _context(config: dict[str, Any], family: str) -> int:
-    """Positions that are computed exactly.
-
-    Sliding-window attention is not implemented. Within the window it equals full attention, so the context ends where
-    an active window does. An absent window has the published default; null means none.
-    """
-    context = _size(config, "max_position_embeddings")
+def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
+    """The sliding window of each layer; an absent one has the published default, null means none."""
     active = family == "Mistral" or (family != "Llama" and bool(config.get("use_sliding_window", False)))
-    window = config.get("sliding_window", 4096)
-    return min(context, window) if active and window is not None else context
+    if not active or config.get("sliding_window", 4096) is None:
+        return ()
+    window, layers = _size(config, "sliding_window", 4096), range(_size(config, "num_hidden_layers"))
+    if family == "Mistral":
+        return tuple(window for _ in layers)
+    first = config.get("max_window_layers", 28)
+    types = config.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in layers]
+    windows = tuple(window if types[i] == "sliding_attention" else None for i in layers)
+    return windows if any(windows) else ()
 
 
 def token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
@@ -239,7 +250,9 @@ def _rope(config: dict[str, Any]) -> RopeSpec:
     """The rotary embedding, from `rope_theta` and `rope_scaling` or from the newer `rope_parameters`."""
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if any(isinstance(value, dict) for value in scaling.values()):
-        raise Unsupported(f"the model has a rotary embedding for each of {', '.join(scaling)}; supported is one for all")
+        raise Unsupported(
+            f"the model has a rotary embedding for each of {', '.join(scaling)}; supported is one for all"
+        )
     theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_KINDS:

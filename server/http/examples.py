@@ -160,7 +160,7 @@ MODEL_INFO = answers(
 SERVER_INFO = answers(
     {
         **{"model_path": "smollm2-135m-instruct", "served_model_name": "smollm2-135m-instruct", "version": "0.1.0"},
-        "model_info": {"name": "smollm2-135m-instruct", "dtype": "bfloat16", "pool_tokens": 46592, "page_size": 16},
+        "model_info": {"name": "smollm2-135m-instruct", "model_impl": "ramet", "pool_tokens": 46592},
         "config": {"scheduler": {"max_running": 64}, "server": {"port": 30000}},
         "state": _STATE,
     }

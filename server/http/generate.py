@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import ConfigDict, Field
 
 from runtime.errors import InvalidRequest
@@ -16,7 +16,7 @@ from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import ReuseParams, SamplingParams
 from runtime.protocol import TokenLogprob
-from server.auth.keys import Asker, Tenant
+from server.auth.keys import Asker, EveryKey, Tenant
 from server.context import Context, Ctx
 from server.documents.wire import SegmentPrompts, compile_segments, count_characters
 from server.explain.inquiry import Inquiry, ask, explained
@@ -36,7 +36,7 @@ from server.http.wire import (
     Text,
 )
 
-router = APIRouter(tags=["generate"])
+router = EveryKey(tags=["generate"])
 
 MAX_TOP_LOGPROBS = 128
 # Log-probabilities in an event; each event repeats the earlier ones, and large events delay all streams.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -25,7 +26,7 @@ from pydantic import (
     Tag,
     model_validator,
 )
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_before_validator_function
 
 from runtime.errors import InvalidRequest
@@ -116,6 +117,9 @@ class Body(BaseModel):
                 if not any(value == neutral for neutral in cls.NEUTRAL[name]):
                     raise InvalidRequest(f"{name} is not supported{fields.INSTEAD.get(name, '')}", param=name)
             elif (own := cls.ALIASES.get(name)) is None:
+                if meant := get_close_matches(name, own_names, 1):
+                    told = {"field": name, "meant": meant[0]}
+                    raise PydanticCustomError("extra_forbidden", "unknown field {field}; did you mean {meant}?", told)
                 return used | {name: value}
             elif used.setdefault(own, value) is not value and used[own] != value:
                 raise InvalidRequest(f"{name} and {own} are the same field, with two values", param=name)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
-from runtime.batch import AttentionPlan
+from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup
 from runtime.execution.attention.paged_index import rows_of, visible_of
 
 
@@ -48,3 +50,17 @@ def within(plan: AttentionPlan, positions: np.ndarray, window: Window, page_size
         seen = None if edge.visible is None else edge.visible - np.int32(rows)
         narrow.add(edge.rows, rest, seen, hidden - np.int32(rows) if (hidden > rows).any() else None)
     return narrow
+
+
+def narrowed(batch: ForwardBatch, windows: Sequence[Window | None], page_size: int) -> ForwardBatch:
+    """The batch of a model whose layers have these windows: its layer groups are cut where the window changes."""
+    groups: list[LayerGroup] = []
+    for group in batch.groups:
+        positions = (batch.positions if group.rows is None else batch.positions[group.rows]).numpy()
+        runs = [(window, [*layers]) for window, layers in groupby(group.layers, key=windows.__getitem__)]
+        for window, layers in runs:
+            plan = group.attention if window is None else within(group.attention, positions, window, page_size)
+            part = replace(group, layers=range(layers[0], layers[-1] + 1), attention=plan, load=[], save=[])
+            groups.append(part)
+        groups[-len(runs)].load, groups[-1].save = group.load, group.save
+    return replace(batch, groups=groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.logging import disable_progress_bar
 
 from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
 from runtime.config import ModelConfig
@@ -41,9 +43,9 @@ _MOST_ERROR, _MOST_ERROR_HALF = 1e-3, 0.2
 
 @dataclass(slots=True)
 class _Shapes:
-    """Shapes of the layers' keys and values, as a forward pass shows them: key-value heads and head size by index."""
+    """Shapes of the layers, as a forward pass shows them: query heads, key-value heads and head size by index."""
 
-    found: dict[int, tuple[int, int]] = field(default_factory=dict)
+    found: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     windows: set[Window] = field(default_factory=set)
 
     def attend(
@@ -58,7 +60,7 @@ class _Shapes:
         index = getattr(module, "layer_idx", None)
         if index is None or index in self.found:
             raise NotImplementedError("its layers of attention are not numbered one by one")
-        self.found[index] = (k.shape[1], max(k.shape[2], v.shape[2]))
+        self.found[index] = (q.shape[1], k.shape[1], max(k.shape[2], v.shape[2]))
         if window is not None:
             self.windows.add(window)
         return v.new_zeros(*q.shape[:2], v.shape[2])
@@ -93,6 +95,8 @@ class _Step:
         window: Window | None,
         scores: Scores,
     ) -> torch.Tensor:
+        if window is not None and int(self.positions.max()) < window.size:
+            window = None
         if window not in self.prepared:
             plan = self.plan
             if window is not None:
@@ -125,14 +129,16 @@ class TransformersModel:
         with _refusing(name):
             shapes, vocab_size = self._probe()
             self.windows = shapes.windows
+            most = [max(sizes) for sizes in zip(*shapes.found.values(), strict=True)]
             self._places = {index: place for place, index in enumerate(sorted(shapes.found))}
             self.spec = ModelSpec(
                 architecture=name,
                 model_type=settings.model_type,
                 hidden_size=settings.hidden_size,
                 num_layers=len(self._places),
-                num_kv_heads=max(heads for heads, _ in shapes.found.values()),
-                head_dim=max(dim for _, dim in shapes.found.values()),
+                num_heads=most[0],
+                num_kv_heads=most[1],
+                head_dim=most[2],
                 vocab_size=vocab_size,
                 context_length=_context(settings),
                 eos_token_ids=token_ids(settings.eos_token_id, read_generation(path).get("eos_token_id")),
@@ -190,8 +196,9 @@ class TransformersModel:
         What reaches from row to row by another way than attention, and positions that are not used, show here.
         """
         draw = torch.Generator().manual_seed(0)
-        one, other = (torch.randint(self.spec.vocab_size, (n,), generator=draw) for n in (20, 9))
-        cut, total = 11, len(one) + len(other)
+        most = self.spec.context_length
+        one, other = (torch.randint(self.spec.vocab_size, (min(n, most),), generator=draw) for n in (20, 9))
+        cut, total = len(one) // 2, len(one) + len(other)
         shape = (self.spec.num_layers, total, 1, self.spec.num_kv_heads, self.spec.head_dim)
         pool = KVPool(*shape, self._dtype, self._device)
         backend = CPUAttention(pool)
@@ -199,7 +206,9 @@ class TransformersModel:
         ours = self.forward(_batch([(one[cut:], cut, 0), (other, 0, len(one))]), pool, backend)
         self._model.set_attn_implementation("eager")
         try:
-            every = [self._logits(tokens, torch.arange(len(tokens)), torch.arange(len(tokens))) for tokens in (one, other)]
+            every = [
+                self._logits(tokens, torch.arange(len(tokens)), torch.arange(len(tokens))) for tokens in (one, other)
+            ]
         finally:
             self._model.set_attn_implementation(NAME)
         wanted = torch.cat((every[0][cut:], every[1]))
@@ -212,7 +221,7 @@ class TransformersModel:
 
 
 def _batch(runs: list[tuple[torch.Tensor, int, int]]) -> ForwardBatch:
-    """A step over runs of tokens: the position of each run's first one, and the pool row of its sequence's first one."""
+    """A step over runs of tokens, each with its first position and the first pool row of its sequence."""
     plan = AttentionPlan(sum(len(tokens) for tokens, _, _ in runs))
     row = 0
     for tokens, position, first in runs:
@@ -245,30 +254,35 @@ def _refusing(name: str) -> Iterator[None]:
 
 def _load(
     path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[transformers.PretrainedConfig, nn.Module]:
+) -> tuple[transformers.PretrainedConfig, Any]:
     """The configuration and the model in `dtype` on `device`, of safetensors alone. Raises ModelError."""
     given = read_json(path / "config.json")
     name = (given.get("architectures") or ["(none named)"])[0]
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         remote = "; its own code in the checkpoint is never run" if given.get("auto_map") else ""
-        raise ModelError(f"the model's architecture is {name}, no decoder that transformers {transformers.__version__} knows{remote}")
+        raise ModelError(
+            f"the model's architecture is {name}, no decoder that transformers {transformers.__version__} knows{remote}"
+        )
     kind = getattr(transformers, name)
     with _refusing(name):
         settings = kind.config_class.from_pretrained(path, local_files_only=True)
         _refuse_stateful(kind, settings)
-        options = {"dtype": dtype, "attn_implementation": NAME}
+        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME}
         if config.random_weights:
             with torch.random.fork_rng():
                 torch.manual_seed(0)
                 return settings, kind._from_config(settings, **options).eval().to(device)
         find_weights(path)
-        model, report = kind.from_pretrained(
-            path, config=settings, use_safetensors=True, local_files_only=True, output_loading_info=True, **options
-        )
-    if missing := sorted(report["missing_keys"]):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(f"the checkpoint in {path} has no tensor {missing[0]}{more}")
-    return settings, model.eval().to(device)
+        if not sys.stderr.isatty():
+            disable_progress_bar()
+        # Tensors that do not fit are in the report, by name.
+        options |= {"use_safetensors": True, "local_files_only": True, "ignore_mismatched_sizes": True}
+        model, report = kind.from_pretrained(path, config=settings, output_loading_info=True, **options)
+        missing = sorted(report["missing_keys"]) + sorted(str(each[0]) for each in report["mismatched_keys"])
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ModelError(f"the checkpoint in {path} has no tensor {missing[0]}{more} of the shape that is needed")
+        return settings, model.eval().to(device)
 
 
 def _refuse_stateful(kind: type[nn.Module], settings: transformers.PretrainedConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -77,7 +78,10 @@ def test_serve_writes_everything(bench, ramet, tmp_path, api):
         assert data["summary"]["latency"]["queue"]["max"] >= 0
     with files["csv"].open() as lines:
         assert [int(row["output_tokens"]) for row in csv.DictReader(lines)] == [5] * 12
-    page = Page(files["html"].read_text())
+    text = files["html"].read_text()
+    assert '<p class="verdict">Half of the requests had their first token within' in text
+    assert "cold start" in text
+    page = Page(text)
     assert page.loads == []
     assert page.tags.count("svg") == 6
     assert "script" not in page.tags
@@ -117,9 +121,16 @@ def test_compare_sets_runs_side_by_side(bench, ramet, tmp_path):
         assert (
             bench("serve", "--url", ramet.url, "--workload", "unique", *SMALL, "--requests", 8, "--json", path)[0] == 0
         )
-    code, out, _ = bench("compare", *paths, "--draws", 50)
+    code, out, _ = bench("compare", *paths, "--draws", 50, "--html", tmp_path / "both.html")
     assert code == 0
     assert "TTFT p90 ms" in out
+    page = (tmp_path / "both.html").read_text()
+    verdict = re.search(r'<p class="verdict">(.*?)</p>', page)[1]
+    assert "b.json) is " in verdict
+    assert "to the first token" in verdict
+    assert verdict.replace("&#x27;", "'") in " ".join(out.split())
+    shown = Page(page)
+    assert (shown.loads, shown.tags.count("svg"), shown.tags.count("h1")) == ([], 12, 2)
     assert "differ" not in out
     assert bench("compare", paths[0], tmp_path / "none.json")[0] == 2
 

@@ -153,5 +153,5 @@ def test_ends_and_windows_come_from_the_file(tmp_path):
     fields = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 7}
     out = convert(write(tmp_path / "m.gguf", **fields, **{"llama.attention.sliding_window": 50}), tmp_path / "out")
     spec = LlamaSpec.load(out)
-    assert (spec.eos_token_ids, spec.context_length) == ((2, 7), 50)
+    assert (spec.eos_token_ids, spec.context_length, set(spec.windows)) == ((2, 7), 99, {50})
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 7]

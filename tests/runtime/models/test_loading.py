@@ -106,13 +106,6 @@ def test_an_index_stays_within_its_directory(copy):
             load(copy)
 
 
-def test_a_sliding_window_limits_the_context(copy):
-    edit(copy, architectures=["MistralForCausalLM"], sliding_window=128)
-    assert LlamaSpec.load(copy).context_length == 128
-    edit(copy, architectures=["Qwen2ForCausalLM"], sliding_window=128, use_sliding_window=False)
-    assert LlamaSpec.load(copy).context_length == 512
-
-
 def test_end_of_sequence_ids_are_joined(copy):
     edit(copy, eos_token_id=[2, 0])
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))

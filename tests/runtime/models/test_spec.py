@@ -57,18 +57,25 @@ def test_both_spellings_of_rope(copy):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "fields", "context"),
+    ("architecture", "fields", "windows"),
     [
-        ("MistralForCausalLM", {}, 4096),
-        ("MistralForCausalLM", {"sliding_window": None}, 9000),
-        ("Qwen3ForCausalLM", {"use_sliding_window": True}, 4096),
-        ("Qwen3ForCausalLM", {"sliding_window": 128}, 9000),
-        ("LlamaForCausalLM", {"sliding_window": 128}, 9000),
+        ("MistralForCausalLM", {}, (4096,) * 3),
+        ("MistralForCausalLM", {"sliding_window": None}, ()),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True}, ()),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "max_window_layers": 1}, (None, 4096, 4096)),
+        ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 128, "max_window_layers": 0}, ()),
+        (
+            "Qwen2ForCausalLM",
+            {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+            (4096, None, 4096),
+        ),
+        ("LlamaForCausalLM", {"sliding_window": 128}, ()),
     ],
 )
-def test_sliding_windows(copy, architecture, fields, context):
+def test_sliding_windows(copy, architecture, fields, windows):
     edit(copy, architectures=[architecture], max_position_embeddings=9000, **fields)
-    assert LlamaSpec.load(copy).context_length == context
+    spec = LlamaSpec.load(copy)
+    assert (spec.windows, spec.context_length) == (windows, 9000)
 
 
 def test_quantised_tensors_without_their_scales_are_refused(copy):

@@ -48,7 +48,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Gemma3": _WINDOWS,
     "Gemma3n": {
         **_PER_LAYER,
-        **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        **{
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
         **{"altup_num_inputs": 2, "laurel_rank": 4, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
     },
     "Gemma4": {**_PER_LAYER, **_WINDOWS, "global_head_dim": 16},
@@ -78,7 +82,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Olmo2": {},
     "Olmo3": _WINDOWS,
     "Olmoe": {},
-    "OPT": {},
+    "OPT": {"tie_word_embeddings": False},
     "Persimmon": {},
     "Phi": {},
     "Phi3": {},
@@ -104,7 +108,9 @@ def save_small(architecture: str, directory: Path, **more: Any) -> Path:
     kind = getattr(transformers, class_name(architecture))
     known = set(dir(kind.config_class)) | set(kind.config_class().to_dict())
     fields = {name: value for name, value in _SMALL.items() if name in known}
-    fields = {name: value for name, value in {**fields, **ARCHITECTURES[architecture], **more}.items() if value is not None}
+    fields = {
+        name: value for name, value in {**fields, **ARCHITECTURES[architecture], **more}.items() if value is not None
+    }
     torch.manual_seed(1)
     model = kind(kind.config_class(**fields))
     with torch.no_grad():
