@@ -42,16 +42,26 @@ class Drive:
         """Random tokens, none of them special."""
         return array("i", self._draw.choices(range(3, min(self.core.info.vocab_size, 290)), k=length))
 
-    def add(self, prompt: array[int], output: int, reuse: dict[str, Any] | None = None, **diffusion: Any) -> None:
-        """Add a greedy request; `reuse`: options of a strategy; `diffusion`: fields for a diffusion model."""
+    def add(
+        self,
+        prompt: array[int],
+        output: int,
+        reuse: dict[str, Any] | None = None,
+        sampling: dict[str, Any] | None = None,
+        **diffusion: Any,
+    ) -> None:
+        """Add a request, greedy unless `sampling` says otherwise.
+
+        `reuse`: options of a strategy; `diffusion`: fields for a diffusion model.
+        """
         self._count += 1
-        sampling = SamplingParams(temperature=0, ignore_eos=True, max_new_tokens=output)
-        params = None
+        params = SamplingParams(**{"temperature": 0, "ignore_eos": True, "max_new_tokens": output, **(sampling or {})})
+        denoising = None
         if (model := self.core.info.diffusion) is not None:
-            params = DiffusionParams(gen_length=output, **diffusion).filled(model, sampling)
+            denoising = DiffusionParams(gen_length=output, **diffusion).filled(model, params)
         message = AddRequest(
-            f"{self._count}", prompt.tobytes(), sampling.model_dump(),
-            diffusion=None if params is None else params.model_dump(), reuse=reuse,
+            f"{self._count}", prompt.tobytes(), params.model_dump(),
+            diffusion=None if denoising is None else denoising.model_dump(), reuse=reuse,
         )  # fmt: skip
         self.core.handle(message)
 

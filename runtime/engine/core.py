@@ -8,10 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from radix.stats import Histogram
-from runtime.batch import ForwardBatch
 from runtime.config import Config, unusable
 from runtime.diffusion.decoding import CanvasDecoding
 from runtime.engine.admin import Admin
@@ -45,9 +42,9 @@ from runtime.protocol import (
 from runtime.request import Request, Work
 from runtime.reuse.bicache.strategy import BiCache
 from runtime.reuse.blocks import BlockPrefix
-from runtime.reuse.build import build
 from runtime.reuse.fusion.strategy import Fusion
 from runtime.reuse.modules.strategy import Modules
+from runtime.reuse.planner import Planner
 from runtime.reuse.prefix import PrefixStrategy
 from runtime.reuse.reasoning.strategy import ReasonCache
 from runtime.reuse.strategy import Strategy
@@ -93,6 +90,10 @@ class EngineCore:
         self.tiers = None if self.tiering is None else self.tiering.tiers
         self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens, self.tiers)
         self.info = self._describe_model(path)
+        executor, spec = self.executor, self.executor.spec
+        self.planner = Planner(
+            spec.num_layers, self.info.page_size, spec.hidden_size, executor.device, executor.least_saved_tokens
+        )
         self.counters = dict.fromkeys(_COUNTED, 0)
         self.strategies: dict[str, Strategy] = {}
         self.decoding = self._open_model(path)
@@ -282,7 +283,7 @@ class EngineCore:
                 return events
             self._note_admitted(work)
             if self.drafter is not None:
-                self.drafter.extend(work, self.scheduler.step_tokens - len(work))
+                self.drafter.extend(work, self.scheduler.step_tokens)
             events += self._compute(work)
         if self.config.engine.debug_invariants:
             self.cache.check(self.scheduler.running)
@@ -322,7 +323,8 @@ class EngineCore:
     def _launch(self, work: list[Work], before: InFlight | None = None) -> InFlight:
         """Let the device begin with a step; `before`: the one whose tokens it begins with, if they are not read yet."""
         started = time.monotonic()
-        batch, places, saved = self._plan(work)
+        batch, places, saved, row_layers = self.planner.plan(work)
+        self.counters["row_layers"] += row_layers
         if before is not None:
             in_order = sorted(range(len(work)), key=lambda i: places[i][0].start)
             batch.tokens = before.tokens_of([work[i].request for i in in_order])
@@ -331,26 +333,6 @@ class EngineCore:
         logits = self.executor.run(batch)
         chosen = self.decoding.choose(work, places, logits)
         return InFlight(work, places, saved, logits, len(batch.tokens), started, *chosen)
-
-    def _plan(self, work: list[Work]) -> tuple[ForwardBatch, list[list[slice]], list[list[torch.Tensor | None]]]:
-        """The batch of a step; rows of its logits, and states that it saves, by piece of work and row set."""
-        executor, spec = self.executor, self.executor.spec
-        sets = [item.request.strategy.rows(item) for item in work]
-        plan = build(
-            [one for several in sets for one in several],
-            spec.num_layers,
-            self.info.page_size,
-            spec.hidden_size,
-            executor.device,
-            executor.least_saved_tokens,
-        )
-        for item, several in zip(work, sets, strict=True):
-            row_layers = sum(one.row_layers for one in several)
-            item.request.row_layers += row_layers
-            self.counters["row_layers"] += row_layers
-        logits, saved = iter(plan.logits), iter(plan.saved)
-        places = [[next(logits) for _ in several] for several in sets]
-        return plan.batch, places, [[next(saved) for _ in several] for several in sets]
 
     def _launch_next(self, flight: InFlight) -> InFlight | None:
         """Launch the step behind one that has not been read, if it is known what it will be."""

@@ -43,7 +43,8 @@ class Executor:
     Attributes:
         backend_name: attention kernels: `native-` and an instruction set, `cpu` (torch) or `flashinfer`.
         least_saved_tokens: see `AttentionBackend`.
-        argmax: the highest tokens, int64 [n], of logits [n, vocab]; the first one among equals.
+        argmax: the highest tokens, int64 [n], of logits [n, vocab], the first one among equals; -1 for a row that is
+            not finite there. None: torch finds them.
         implementation: whose code computes the model.
         has_windows: whether some layers see only the nearest positions, so that they need every row's position.
         rope, project: of Ramet's own code; `project`: see `LlamaModel.project`; of this rank's heads.
@@ -53,7 +54,7 @@ class Executor:
     has_windows = False
     _forward: Callable[[ForwardBatch], torch.Tensor]
     rope: RotaryEmbedding
-    argmax: Callable[[torch.Tensor], torch.Tensor]
+    argmax: Callable[[torch.Tensor], torch.Tensor] | None = None
     project: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
     least_saved_tokens = AttentionBackend.least_saved_tokens
 
@@ -91,7 +92,6 @@ class Executor:
         self.has_windows = any(window.size < self.context_length for window in model.windows)
         self.backend_name = CPUAttention.name
         self._forward = partial(model.forward, pool=self.pool, backend=CPUAttention(self.pool))
-        self.argmax = partial(torch.argmax, dim=-1)
 
     def _open_own(self, config: Config, path: Path, spec: LlamaSpec, library: Library | None) -> None:
         group = self._group
@@ -126,7 +126,6 @@ class Executor:
             self.least_saved_tokens = attention.least_saved_tokens
             self._forward = partial(model.forward, pool=self.pool, backend=attention)
             self.project = model.project
-            self.argmax = partial(torch.argmax, dim=-1)
             if isinstance(attention, FlashInferAttention) and graphs:
                 self._graphs = DecodeGraphs(model, self.pool, attention, graphs, self.context_length)
 
@@ -184,7 +183,7 @@ class Executor:
 
         Raises ValueError for a position outside the context: FlashInfer would read past the end of its table.
         """
-        if (last := int(batch.positions.max())) >= self.context_length:
+        if (last := int(batch.positions.numpy().max())) >= self.context_length:
             raise ValueError(f"position {last} is outside a context of {self.context_length}")
         if self._windows and last >= min(window.size for window in self._windows if window):
             batch = narrowed(batch, self._windows, self.pool.page_size)

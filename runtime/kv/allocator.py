@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 from sortedcontainers import SortedDict, SortedList
@@ -50,16 +50,17 @@ class PageAllocator:
         assert (self.refs[index] > 0).all(), "retain of a free page"
         self.refs[index] += times
 
-    def release(self, pages: Iterable[int]) -> None:
+    def release(self, pages: Collection[int]) -> None:
         """Drop a reference of pages for each time that they are named; pages without any are free again."""
+        if not pages:
+            return
         index, times = _count(pages)
         assert (self.refs[index] >= times).all(), "release of a free page"
         self.refs[index] -= times
         free = index[self.refs[index] == 0]
         self.num_free += len(free)
-        for run in np.split(free, np.flatnonzero(np.diff(free) != 1) + 1):
-            if len(run):
-                self._give(int(run[0]), len(run))
+        for run in np.split(free, np.flatnonzero(np.diff(free) != 1) + 1) if len(free) else ():
+            self._give(int(run[0]), len(run))
 
     def _take(self, start: int, want: int, pages: array[int]) -> None:
         size = self._by_start.pop(start)

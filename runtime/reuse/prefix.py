@@ -21,6 +21,7 @@ class PrefixStrategy(Strategy):
 
     name = "prefix"
     keeps_prompts = True
+    steady = True
 
     def find(self, request: Request) -> Found:
         """The last token is never matched: its logits are wanted."""

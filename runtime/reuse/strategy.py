@@ -59,6 +59,7 @@ class Strategy(ABC):
         name: the `method` by which a request asks for it.
         takes_turns: whether the rows of a request's step see each other, so that a step cannot be cut into chunks.
             Such requests take turns; the others are prefilled in the order of their admission.
+        steady: whether what a row of a decoding request reads is what the row before it read, and that row.
         keeps_prompts: whether the KV of a computed prompt lies in the tree under the prompt's own tokens.
         counted, counters: names and values of the strategy's own counters.
     """
@@ -66,6 +67,7 @@ class Strategy(ABC):
     name: ClassVar[str]
     keeps_prompts: ClassVar[bool] = False
     takes_turns: ClassVar[bool] = False
+    steady: ClassVar[bool] = False
     counted: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, cache: PagedCache, num_layers: int):

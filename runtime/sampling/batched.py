@@ -11,14 +11,14 @@ import torch
 from runtime.execution.flashinfer_package import load_flashinfer
 from runtime.execution.transfers import upload
 from runtime.params import SamplingParams
-from runtime.sampling.sampler import Sampler, keep_typical
+from runtime.sampling.sampler import Sampler, highest, keep_typical
 
 
 def make_sampler(
-    backend_name: str, vocab_size: int, device: torch.device, argmax: Callable[[torch.Tensor], torch.Tensor]
+    backend_name: str, vocab_size: int, device: torch.device, argmax: Callable[[torch.Tensor], torch.Tensor] | None
 ) -> Sampler:
     """The sampler for an executor's logits: batched if its attention backend is FlashInfer."""
-    return (BatchedSampler if backend_name == "flashinfer" else Sampler)(vocab_size, device, argmax)
+    return (BatchedSampler if backend_name == "flashinfer" else Sampler)(vocab_size, device, argmax or highest)
 
 
 class BatchedSampler(Sampler):

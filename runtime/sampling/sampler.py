@@ -77,8 +77,10 @@ class Sampled:
 
 
 def highest(logits: torch.Tensor) -> torch.Tensor:
-    """The highest tokens, int64 [n], of logits [n, vocab]."""
-    return logits.argmax(-1)
+    """The highest tokens, int64 [n], of logits [n, vocab]; `NO_TOKEN` for a row that is not finite there."""
+    best = logits.argmax(-1)
+    # argmax takes a NaN for the maximum, so that the chosen logit shows whether the row has one.
+    return best.where(logits.gather(-1, best[:, None])[:, 0].isfinite(), NO_TOKEN)
 
 
 class Sampler:
@@ -115,17 +117,17 @@ class Sampler:
             expected: for the rows of drafts, see `InFlight`.
         """
         aheads = _aheads(len(requests), ahead, expected)
-        best = self._argmax(logits)
-        # argmax takes a NaN for the maximum, so that the chosen logit shows whether the row has one.
-        sound = logits.gather(-1, best[:, None])[:, 0].isfinite()
+        tokens = best = self._argmax(logits)
         adjusts = [_adjusts(request, at) for request, at in zip(requests, aheads, strict=True)]
         alone = [i for i, adjusted in enumerate(adjusts) if adjusted]
         drawing = [i for i, r in enumerate(requests) if not r.sampling.greedy and not adjusts[i]]
-        tokens, failures = best.clone(), {}
+        failures: dict[int, RametError] = {}
         if drawing:
             asking = [requests[i] for i in drawing]
             drawn = self._draw_all(self._rows(logits, drawing), asking, [aheads[i] for i in drawing])
-            tokens = drawn if len(drawing) == len(best) else tokens.index_copy_(0, self._index(drawing), drawn)
+            tokens = drawn if len(drawing) == len(best) else best.index_copy(0, self._index(drawing), drawn)
+        if alone:
+            tokens = tokens.clone()
         for i in alone:
             if expected is not None and (wanted := expected[i]) is not None:
                 before = int(tokens[i - 1])
@@ -133,7 +135,7 @@ class Sampler:
                     tokens[i] = NO_TOKEN
                     continue
             try:
-                tokens[i] = self._one(logits[i], sound[i], requests[i], aheads[i])
+                tokens[i] = self._one(logits[i], best[i], requests[i], aheads[i])
             except RametError as error:
                 failures[i] = error
             except Exception as error:
@@ -141,7 +143,8 @@ class Sampler:
                 failures[i] = RametError(f"no token could be chosen: {type(error).__name__}")
         if failures:
             tokens.index_fill_(0, self._index(list(failures)), NO_TOKEN)
-        tokens = tokens.where(sound, NO_TOKEN)
+        if tokens is not best:
+            tokens = tokens.where(best != NO_TOKEN, NO_TOKEN)
         return Sampled(tokens, failures, *self._measure(logits, tokens, requests))
 
     def _measure(
@@ -178,8 +181,8 @@ class Sampler:
         """Float32 [n, 1] on the device."""
         return upload(torch.tensor(values, dtype=torch.float32), self.device)[:, None]
 
-    def _one(self, logits: torch.Tensor, sound: torch.Tensor, request: Request, ahead: int) -> torch.Tensor:
-        """The token of a request that adjusts its logits [vocab]; `sound`: whether they are finite."""
+    def _one(self, logits: torch.Tensor, best: torch.Tensor, request: Request, ahead: int) -> torch.Tensor:
+        """The token of a request that adjusts its logits [vocab]; `best`: the highest one before."""
         logits = self._adjust(logits.clone(), request, ahead)
         for tries in count():
             # Another number for each, as the last one fell on a token that is forbidden now.
@@ -187,7 +190,7 @@ class Sampler:
             token = logits.argmax() if request.sampling.greedy else self._draw_all(logits[None], [request], at)[0]
             if request.grammar is None:
                 break
-            value = int(token.where(sound, NO_TOKEN))
+            value = int(token.where(best != NO_TOKEN, NO_TOKEN))
             if value == NO_TOKEN:
                 raise BadLogits
             if request.grammar.accept(value):

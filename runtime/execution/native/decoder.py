@@ -114,6 +114,8 @@ class NativeDecoder:
         self._handle = library.decoder_create(ctypes.byref(self._model), self.team.handle)
         self._finalizer = weakref.finalize(self, library.decoder_destroy, self._handle)
         self._logits = torch.empty(0, self.spec.vocab_size)
+        self._plan: NativePlan | None = None
+        self._cosines = self._sines = np.empty((0, self.spec.head_dim // 2), dtype=np.float32)
 
     def _pack_layer(self, layer: llama.Layer, index: int) -> c.Layer:
         pack = self._weights
@@ -181,14 +183,15 @@ class NativeDecoder:
         groups = (c.Group * len(batch.groups))()
         for to, group in zip(groups, batch.groups, strict=True):
             positions = batch.positions if group.rows is None else batch.positions[group.rows]
-            cosine, sine = self.rope.cos_sin(positions)
-            plan = NativePlan(group.attention, self.rope)
+            cosine, sine = self._turns(positions)
+            plan = self._native_plan(group.attention)
             kept.append(plan)
             to.first_layer, to.last_layer = group.layers.start, group.layers.stop
             to.rows = None if group.rows is None else pointer(group.rows)
             to.num_rows = len(positions)
             to.kv_write = pointer(group.kv_write)
-            to.cosine, to.sine = pointer(cosine), pointer(sine)
+            kept += cosine, sine
+            to.cosine, to.sine = cosine.ctypes.data, sine.ctypes.data
             to.spans, to.edges, to.num_edges = plan.spans, plan.edges, plan.num_edges
             to.load, to.num_load = hidden_rows(group.load), len(group.load)
             to.save, to.num_save = hidden_rows(group.save), len(group.save)
@@ -206,6 +209,22 @@ class NativeDecoder:
         )
         self.library.decoder_forward(self._handle, ctypes.byref(step))
         return logits
+
+    def _turns(self, positions: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """`RotaryEmbedding.cos_sin`, out of a table of the positions up to the largest so far."""
+        index = positions.numpy()
+        if (last := int(index.max())) >= len(self._cosines):
+            every = torch.arange(1 << last.bit_length())
+            self._cosines, self._sines = (part.numpy() for part in self.rope.cos_sin(every))
+        return self._cosines[index], self._sines[index]
+
+    def _native_plan(self, plan: AttentionPlan) -> NativePlan:
+        """The plan for the kernels; one that is run again has only grown."""
+        if self._plan is None or self._plan.plan is not plan:
+            self._plan = NativePlan(plan, self.rope)
+        else:
+            self._plan.grow()
+        return self._plan
 
     def project(self, layer: int, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """See `LlamaModel.project`."""
@@ -225,11 +244,13 @@ class NativeDecoder:
         return out
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """The highest tokens, int64 [n], of float32 logits [n, vocab]; the first one among equals."""
+        """See `Executor.argmax`; of float32 logits."""
         logits = logits.contiguous()
-        out = torch.empty(len(logits), dtype=torch.int64)
-        self.library.argmax(self.team.handle, logits.data_ptr(), *logits.shape, out.data_ptr())
-        return out
+        out = np.empty(len(logits), dtype=np.int64)
+        self.library.argmax(self.team.handle, logits.data_ptr(), *logits.shape, out.ctypes.data)
+        # numpy: between two steps, an operation of torch begins with cold caches and takes a tenth of a millisecond.
+        out[~np.isfinite(logits.numpy()[np.arange(len(out)), out])] = -1
+        return torch.from_numpy(out)
 
 
 def _model_bytes(library: Library, model: llama.LlamaModel, int8: bool) -> int:
@@ -243,17 +264,17 @@ class NativePlan:
     """A plan's spans and edges as C arrays, whose pointers are valid as long as this object lives.
 
     Attributes:
+        plan: of which it is.
         spans, edges: ctypes arrays of `library.Span` and `library.Edge`.
     """
 
     def __init__(self, plan: AttentionPlan, rope: RotaryEmbedding):
         self._kept: list[Any] = []
-        self.num_edges = len(plan.edges)
+        self.plan, self.num_edges = plan, len(plan.edges)
+        self._pages: list[np.ndarray | None] = [None] * len(plan.spans)
         self.spans = (c.Span * len(plan.spans))()
         self.edges = (c.Edge * self.num_edges)()
         for to, span in zip(self.spans, plan.spans, strict=True):
-            to.pages = self._array(span.pages, np.int32)
-            to.length = span.length
             if span.keep is not None:
                 to.keep = self._tensor(span.keep)
             if span.shift:
@@ -271,6 +292,15 @@ class NativePlan:
                 to.visible = self._array(edge.visible, np.int32)
             if edge.hidden is not None:
                 to.hidden = self._array(edge.hidden, np.int32)
+        self.grow()
+
+    def grow(self) -> None:
+        """Take over the lengths and pages of the plan's spans, which alone may have changed."""
+        for i, (to, span) in enumerate(zip(self.spans, self.plan.spans, strict=True)):
+            to.length = span.length
+            if span.pages is not self._pages[i]:
+                self._pages[i] = pages = np.ascontiguousarray(span.pages, dtype=np.int32)
+                to.pages = pages.ctypes.data
 
     def _array(self, array: np.ndarray, dtype: type) -> int:
         array = np.ascontiguousarray(array, dtype=dtype)

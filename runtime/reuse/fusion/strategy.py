@@ -76,6 +76,7 @@ class Fusion(EntryStrategy):
     """
 
     name = "fusion"
+    steady = False
     counted = ("encoded_documents", "fused_rows")
 
     def __init__(self, cache: PagedCache, executor: Executor, model: ModelInfo):

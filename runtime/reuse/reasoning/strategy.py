@@ -71,6 +71,7 @@ class ReasonCache(PrefixStrategy):
     """
 
     name = "reasoncache"
+    steady = False
     counted = ("substituted_pages", "phase_misses", "deferred_evaluations")
 
     def __init__(self, cache: PagedCache, executor: Executor, load_tokenizer: Callable[[], Tokenizer]):

@@ -62,13 +62,14 @@ class Drafter:
         self._rates: dict[Hashable, Acceptance] = {}
         self._steps = 0
 
-    def propose(self, requests: Sequence[Request], room: int) -> dict[Request, array[int]]:
-        """Drafts for a step in which all of `requests` decode; `room`: rows that the step may have beside them."""
+    def propose(self, requests: Sequence[Request], room: int, beside: int) -> dict[Request, array[int]]:
+        """Drafts for requests that decode; `room`: rows that the step may have more; `beside`: those of prompts."""
         self._steps += 1
         found = {request: draft for request in requests if (draft := self._find(request))}
         if not found or self._steps % _PROBE == 0:
             return {}
-        seconds = self._pace.seconds(len(requests), min(room, _ROWS))
+        room = min(room, _ROWS)
+        seconds = self._pace.seconds(len(requests), room, beside)
         if seconds is None:
             return {}
         chances = [self._rate(request).rate ** np.arange(1, len(draft) + 1) for request, draft in found.items()]
@@ -76,19 +77,21 @@ class Drafter:
         for i, request in enumerate(found):
             state = request.draft
             state.idle = 0 if lengths[i] else state.idle + 1
-            if state.idle >= _PROBE:
-                state.idle, lengths[i] = 0, _PROBED
+            if state.idle >= _PROBE and (left := room - sum(lengths)):
+                state.idle, lengths[i] = 0, min(left, _PROBED)
         return {request: draft[:n] for (request, draft), n in zip(found.items(), lengths, strict=True) if n}
 
-    def extend(self, work: Sequence[Work], room: int) -> None:
-        """Add drafts to a step, if all of it decodes; their pages are allocated, without the retraction of others.
+    def extend(self, work: Sequence[Work], step_tokens: int) -> None:
+        """Add drafts to a step; their pages are allocated, without the retraction of others.
 
-        `room`: rows that the step may have beside those of `work`.
+        `step_tokens`: rows that the step may have.
         """
-        if any(item.prefills for item in work):
+        decoding = [item for item in work if not item.prefills]
+        rows = sum(item.num_rows for item in work)
+        if not decoding or rows >= step_tokens:
             return
-        proposed = self.propose([item.request for item in work], room)
-        for item in work:
+        proposed = self.propose([item.request for item in decoding], step_tokens - rows, rows - len(decoding))
+        for item in decoding:
             draft = proposed.get(item.request)
             if draft and item.request.strategy.grow(item.request, ahead=len(draft)):
                 item.add(draft)
@@ -105,8 +108,8 @@ class Drafter:
 
     def note_step(self, work: Sequence[Work], seconds: float) -> None:
         """Book the time of a step."""
-        if not any(item.prefills for item in work):
-            self._pace.note(len(work), sum(len(item.draft) for item in work), seconds)
+        beside = [item.num_rows for item in work if item.prefills]
+        self._pace.note(len(work) - len(beside), sum(len(item.draft) for item in work), seconds, sum(beside))
 
     def ended(self, request: Request) -> None:
         """Remember the output of a request that was served."""

@@ -12,29 +12,42 @@ _RECENT = 0.2
 
 
 class Pace:
-    """Seconds of a decode step by its requests and its drafted rows; the latest steps count most."""
+    """Seconds of a step by its requests that decode and its drafted rows; the latest steps count most."""
 
     def __init__(self) -> None:
         self._seconds: dict[int, dict[int, float]] = {}
+        self._row_s: float | None = None  # of a row beside those of prompts
 
-    def note(self, requests: int, drafted: int, seconds: float) -> None:
-        steps = self._seconds.setdefault(_bucket(requests), {})
-        drafted = _bucket(drafted)
-        before = steps.get(drafted)
-        steps[drafted] = seconds if before is None else before + _RECENT * (seconds - before)
+    def note(self, requests: int, drafted: int, seconds: float, beside: int = 0) -> None:
+        """`beside`: rows of prompts in the step."""
+        if beside:
+            self._row_s = _follow(self._row_s, seconds / (requests + drafted + beside))
+        else:
+            steps, drafted = self._seconds.setdefault(_bucket(requests), {}), _bucket(drafted)
+            steps[drafted] = _follow(steps.get(drafted), seconds)
 
-    def seconds(self, requests: int, most: int) -> np.ndarray | None:
-        """Of steps with 0 to `most` drafted rows, float64 [most + 1]; None: one without drafts was never measured."""
+    def seconds(self, requests: int, most: int, beside: int = 0) -> np.ndarray | None:
+        """Of steps with 0 to `most` drafted rows, float64 [most + 1]; None: one without drafts was never measured.
+
+        Beside rows of prompts, those of a step in which all decode, had it rows at the price of theirs: only tokens
+        that come cheaper than in later steps may let prompts wait.
+        """
         steps = self._seconds.get(_bucket(requests))
         if steps is None or 0 not in steps:
             return None
+        wanted = np.arange(most + 1)
+        if beside:
+            return None if self._row_s is None else steps[0] + self._row_s * wanted
         rows = np.array(sorted(steps))
         known = np.maximum.accumulate([steps[n] for n in rows.tolist()])
         slope = _UNKNOWN * known[0]
         if len(rows) > 1:
             slope = max(slope, (known[-1] - known[-2]) / (rows[-1] - rows[-2]))
-        wanted = np.arange(most + 1)
         return np.interp(wanted, rows, known) + np.maximum(wanted - rows[-1], 0) * slope
+
+
+def _follow(before: float | None, latest: float) -> float:
+    return latest if before is None else before + _RECENT * (latest - before)
 
 
 def _bucket(drafted: int) -> int:

@@ -38,7 +38,7 @@ class Oracle:
     def __init__(self, driver, known, right):
         self.driver, self.known, self.right, self.draw = driver, known, right, random.Random(1)
 
-    def __call__(self, requests, room):
+    def __call__(self, requests, room, beside):
         found = {}
         for request in requests:
             done = request.num_output
@@ -112,7 +112,7 @@ def test_a_draft_ends_where_a_stop_token_does(tiny_dir, monkeypatch, prompts):
 def test_what_is_found_is_right(tiny_dir, monkeypatch, prompts):
     """An answer that was given before comes again from the tree, in few steps, where rows cost little."""
     core = make_core(tiny_dir, pool_tokens=2048)
-    monkeypatch.setattr(core.drafter._pace, "seconds", lambda requests, most: 1 + 0.01 * np.arange(most + 1))
+    monkeypatch.setattr(core.drafter._pace, "seconds", lambda requests, most, beside: 1 + 0.01 * np.arange(most + 1))
     driver = Driver(core)
     first = driver.together(prompts, max_new_tokens=64)
     before, steps = dict(core.counters), driver.steps
@@ -124,7 +124,7 @@ def test_what_is_found_is_right(tiny_dir, monkeypatch, prompts):
     assert sum(event.drafted for event in events) == core.counters["drafted_tokens"]
 
 
-@pytest.mark.parametrize("pool_tokens", [160, 100])
+@pytest.mark.parametrize("pool_tokens", [160, 72])
 def test_drafts_take_no_page_that_another_request_needs(tiny_dir, monkeypatch, prompts, reference_of, pool_tokens):
     core = make_core(tiny_dir, pool_tokens=pool_tokens, page_size=4)
     known = {str(i): greedy(reference_of, prompt, 16 + i) for i, prompt in enumerate(prompts)}
@@ -138,6 +138,34 @@ def reference_of(tiny_dir):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32).eval()
+
+
+def test_steps_that_carry_prompts_have_drafts_within_their_room(tiny_dir, monkeypatch, prompts):
+    draw = random.Random(8)
+    late = [draw.randrange(49152) for _ in range(150)]
+
+    def run_both(core, known=None):
+        driver, steps = Driver(core), []
+        if known is not None:
+            monkeypatch.setattr(core.drafter, "propose", Oracle(driver, known, 0.8))
+            schedule, compute = core.scheduler.schedule, core.executor.run
+            monkeypatch.setattr(core.scheduler, "schedule", lambda: steps.append(schedule()) or steps[-1])
+            monkeypatch.setattr(core.executor, "run", lambda batch: rows.append(len(batch.tokens)) or compute(batch))
+        rows = []
+        driver.add("first", prompts[0], max_new_tokens=40, logprobs=2)
+        for _ in range(3):
+            driver.step()
+        driver.add("late", late, max_new_tokens=4)
+        driver.run()
+        return driver, [(len(s), any(i.draft for i in s), any(i.count > 9 for i in s)) for s in steps], rows
+
+    options = {"step_tokens": 24, "chunk_tokens": 16}
+    plain, _, _ = run_both(make_core(tiny_dir, drafts="off", **options))
+    drafted, steps, rows = run_both(make_core(tiny_dir, **options), plain.tokens)
+    assert drafted.tokens == plain.tokens
+    assert max(rows) <= 24
+    assert drafted.core.counters["accepted_tokens"] > 10
+    assert any(number == 2 and has_draft and prefills for number, has_draft, prefills in steps)
 
 
 def test_steps_that_fail_are_run_again_without_the_draft(tiny_dir, monkeypatch, prompts):

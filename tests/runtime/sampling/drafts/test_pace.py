@@ -45,6 +45,16 @@ def test_times_of_steps_grow_with_their_rows_and_go_on_where_nothing_was_measure
     assert pace.seconds(1, 26)[26] > 2.0
 
 
+def test_beside_prompts_rows_cost_what_theirs_do_on_top_of_a_step_that_decodes():
+    pace = Pace()
+    pace.note(2, 0, 1.0)
+    assert pace.seconds(2, 3, beside=10) is None, "it is not known what rows cost there"
+    pace.note(2, 3, 3.0, beside=10)
+    assert pace.seconds(2, 3, beside=10).tolist() == pytest.approx([1.0, 1.2, 1.4, 1.6])
+    assert pace.seconds(3, 3, beside=10) is None
+    assert pace.seconds(2, 0).tolist() == [1.0]
+
+
 def test_a_rate_follows_what_was_tried_here_and_elsewhere():
     everybody = Acceptance()
     mine, other = Acceptance(everybody, memory=16), Acceptance(everybody, memory=16)

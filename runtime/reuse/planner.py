@@ -1,0 +1,135 @@
+"""The plan of a step over the requests' work: made anew, or grown from the step before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from runtime.batch import ForwardBatch, Span
+from runtime.request import Segment, Work
+from runtime.reuse.build import build
+
+
+class Planned(NamedTuple):
+    """A step.
+
+    Attributes:
+        places: rows of the logits, by piece of work and row set.
+        saved: hidden states that row sets save, likewise.
+        row_layers: rows x layers that are computed.
+    """
+
+    batch: ForwardBatch
+    places: list[list[slice]]
+    saved: list[list[torch.Tensor | None]]
+    row_layers: int
+
+
+class Planner:
+    """Plans steps. Where all requests decode on, the last plan is kept, in which only lengths have grown.
+
+    A kept plan is changed in place: whoever runs it is done with it when the next step is planned.
+    """
+
+    def __init__(
+        self, num_layers: int, page_size: int, hidden_size: int, device: torch.device, least_saved_tokens: int
+    ):
+        """See `build`."""
+        self._num_layers, self._page_size = num_layers, page_size
+        self._hidden_size, self._device, self._least_saved_tokens = hidden_size, device, least_saved_tokens
+        self._last: _Steady | None = None
+
+    def plan(self, work: Sequence[Work]) -> Planned:
+        """The step of some work."""
+        last, self._last = self._last, None  # until this one is planned: a step that fails is planned anew
+        made = last if last is not None and last.grow(work) else self._plan(work)
+        if isinstance(made, Planned):
+            return made
+        self._last = made
+        return made.planned
+
+    def _plan(self, work: Sequence[Work]) -> Planned | _Steady:
+        sets = [item.request.strategy.rows(item) for item in work]
+        plan = build(
+            [one for several in sets for one in several],
+            self._num_layers,
+            self._page_size,
+            self._hidden_size,
+            self._device,
+            self._least_saved_tokens,
+        )
+        total = 0
+        for item, several in zip(work, sets, strict=True):
+            row_layers = sum(one.row_layers for one in several)
+            item.request.row_layers += row_layers
+            total += row_layers
+        logits, saved = iter(plan.logits), iter(plan.saved)
+        places = [[next(logits) for _ in several] for several in sets]
+        planned = Planned(plan.batch, places, [[next(saved) for _ in several] for several in sets], total)
+        tails = _tails(planned, work, self._page_size)
+        return planned if tails is None else _Steady(planned, work, tails, self._page_size)
+
+
+class _Steady:
+    """The plan of a step in which each request computes the one row of its last token."""
+
+    def __init__(self, planned: Planned, work: Sequence[Work], tails: Sequence[Span], page_size: int):
+        """`tails`: by row of the step, the span whose last row it is."""
+        self.planned = planned
+        self._page_size, self._work = page_size, work
+        self._segments: list[list[Segment]] = [item.request.segments for item in work]
+        self._order = [places[0].start for places in planned.places]
+        self._tails = tails
+
+    def grow(self, work: Sequence[Work]) -> bool:
+        """Turn it into the plan of the requests' next rows; False, with nothing changed, if that needs another one."""
+        if len(work) != len(self._work):
+            return False
+        for item, before, segments in zip(work, self._work, self._segments, strict=True):
+            request = item.request
+            follows = request is before.request and item.start == before.start + 1 and request.segments is segments
+            if not follows or item.num_rows != 1 or item.ahead or item.start + 1 != len(request.sequence.tokens):
+                return False
+        batch, each = self.planned.batch, self.planned.row_layers // len(work)
+        group, tokens = batch.groups[0], np.empty(len(work), dtype=np.int64)
+        slots, positions = group.kv_write.numpy(), batch.positions.numpy()
+        slots += 1
+        positions += 1
+        for row, item in zip(self._order, work, strict=True):
+            request, span = item.request, self._tails[row]
+            request.row_layers += each
+            sequence = request.sequence
+            tokens[row] = sequence.tokens[-1]
+            span.length += 1
+            page, rest = divmod(item.start - sequence.start, self._page_size)
+            if not rest:
+                span.pages = np.append(span.pages, np.int32(sequence.pages[page]))
+                slots[row] = sequence.pages[page] * self._page_size
+        batch.tokens = torch.from_numpy(tokens)
+        self._work = work
+        return True
+
+
+def _tails(planned: Planned, work: Sequence[Work], page_size: int) -> list[Span] | None:
+    """By row, the span that grows with its request; None: the plan of the next step has to be made anew."""
+    batch = planned.batch
+    if not len(work) == len(batch.tokens) == len(batch.logits_rows) or len(batch.groups) != 1:
+        return None
+    for item in work:
+        sequence, strategy = item.request.sequence, item.request.strategy
+        if not strategy.steady or item.ahead or item.start + 1 != len(sequence.tokens):
+            return None
+        if sequence.anchors[-1][0] > item.start:
+            return None
+    (group,) = batch.groups
+    pages = (group.kv_write.numpy() // page_size).tolist()
+    found = {
+        edge.rows.start: span
+        for edge in group.attention.edges
+        if isinstance(edge.rows, slice) and edge.rows.stop == edge.rows.start + 1
+        if (span := group.attention.spans[edge.span]).pages[-1] == pages[edge.rows.start] and edge.visible is None
+    }
+    return [found[row] for row in range(len(work))] if len(found) == len(work) else None

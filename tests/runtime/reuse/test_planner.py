@@ -1,0 +1,74 @@
+"""Plans that grow are those that would be made anew, whatever happens between the steps."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import numpy as np
+import pytest
+
+from runtime.batch import ForwardBatch
+from runtime.reuse import planner
+from runtime.reuse.planner import Planner
+from tests.runtime.engine.driver import Driver, make_core
+
+
+def seen(batch: ForwardBatch, page_size: int) -> list[tuple[object, ...]]:
+    """Each row's token, position, slot, and the slots of the pool that it reads."""
+    (group,) = batch.groups
+    reads: list[list[np.ndarray]] = [[] for _ in batch.tokens]
+    for edge in group.attention.edges:
+        span = group.attention.spans[edge.span]
+        slots = (span.pages[:, None] * page_size + np.arange(page_size)).reshape(-1)[: span.length]
+        for at, row in enumerate(np.arange(len(reads))[edge.rows]):
+            reads[row].append(slots if edge.visible is None else slots[: edge.visible[at]])
+    columns = (batch.tokens.tolist(), batch.positions.tolist(), group.kv_write.tolist())
+    return [(*row, sorted(np.concatenate(read).tolist())) for *row, read in zip(*columns, reads, strict=True)]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_plan_that_grows_is_the_plan_made_anew(tiny_dir, monkeypatch, drafts):
+    """Requests come, end, leave and give way while others decode, within pages and over their ends."""
+    core, guess = make_core(tiny_dir, page_size=8, pool_tokens=240), random.Random(6)
+    plan, built = core.planner.plan, []
+    monkeypatch.setattr(planner, "build", lambda *a, made=planner.build: built.append(1) or made(*a))
+    grown = 0
+
+    def compare(work):
+        nonlocal grown
+        before, booked = len(built), [item.request.row_layers for item in work]
+        found = plan(work)
+        grown += len(built) == before
+        after = [item.request.row_layers for item in work]
+        layers = core.executor.spec.num_layers
+        anew = Planner(layers, core.info.page_size, 0, core.executor.device, core.executor.least_saved_tokens).plan(
+            work
+        )
+        for item, was, now in zip(work, booked, after, strict=True):
+            assert item.request.row_layers - now == now - was
+            item.request.row_layers = now
+        assert seen(found.batch, core.info.page_size) == seen(anew.batch, core.info.page_size)
+        assert (found.places, found.row_layers) == (anew.places, anew.row_layers)
+        assert found.batch.logits_rows.tolist() == anew.batch.logits_rows.tolist()
+        return found
+
+    def propose(requests, room, beside):
+        guessed = {request: core.drafter._find(request) and array("i", [guess.randrange(20)]) for request in requests}
+        return guessed if drafts and room >= len(requests) and not guess.randrange(4) else {}
+
+    monkeypatch.setattr(core.planner, "plan", compare)
+    monkeypatch.setattr(core.drafter, "propose", propose)
+    driver, draw = Driver(core), random.Random(5)
+    prefix = [7, 8, 9] * 8
+    for number in range(14):
+        prompt = prefix[: draw.choice((0, 5, 24))] + [draw.randrange(20) for _ in range(draw.randrange(1, 12))]
+        driver.add(f"{number}", prompt, max_new_tokens=draw.randrange(2, 40), temperature=draw.choice((0, 1)), seed=1)
+        for _ in range(draw.randrange(12)):
+            driver.step()
+        if number % 5 == 4:
+            core.abort(f"{number - 1}")
+    driver.run()
+    assert grown > 10
+    assert core.counters["steps"] - grown > 10
+    assert (core.counters["drafted_tokens"] > 0) == drafts
