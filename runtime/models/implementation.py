@@ -1,4 +1,4 @@
-"""Which code computes a model: Ramet's own, for the Llama family, or that of transformers."""
+"""The code that computes a model: Ramet's own, for the Llama family, or that of transformers."""
 
 from __future__ import annotations
 
