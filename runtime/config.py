@@ -14,6 +14,9 @@ from runtime.params import DocumentMethod
 
 SchedulePolicy = Literal["balanced", "fcfs", "priority", "lpm", "dfs"]
 
+# Options of the cache that only causal models can use.
+_CAUSAL = ("document_reuse", "reasoning_cache")
+
 ModelCode = Literal["ramet", "transformers"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -94,8 +97,10 @@ class CacheConfig(Section):
         None, description="publish KV events on this ZeroMQ endpoint, e.g. tcp://127.0.0.1:5557"
     )
     kv_events_replay: str | None = Field(None, description="ZeroMQ endpoint for the replay of missed KV events")
-    kv_events_of: Literal["public", "all"] = Field(
-        "public", description="blocks in KV events: those without tenant and salt; all: those of every tenant as well"
+    kv_events_of: Literal["public", "all", "hashes"] = Field(
+        "public",
+        description="blocks in KV events: those without tenant and salt; all: everybody's; hashes: everybody's, "
+        "without token ids and salts",
     )
     kv_events_format: Literal["map", "array"] = Field(
         "map", description="form of a KV event: as of vLLM 0.32 and SGLang 0.5.23; array: as before these"
@@ -116,6 +121,9 @@ class TierConfig(Section):
     host_memory: float | None = Field(None, gt=0, description="GiB of memory for KV that the pool has no room for")
     disk_cache: Path | None = Field(None, description="directory for KV that outlives the server")
     disk_space: float = Field(10.0, gt=0, description="GiB that --disk-cache may take")
+    tier_quota: float = Field(
+        1.0, gt=0, le=1, description="share of --host-memory and of --disk-space that a tenant may fill"
+    )
     kv_store: str | None = Field(
         None,
         pattern=r"^(rediss?://|dir:).",
@@ -290,6 +298,17 @@ class Config(Section):
     diffusion: DiffusionConfig = Field(default_factory=DiffusionConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
+
+
+def unusable(config: Config, is_diffusion: bool) -> str | None:
+    """An option that is set and has no meaning for a model of a kind."""
+    sections = {"cache": _CAUSAL} if is_diffusion else {"diffusion": tuple(DiffusionConfig.model_fields)}
+    for name, fields in sections.items():
+        section = getattr(config, name)
+        for field in fields:
+            if getattr(section, field) != type(section).model_fields[field].get_default():
+                return field.replace("_", "-")
+    return None
 
 
 def make_config(**options: object) -> Config:

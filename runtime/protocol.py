@@ -157,8 +157,8 @@ class GetOutline(msgspec.Struct, tag="outline"):
     call: int
     limit: int
     preview_tokens: int = 0
-    tenant: str | None = None
     anew: bool = False
+    tenant: str | None = None
 
 
 class GetRequests(msgspec.Struct, tag="requests"):

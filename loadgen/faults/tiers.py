@@ -20,6 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from loadgen.faults.live_tiers import live
 from loadgen.faults.redis_server import PROGRAM, SlowWay, running_redis
 from loadgen.faults.server import Finding
 from radix import Namespace
@@ -59,22 +60,25 @@ def payload_of(number: int) -> bytes:
 
 
 async def tiers(options: Sequence[str], scale: float, draw: random.Random) -> Finding:
-    """No server is started. Each part has stores of its own."""
-    return await asyncio.to_thread(_run, scale, draw)
+    """Each part has stores of its own; those of a running server come last."""
+    with_store = PROGRAM is not None and find_spec("redis") is not None
+    found = await asyncio.to_thread(_run, scale, draw, with_store)
+    found.facts["server"] = await live(options, draw, found.problems, with_store)
+    found.rows += found.facts["server"].items()
+    return found
 
 
-def _run(scale: float, draw: random.Random) -> Finding:
+def _run(scale: float, draw: random.Random, with_store: bool) -> Finding:
     problems: list[str] = []
     facts: dict[str, Any] = {}
     rows: list[Sequence[str]] = [("treatment", "result")]
-    with_store = PROGRAM is not None and find_spec("redis") is not None
     parts = _ON_A_DISK | _IN_A_STORE if with_store else _ON_A_DISK
     for name, part in tqdm(parts.items(), desc="tiers", disable=None):
         before = len(problems)
         seen, facts[name] = part(scale, draw, problems)
         rows.append((name, "; ".join([seen, *problems[before:]])))
     left_out = "" if with_store else "; no Redis or Valkey server, or no package redis: its treatments are left out"
-    done = f"{len(parts)} treatments of stores of blocks"
+    done = f"{len(parts)} treatments of stores of blocks, and those of a running server"
     return Finding(done, f"every block right, or a miss{left_out}", problems, facts, rows)
 
 

@@ -30,12 +30,13 @@ class Drive:
 
     Args:
         path: the model's directory.
+        seed: of its texts.
         options: as of `ramet serve`; without drafts unless they say so, so that a step gives each request a token.
     """
 
-    def __init__(self, path: Path, **options: Any):
+    def __init__(self, path: Path, seed: int = 0, **options: Any):
         self.core = EngineCore(make_config(model=str(path), **{"drafts": "off", **options}), path)
-        self._draw, self._count = random.Random(0), 0
+        self._draw, self._count = random.Random(seed), 0
 
     def text(self, length: int) -> array[int]:
         """Random tokens, none of them special."""

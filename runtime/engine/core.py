@@ -12,7 +12,7 @@ import torch
 
 from radix.stats import Histogram
 from runtime.batch import ForwardBatch
-from runtime.config import Config
+from runtime.config import Config, unusable
 from runtime.diffusion.decoding import CanvasDecoding
 from runtime.engine.admin import Admin
 from runtime.engine.in_flight import InFlight
@@ -136,6 +136,8 @@ class EngineCore:
     def _open_model(self, path: Path) -> Decoding:
         """Install the strategy of the model's kind, and return its decoding."""
         executor, spec = self.executor, self.executor.spec
+        if given := unusable(self.config, spec.diffusion is not None):
+            raise ModelError(f"--{given}: {path.name} is {'a diffusion' if spec.diffusion else 'a causal'} model")
         if spec.diffusion is None:
             self.add_strategy(PrefixStrategy(self.cache, spec.num_layers))
             # Other strategies read spans whose positions are not consecutive, so that no window can be laid over them.
@@ -148,8 +150,6 @@ class EngineCore:
                 self._refuse_approximations()
             sampler = make_sampler(executor.backend_name, spec.vocab_size, executor.device, executor.argmax)
             return NextToken(sampler)
-        if self.config.cache.reasoning_cache:
-            raise ModelError("--reasoning-cache is for causal models, and this is a diffusion model")
         strategy: BlockPrefix | BiCache
         if spec.diffusion.attended is not None:
             strategy = BlockPrefix(self.cache, spec.num_layers, spec.diffusion)

@@ -94,7 +94,8 @@ class Tiering:
             erasing = self._aside.submit(self._erase, self._resume, tenant)
             self._wait(message.call, erasing, lambda blocks: {**found, "erased_blocks": blocks})
         elif isinstance(message, AttachTier):
-            opening = self._aside.submit(self._open, TierConfig(**message.options))
+            quota = self._core.config.tiers.tier_quota
+            opening = self._aside.submit(self._open, TierConfig(**{**message.options, "tier_quota": quota}))
             self._wait(message.call, opening, lambda opened: self._attach(*opened))
         elif isinstance(message, DetachTier) and (closing := worker.detach(message.name)) is not None:
             if message.name == "disk":
@@ -260,12 +261,16 @@ def open_stores(config: TierConfig) -> list[BlockStore]:
     """The stores of some options. Raises ModelError if one cannot be used."""
     stores: list[BlockStore] = []
     if config.host_memory is not None:
-        stores.append(HostStore(Limits(int(config.host_memory * _GIB))))
+        stores.append(HostStore(_limits(config.host_memory, config.tier_quota)))
     if config.disk_cache is not None:
-        stores.append(DiskStore(config.disk_cache, Limits(int(config.disk_space * _GIB))))
+        stores.append(DiskStore(config.disk_cache, _limits(config.disk_space, config.tier_quota)))
     if config.kv_store is not None:
         stores.append(open_shared(config.kv_store))
     return stores
+
+
+def _limits(gib: float, share: float) -> Limits:
+    return Limits(int(gib * _GIB), default=int(gib * _GIB * share))
 
 
 def _fingerprint(config: Config, executor: Executor, model: Path) -> bytes:

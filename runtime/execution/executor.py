@@ -16,7 +16,7 @@ from runtime.execution.attention.backend import AttentionBackend
 from runtime.execution.attention.cpu import CPUAttention
 from runtime.execution.attention.flashinfer import FlashInferAttention
 from runtime.execution.attention.windows import Window, narrowed
-from runtime.execution.device import choose_attention, choose_device, choose_dtype
+from runtime.execution.device import choose_attention, choose_device, choose_dtype, is_out_of_memory
 from runtime.execution.graphs import DecodeGraphs
 from runtime.execution.llama import LlamaModel
 from runtime.execution.native.decoder import NativeDecoder
@@ -137,7 +137,15 @@ class Executor:
         if self._group is not None:
             num_pages = self._group.least(num_pages)
         shape = (spec.num_layers, num_pages, cache.page_size, spec.num_kv_heads, spec.head_dim)
-        return KVPool(*shape, self.kv_dtype, self.device, spare_pages)
+        try:
+            return KVPool(*shape, self.kv_dtype, self.device, spare_pages)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            size = num_pages * cache.page_size * per_token / (1 << 30)
+            raise ModelError(
+                f"the KV pool of {size:.1f} GiB cannot be had: lower --pool-tokens, --pool-memory or --memory-fraction"
+            ) from None
 
     def _choose_kernels(self, config: Config) -> Library | None:
         torch_only = not config.model.native_kernels or self._group is not None or config.cache.kv_dtype == "fp8"

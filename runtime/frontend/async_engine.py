@@ -404,9 +404,9 @@ class AsyncEngine:
 
         Blocks are dicts of `radix.Block`, with `parent` as a place in the list, evictions of `radix.Eviction`.
         """
-        answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens, tenant, anew=True))
+        answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens, True, tenant))
         while answer["blocks"] is None:
-            answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens, tenant))
+            answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens, tenant=tenant))
         return answer
 
     async def requests(self, limit: int, tenant: str | None = None) -> list[dict[str, Any]]:

@@ -65,10 +65,10 @@ class AllBlocksCleared(msgspec.Struct, tag=True):
 
 
 class EventBatch(msgspec.Struct, array_like=True):
-    """The events of one step, of one tenant; of the positional form, lists."""
+    """The events of one step, of one tenant."""
 
     ts: float
-    events: list[BlockStored | BlockRemoved | AllBlocksCleared] | list[list[Any]]
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
     data_parallel_rank: int | None = None
 
 
@@ -106,24 +106,28 @@ class EventPublisher:
         """Send a batch for each tenant under its topic, and answer requests for earlier ones."""
         if self._config.kv_events_of == "public":
             events = [event for event in events if _is_public(event.namespace)]
-        if events:
-            for tenant, own in groupby(events, lambda event: event.namespace.tenant):
-                self._send(tenant, [self._wire(event) for event in own])
+        topics = self._config.kv_events_of != "hashes"
+        for topic, own in groupby(events, lambda event: event.namespace.tenant if topics else ""):
+            self._send(topic, [self._wire(event) for event in own])
         self.answer_replays()
 
     def _wire(self, event: Event) -> BlockStored | BlockRemoved:
         if not isinstance(event, Stored):
             return BlockRemoved(list(event.hashes), _POOL)
+        stored = (list(event.hashes), event.parent)
+        if self._config.kv_events_of == "hashes":
+            return BlockStored(*stored, [], self._config.page_size, None, _POOL, None)
         # The last page of a module is filled up with -1.
         tokens = [token for token in array("i", event.tokens) if token >= 0]
         salt = _salt(event.namespace)
         extra = [[salt], *[None] * (len(event.hashes) - 1)] if salt and event.parent is None else None
-        stored = (list(event.hashes), event.parent, tokens, self._config.page_size)
-        return BlockStored(*stored, None, _POOL, None, extra, salt)
+        return BlockStored(*stored, tokens, self._config.page_size, None, _POOL, None, extra, salt)
 
     def _send(self, topic: str, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
-        sent = events if self._config.kv_events_format == "map" else [_positional(event) for event in events]
-        payload = self._encode(EventBatch(time.time(), sent))
+        batch: Any = EventBatch(time.time(), events)
+        if self._config.kv_events_format == "array":
+            batch = (batch.ts, [_positional(event) for event in events], None)
+        payload = self._encode(batch)
         self._kept.append((self._next, payload))
         self._publish.send_multipart([topic.encode(), self._next.to_bytes(8, "big"), payload])
         self._next += 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 
 from runtime.config import DEFAULT_MODEL, ModelConfig
@@ -39,11 +41,21 @@ def resolve_model(config: ModelConfig) -> Path:
 
         return build_adapted(name, config.cache_dir)
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".gguf" or name.count("/") != 1:
+        short = (DEFAULT_MODEL, *ADAPTERS)
+        meant = get_close_matches(name, [*short, *_siblings(path)], 1)
         raise ModelError(
             f"--model {name}: no such directory or file, and not the name of a model on the hub (org/name) "
-            f"nor a short name ({', '.join((DEFAULT_MODEL, *ADAPTERS))})"
+            f"nor a short name ({', '.join(short)})" + (f"; did you mean {meant[0]}?" if meant else "")
         )
     return _from_hub(name, config)
+
+
+def _siblings(path: Path) -> list[str]:
+    """Files and directories beside a path."""
+    try:
+        return [str(path.with_name(other.name)) for other in islice(path.parent.iterdir(), 1000)]
+    except (OSError, ValueError):
+        return []
 
 
 def model_name(config: ModelConfig, path: Path) -> str:

@@ -18,7 +18,7 @@ from runtime.errors import InvalidRequest
 from runtime.frontend.output import Prompt, Submission
 from runtime.params import SamplingParams
 from runtime.reuse.fusion.prompt import in_messages
-from server.auth.keys import Asker, CacheScope, Forbidden, Tenant
+from server.auth.keys import Asker, CacheScope, EveryKey, Forbidden, Tenant
 from server.context import Context, Ctx
 from server.documents.wire import find_documents
 from server.http import examples
@@ -29,6 +29,8 @@ from server.openai.types import Message, Messages
 from server.store import Conflict
 
 router = APIRouter(prefix="/cache", tags=["cache"])
+# Each key sees its own.
+own = EveryKey(prefix="/cache", tags=["cache"])
 
 
 class Prefix(Body):
@@ -237,7 +239,7 @@ async def stats(context: Ctx) -> dict[str, Any]:
     return await context.engine.state()
 
 
-@router.get("/quota", responses=examples.QUOTA)
+@own.get("/quota", responses=examples.QUOTA)
 async def quota(
     context: Ctx,
     asker: Asker,
@@ -257,7 +259,7 @@ async def quota_of(tenant: Tenant, context: Context) -> dict[str, Any]:
     return {"tenant": tenant.name, **found, **tokens}
 
 
-@router.get("/tree", responses=examples.TREE)
+@own.get("/tree", responses=examples.TREE)
 async def tree(
     context: Ctx,
     asker: Asker,

@@ -13,18 +13,18 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from fastapi.responses import HTMLResponse, Response
 
 from radix import Namespace
 from runtime.errors import Overloaded, RametError
 from server.admin.cache import pins_of, preview_tokens, quota_of
 from server.admin.history import EVERY_S, MOST, sample
-from server.auth.keys import Asker, Tenant
+from server.auth.keys import Asker, EveryKey, Tenant
 from server.context import Context
 from server.http.sse import EventStream
 
-router = APIRouter(tags=["dashboard"], include_in_schema=False)
+router = EveryKey(tags=["dashboard"], include_in_schema=False)
 
 _MOST_BLOCKS = 500
 _PREVIEW_TOKENS = 48

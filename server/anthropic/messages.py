@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from runtime.errors import RametError
 from runtime.frontend.output import KeptText, Output, Submission
@@ -15,7 +15,7 @@ from runtime.protocol import CacheBooks
 from server.anthropic.content import ContentReader, Piece
 from server.anthropic.prompt import conversation_of, render
 from server.anthropic.types import Conversation, MessagesRequest
-from server.auth.keys import Asker, Tenant
+from server.auth.keys import Asker, EveryKey, Tenant
 from server.context import Context, Ctx
 from server.explain.inquiry import Inquiry, ask
 from server.http import examples
@@ -25,7 +25,7 @@ from server.http.sse import Events, TypedEventStream, unless_gone, while_there
 from server.openai.calls import CallReader, lazy_calls, writes_tags
 from server.store import Conflict
 
-router = APIRouter(
+router = EveryKey(
     prefix="/v1/messages",
     tags=["anthropic"],
     responses={"4XX": {"model": MessageError}, "5XX": {"model": MessageError}},

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import ConfigDict, Field
 
 from runtime.errors import InvalidRequest
@@ -16,7 +16,7 @@ from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import ReuseParams, SamplingParams
 from runtime.protocol import TokenLogprob
-from server.auth.keys import Asker, CacheScope, Tenant
+from server.auth.keys import Asker, EveryKey, Tenant
 from server.context import Context, Ctx
 from server.documents.wire import SegmentPrompts, compile_segments, count_characters
 from server.explain.inquiry import Inquiry, ask, explained
@@ -26,29 +26,24 @@ from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone
 from server.http.wire import (
     AnswerId,
-    Body,
-    CacheSalt,
-    CacheUse,
     Diffusion,
-    Explain,
     IdPrompts,
     OneOrMany,
-    Priority,
+    OwnFields,
     Reuse,
     Rid,
     Sampling,
     Text,
-    Timeout,
 )
 
-router = APIRouter(tags=["generate"])
+router = EveryKey(tags=["generate"])
 
 MAX_TOP_LOGPROBS = 128
 # Log-probabilities in an event; each event repeats the earlier ones, and large events delay all streams.
 MAX_REPEATED = 1 << 16
 
 
-class GenerateRequest(Body):
+class GenerateRequest(OwnFields):
     """One prompt or several; exactly one of `text`, `input_ids`, `segments` and `pml`."""
 
     IGNORED = fields.OPERATION
@@ -79,12 +74,6 @@ class GenerateRequest(Body):
     return_text_in_logprobs: bool = False
     return_token_ids: bool = Field(False, description="the prompt's tokens in meta_info")
     rid: OneOrMany[Rid] | None = None
-    priority: Priority = 0
-    cache_salt: CacheSalt | None = None
-    cache_scope: CacheScope = "private"
-    cache: CacheUse = Field(default_factory=CacheUse)
-    timeout_s: Timeout | None = None
-    explain: Explain = False
     comparison_response_id: AnswerId | None = None
     diffusion: Diffusion | None = None
 

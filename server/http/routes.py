@@ -6,19 +6,19 @@ from importlib.metadata import version
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import PlainTextResponse
 
 from runtime.errors import EngineDead, Overloaded
 from runtime.frontend.output import Submission
 from runtime.params import SamplingParams
-from server.auth.keys import Asker
+from server.auth.keys import Asker, EveryKey
 from server.context import Ctx
 from server.http import examples
 from server.http.follow import collect
 from server.http.sse import unless_gone
 
-router = APIRouter(tags=["server"])
+router = EveryKey(tags=["server"])
 
 # Timeout of `/health_generate`, seconds.
 _PROBE_S = 60.0

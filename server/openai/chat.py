@@ -6,7 +6,7 @@ from collections import defaultdict
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import Output, Prompt, Submission, new_rid
@@ -14,7 +14,7 @@ from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.fusion.prompt import Document, Segments, in_messages
 from runtime.reuse.modules.pml import Prompt as ModuleText
-from server.auth.keys import Asker, Tenant
+from server.auth.keys import Asker, EveryKey, Tenant
 from server.context import Context, Ctx
 from server.documents.wire import find_documents
 from server.explain.inquiry import Inquiry, ask
@@ -36,7 +36,7 @@ from server.openai.common import (
 from server.openai.tools import Function, Tool, continue_chat, render_chat, with_tools
 from server.openai.types import ChatRequest
 
-router = APIRouter(prefix="/v1", tags=["openai"])
+router = EveryKey(prefix="/v1", tags=["openai"])
 
 
 @router.post("/chat/completions", response_model=None, responses=examples.CHAT)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import Output, Submission, new_rid, prompts_of
 from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
-from server.auth.keys import Asker, Tenant
+from server.auth.keys import Asker, EveryKey, Tenant
 from server.context import Context, Ctx
 from server.explain.inquiry import Inquiry, ask, explained
 from server.http import examples
@@ -21,7 +21,7 @@ from server.openai.common import add_prompt_logprobs, envelope, finish_reason, m
 from server.openai.formats import only
 from server.openai.types import CompletionRequest
 
-router = APIRouter(prefix="/v1", tags=["openai"])
+router = EveryKey(prefix="/v1", tags=["openai"])
 
 
 def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:

@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 
 from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.output import Submission, new_rid
 from runtime.frontend.stream import OutputStream
 from runtime.params import EXACT
-from server.auth.keys import Asker, Tenant
+from server.auth.keys import Asker, EveryKey, Tenant
 from server.context import Context, Ctx
 from server.explain.inquiry import Inquiry, ask
 from server.http import examples
@@ -29,7 +29,7 @@ from server.responses.store import ResponseStore, StoredResponse
 from server.responses.types import ResponseRequest
 from server.responses.writer import Writer
 
-router = APIRouter(prefix="/v1/responses", tags=["openai"])
+router = EveryKey(prefix="/v1/responses", tags=["openai"])
 
 
 @router.post("", response_model=None, responses=examples.RESPONSES)

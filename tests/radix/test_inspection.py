@@ -306,7 +306,7 @@ def test_one_lock_is_a_lock_and_none_is_none():
     assert [(one.locked, one.pinned) for one in view(tree)] == [(True, False), (True, False), (False, False)]
     tree.unlock(node)
     tree.pin(node)
-    assert [(one.locked, one.pinned) for one in view(tree)] == [(True, True), (True, True), (False, False)]
+    assert [(one.locked, one.pinned) for one in view(tree)] == [(False, True), (False, True), (False, False)]
     tree.lock(node)
     blocks = {block.id: (block.locked, block.pinned) for block in finish(outline(tree, 9))[0]}
     assert blocks == {-1: (True, False), 0: (True, True), 1: (True, True), 2: (False, False)}
@@ -338,7 +338,7 @@ def test_a_run_that_came_in_chunks_is_one_block(filled):
     for node, cost in zip(chunks, (1.0, 2.0, 4.0), strict=True):
         node.cost = cost
     (root, block), _ = finish(outline(tree, 9, preview_tokens=6))
-    assert (block.id, block.end, block.tokens, block.chained, block.nodes) == (chunks[0].pages[0], (2, 8), 12, 3, 3)
+    assert (block.id, block.end, block.tokens, block.chained, block.nodes) == (0, (chunks[2].pages[0], 8), 12, 3, 3)
     assert (block.cost_s, block.preview, root.hits) == (7.0, key(*tokens[:6]), 0)
     tree.use(chunks[1])
     shown, _ = finish(outline(tree, 9))

@@ -127,11 +127,12 @@ class Library:
 
     Attributes:
         isa: one of `ISAS`.
+        path: its file.
     """
 
     def __init__(self, isa: str, path: Path):
         """Raises OSError if the library cannot be opened, AttributeError if it lacks a function."""
-        self.isa = isa
+        self.isa, self.path = isa, path
         self._library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _INTO_LIBRARY.items():
             function = getattr(self._library, f"ramet_{name}")
@@ -151,6 +152,11 @@ def load(isa: str) -> Library | None:
             break
     else:
         return None
+    return open_library(isa, path)
+
+
+def open_library(isa: str, path: Path) -> Library | None:
+    """The library in a file; None if it is of another version or this processor does not support it."""
     try:
         library = Library(isa, path)
     except (OSError, AttributeError):  # of another system, or of a build that lacks a function

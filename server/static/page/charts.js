@@ -102,7 +102,7 @@ function drawChart(id) {
     draw(svg, "text", { x: LEFT - 4, y: y(value) + 3, "text-anchor": "end" }, text);
   }
   const minutes = +$("window").value / 60;
-  for (const part of [0, .5, 1]) draw(svg, "text", { x: LEFT + (width - LEFT - RIGHT) * part, y: HEIGHT - 5, "text-anchor": ["start", "middle", "end"][2 * part] }, part === 1 ? "now" : `−${number(minutes * (1 - part), minutes * (1 - part) % 1 ? 1 : 0)} min`);
+  for (const part of width < 220 ? [0, 1] : [0, .5, 1]) draw(svg, "text", { x: LEFT + (width - LEFT - RIGHT) * part, y: HEIGHT - 5, "text-anchor": ["start", "middle", "end"][2 * part] }, part === 1 ? "now" : `−${number(minutes * (1 - part), minutes * (1 - part) % 1 ? 1 : 0)} min`);
   for (let i = series.length - 1; i >= 0; i--) drawSeries(svg, values[i], series[i][1], options, x, y, (width - LEFT - RIGHT) / PIECES, i ? values[i - 1] : null);
   if (at != null) draw(svg, "line", { x1: x(at), x2: x(at), y1: TOP, y2: HEIGHT - BOTTOM, stroke: "var(--soft)", "stroke-dasharray": "2 2" });
 }

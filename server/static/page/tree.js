@@ -102,7 +102,8 @@ function drawRest(svg, x, w, row, tokens, nodes) {
   const rect = draw(svg, "rect", { x, y: row * ROW + 1, width: Math.max(w - 1, 1), height: ROW - 4, rx: Math.min(3, w / 4), fill: "var(--line)", "data-rest": tokens });
   rect.addEventListener("mousemove", (event) => showTip(event, `${number(tokens)} tokens in ${number(nodes)} smaller nodes`));
   rect.addEventListener("mouseleave", hideTip);
-  if (w > 34) draw(svg, "text", { x: x + 5, y: row * ROW + 16 }, `+${number(nodes)}`.slice(0, Math.floor((w - 8) / 6)));
+  const label = `+${number(nodes)}`;
+  if (label.length * 6.5 + 8 < w) draw(svg, "text", { x: x + 5, y: row * ROW + 16 }, label);
 }
 function drawBlock(svg, block, x, w, row, paint) {
   const root = block.id < 0, name = nameOf(block);
@@ -115,7 +116,7 @@ function drawBlock(svg, block, x, w, row, paint) {
   if (block.pinned) rect.dataset.pinned = "1";
   if (block.locked && !root) { rect.dataset.locked = "1"; draw(svg, "line", { x1: x + 2, x2: x + Math.max(w - 2, 2.5), y1: row * ROW + ROW - 5, y2: row * ROW + ROW - 5, stroke: "var(--lock)", "stroke-width": 2, "pointer-events": "none" }); }
   if (w > 40) draw(svg, "text", { x: x + 6, y: row * ROW + 16, class: found(block) || root ? "" : "faded" }, short(labelOf(block), Math.floor((w - 10) / 6.2)));
-  rect.addEventListener("mousemove", (event) => showTip(event, make("div", facts(block), { class: "soft" }), make("pre", block.preview)));
+  rect.addEventListener("mousemove", (event) => showTip(event, make("div", facts(block), { class: "soft" }), ...(block.preview ? [make("pre", block.preview)] : [])));
   rect.addEventListener("mouseleave", hideTip);
   rect.addEventListener("click", () => choose(block));
   rect.addEventListener("dblclick", () => zoomTo(block));

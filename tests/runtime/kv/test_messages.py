@@ -146,6 +146,17 @@ def test_those_who_may_know_all_get_a_topic_for_each_tenant(tmp_path):
     wire.close()
 
 
+def test_hashes_alone_tell_neither_tokens_nor_salts_nor_tenants(tmp_path):
+    wire = Wire(tmp_path, kv_events_of="hashes")
+    listen(wire)
+    number = wire.publisher._next
+    wire.publisher.publish([STORED, BLOCKS[0], Removed((10,), OWN)])
+    blocks = [stored([5, 6], None, []), stored([10, 11], None, [])]
+    assert wire.receive(wire.heard) == (number, [*blocks, removed(10)])
+    assert wire.topic == b""
+    wire.close()
+
+
 def test_a_message_tells_its_time(wire):
     before = time.time()
     wire.publisher.publish([STORED])

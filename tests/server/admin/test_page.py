@@ -237,6 +237,19 @@ def test_the_canvas_is_shown_as_it_denoises(page, denoiser, scheme):
     assert page.locator("#canvas").is_hidden()
 
 
+def test_a_diffusion_model_has_a_chat(page, denoiser):
+    page.goto(denoiser.url)
+    page.locator("#examples button").first.click()
+    page.locator("#more summary").click()
+    for name, value in {"tokens": "16", "steps": "4", "block": "8"}.items():
+        page.locator(f"#{name}").fill(value)
+    page.get_by_role("button", name="Send").click()
+    page.locator(".turn .figures", has_text="16 generated after 4 steps").wait_for()
+    assert page.locator("#canvas .cell:not(.mask)").count() == 16
+    page.locator(".turn details summary").click()
+    page.locator(".turn pre", has_text="<|im_start|>user").wait_for()
+
+
 def test_fields_of_diffusion_models_are_theirs_alone(page, server):
     page.goto(server.url)
     page.locator("#status", has_text="live").wait_for()
