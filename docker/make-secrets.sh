@@ -1,5 +1,6 @@
 #!/bin/sh
-# Makes the files that the compose files need: keys of an admin, a user and Prometheus, Grafana's password, and `.env`.
+# Makes the files that the compose files need: keys of an admin, a user and Prometheus, Grafana's password, an empty
+# configuration of pip, and `.env`.
 # Files that exist are kept.
 set -eu
 cd "$(dirname "$0")"
@@ -23,6 +24,7 @@ if [ ! -e secrets/metrics_key ]; then
     printf '%s' "$metrics" > secrets/metrics_key
     printf '\nprometheus %s metrics\n' "$metrics" >> secrets/api_keys
 fi
+[ -e secrets/pip.conf ] || : > secrets/pip.conf
 [ -e secrets/grafana_password ] || random > secrets/grafana_password
 chmod 444 secrets/*
 [ -e .env ] || cp .env.example .env

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,6 +37,7 @@ class Removed:
     """Blocks are no longer in the tree."""
 
     hashes: tuple[int, ...]
+    namespace: Namespace
 
 
 Event = Stored | Removed
@@ -72,7 +73,7 @@ class EventLog:
 
     def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
         hashes = self._hashes[node]
-        self._pending.append(Removed(tuple(hashes[kept_pages:])))
+        self._pending.append(Removed(tuple(hashes[kept_pages:]), node.namespace))
         if kept_pages:
             self._hashes[node] = hashes[:kept_pages]
         else:
@@ -115,12 +116,14 @@ class Evictions:
 
     Attributes:
         last: the oldest first.
+        pages: how many left since the start, by tenant; flushes are not counted.
     """
 
     def __init__(self, policy: Policy, clock: Callable[[], float], most: int = 50):
         self._policy = policy
         self._clock = clock
         self.last: deque[Eviction] = deque(maxlen=most)
+        self.pages: Counter[str] = Counter()
 
     def stored(self, node: Node) -> None:
         """Nobody leaves."""
@@ -131,5 +134,6 @@ class Evictions:
     def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
         if cause != "flush":
             now, pages = self._clock(), len(node.pages) - kept_pages
+            self.pages[node.namespace.tenant] += pages
             outlook = self._policy.outlook(node)
             self.last.append(Eviction(now, now - node.used_s, cause, pages, kept_pages, node.namespace, outlook))

@@ -29,7 +29,8 @@ class NodeView:
         pages, children: how many.
         hits: uses that ran through it; idle_s, age_s: seconds since the last use, and since it was inserted.
         cost_s: seconds that computing it took.
-        locked, pinned: whether live requests or pins keep it, and whether pins do.
+        locked, pinned: whether live requests keep it, and whether pins do. Where both do, a node is known to be locked
+            by its own count or by a node below it in the same page.
         meta: `Meta.describe()` of its record, None if it has none.
         outlook: what the eviction policy expects of it, None if nothing in particular.
         preview: int32 tokens at the run's start, as one bytes object.
@@ -76,8 +77,15 @@ def view(
         preview_tokens: how many of each run's first tokens are shown.
     """
     now = tree.now()
-    nodes = islice(_breadth_first(tree, wanted, max_depth), skip, skip + limit)
-    return [_view(node, depth, start, now, tree.policy.outlook(node), preview_tokens) for node, depth, start in nodes]
+    nodes = list(islice(_breadth_first(tree, wanted, max_depth), skip, skip + limit))
+    locked = {node for node, _, _ in nodes if node.refs > node.pins}
+    for node, _, _ in reversed(nodes):
+        if node in locked and node.parent is not None:
+            locked.add(node.parent)
+    return [
+        _view(node, depth, start, now, node in locked, tree.policy.outlook(node), preview_tokens)
+        for node, depth, start in nodes
+    ]
 
 
 def _breadth_first(
@@ -94,7 +102,9 @@ def _breadth_first(
             queue.append((child, depth + 1, start + len(child.key) // TOKEN_BYTES))
 
 
-def _view(node: Node, depth: int, start: int, now: float, outlook: Outlook | None, preview_tokens: int) -> NodeView:
+def _view(
+    node: Node, depth: int, start: int, now: float, locked: bool, outlook: Outlook | None, preview_tokens: int
+) -> NodeView:
     parent = node.parent
     return NodeView(
         id=node.pages[0],
@@ -109,7 +119,7 @@ def _view(node: Node, depth: int, start: int, now: float, outlook: Outlook | Non
         idle_s=max(now - node.used_s, 0.0),
         age_s=max(now - node.created_s, 0.0),
         cost_s=node.cost,
-        locked=node.refs > 0,
+        locked=locked,
         pinned=node.pins > 0,
         meta=_describe(node),
         outlook=outlook,
@@ -123,14 +133,17 @@ def _describe(node: Node) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A node, or the root of a namespace, with sums over the nodes below it.
+    """A node, a chain of nodes without branches, or the root of a namespace, with sums over the nodes below it.
 
     Attributes:
-        id: the node's first page id; -1 for a root.
+        id: the first node's first page id; -1 for a root.
+        end: the last node's first page id, and the tokens before it.
         parent: the place of the parent in the outline, None for a root.
         start: tokens that stand before the run; tokens: in it, 0 for a root.
+        chained: nodes in the run, 0 for a root.
         total: tokens of the run and of everything below; nodes: likewise.
-        hits: uses that ran through it.
+        cost_s: seconds that computing the run took.
+        hits: uses that ran through it; of a root, through what lies below it now.
         idle_s: seconds since the last use of the node or of anything below.
         locked, pinned: whether live requests keep it, and whether pins do.
         meta: `Meta.describe()` of its record, None if it has none.
@@ -139,12 +152,15 @@ class Block:
     """
 
     id: int
+    end: tuple[int, int]
     parent: int | None
     namespace: Namespace
     start: int
     tokens: int
+    chained: int
     total: int
     nodes: int
+    cost_s: float
     hits: int
     idle_s: float
     locked: bool
@@ -154,13 +170,18 @@ class Block:
     preview: bytes
 
 
-def outline(tree: RadixTree, limit: int, preview_tokens: int = 0) -> Generator[None, None, list[Block]]:
+def outline(
+    tree: RadixTree,
+    limit: int,
+    preview_tokens: int = 0,
+    wanted: Callable[[Namespace], bool] = lambda namespace: True,
+) -> Generator[None, None, list[Block]]:
     """Walk the whole tree, a thousand nodes at a time; returns the `limit` heaviest blocks, parents first.
 
-    A block that is shown has its parent shown. Between two steps the tree may change: what came or went meanwhile is
-    counted or not, and nothing else goes wrong.
+    A block that is shown has its parent shown. A run that was inserted bit by bit is one block. Between two steps the
+    tree may change: what came or went meanwhile is counted or not, and nothing else goes wrong.
     """
-    walk = _Walk(tree)
+    walk = _Walk(tree, wanted)
     yield from walk.down()
     yield from walk.up()
     return walk.heaviest(limit, preview_tokens)
@@ -172,9 +193,9 @@ class _Walk:
     Numbers are kept in arrays: a hundred thousand small objects would set off the garbage collector.
     """
 
-    def __init__(self, tree: RadixTree):
+    def __init__(self, tree: RadixTree, wanted: Callable[[Namespace], bool]):
         self._tree = tree
-        self._nodes: list[Node] = [root for _, root in tree.roots()]
+        self._nodes: list[Node] = [root for namespace, root in tree.roots() if wanted(namespace)]
         self._num_roots = len(self._nodes)
         self._parents = array("q", [-1] * self._num_roots)
         self._starts = array("q", [0] * self._num_roots)
@@ -226,25 +247,46 @@ class _Walk:
         offer(range(self._num_roots), -1)
         while waiting and len(shown) < limit:
             _, at, parent = heappop(waiting)
-            offer(range(self._first_child[at], self._first_child[at + 1]), len(shown))
-            shown.append(self._block(at, parent if parent >= 0 else None, now, preview_tokens))
+            chain = self._chain(at)
+            offer(self._children(chain[-1]), len(shown))
+            shown.append(self._block(chain, parent if parent >= 0 else None, now, preview_tokens))
         return shown
 
-    def _block(self, at: int, parent: int | None, now: float, preview_tokens: int) -> Block:
-        node = self._nodes[at]
+    def _children(self, at: int) -> range:
+        return range(self._first_child[at], self._first_child[at + 1])
+
+    def _chain(self, at: int) -> list[int]:
+        """A node, and those below it without a branch that differ from it in nothing: chunks of one prefill, say."""
+        chain = [at]
+        while at >= self._num_roots and len(below := self._children(at)) == 1:
+            node, child = self._nodes[at], self._nodes[below[0]]
+            if (node.hits, node.pins > 0) != (child.hits, child.pins > 0) or node.meta is not child.meta:
+                break
+            at = below[0]
+            chain.append(at)
+        return chain
+
+    def _block(self, chain: list[int], parent: int | None, now: float, preview_tokens: int) -> Block:
+        at, last = chain[0], chain[-1]
+        node, end, is_root = self._nodes[at], self._nodes[last], at < self._num_roots
+        run = b"".join(self._nodes[one].key for one in chain)
+        hits = sum(self._nodes[child].hits for child in self._children(at)) if is_root else node.hits
         return Block(
-            id=node.pages[0] if at >= self._num_roots else -1,
+            id=-1 if is_root else node.pages[0],
+            end=(-1 if is_root else end.pages[0], self._starts[last]),
             parent=parent,
             namespace=node.namespace,
             start=self._starts[at],
-            tokens=len(node.key) // TOKEN_BYTES,
+            tokens=len(run) // TOKEN_BYTES,
+            chained=0 if is_root else len(chain),
             total=self._totals[at],
             nodes=self._counts[at],
-            hits=node.hits,
+            cost_s=sum(self._nodes[one].cost for one in chain),
+            hits=hits,
             idle_s=max(now - self._used_s[at], 0.0),
             locked=bool(self._locked[at]),
-            pinned=at >= self._num_roots and node.pins > 0,
+            pinned=not is_root and node.pins > 0,
             meta=_describe(node),
-            outlook=self._tree.policy.outlook(node) if at >= self._num_roots else None,
-            preview=node.key[: preview_tokens * TOKEN_BYTES],
+            outlook=None if is_root else self._tree.policy.outlook(end),
+            preview=run[: preview_tokens * TOKEN_BYTES],
         )

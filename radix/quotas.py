@@ -26,7 +26,8 @@ class Quotas:
         self._pages: dict[Namespace, int] = {}
         self._victims: dict[Namespace, LRU] = {}
 
-    def _limit(self, owner: Namespace) -> int | None:
+    def limit(self, owner: Namespace) -> int | None:
+        """Pages that an owner may keep; None: any number."""
         return self._limits.get(owner.tenant, self._default)
 
     def pages(self, owner: Namespace) -> int:
@@ -35,7 +36,7 @@ class Quotas:
 
     def over(self, owner: Namespace, coming: int) -> int:
         """By how many pages the owner would be over its quota with `coming` more."""
-        limit = self._limit(owner)
+        limit = self.limit(owner)
         return 0 if limit is None else max(self.pages(owner) + coming - limit, 0)
 
     def add(self, owner: Namespace, pages: int) -> None:
@@ -46,7 +47,7 @@ class Quotas:
             self._victims.pop(owner, None)
 
     def enter(self, node: Node) -> None:
-        if self._limit(node.owner) is not None:
+        if self.limit(node.owner) is not None:
             if node.owner not in self._victims:
                 self._victims[node.owner] = LRU(Order("tenant_queued"))
             self._victims[node.owner].enter(node)

@@ -18,12 +18,15 @@ class Span:
         shift: distance in positions from where the rows were computed to where they are reused. Keys are stored
             rotated and RoPE is relative, so the queries are rotated by `-shift` and the keys stay as they are.
         keep: bool [length], False for rows that are left out; None: no row is.
+        position: of row 0, from which on positions are consecutive. Only windows ask for it, and only for spans of
+            prefixes.
     """
 
     pages: np.ndarray
     length: int
     shift: int = 0
     keep: torch.Tensor | None = None
+    position: int = 0
 
 
 @dataclass(slots=True)
@@ -35,11 +38,13 @@ class Edge:
         span: index into the plan's spans.
         visible: int32 [n]; row i sees the first `visible[i]` rows of the span, 0 to its length. None: all rows see the
             whole span.
+        hidden: int32 [n]; row i does not see the first `hidden[i]` rows, 0 to `visible[i]`. None: all of them are seen.
     """
 
     rows: slice | torch.Tensor
     span: int
     visible: np.ndarray | None = None
+    hidden: np.ndarray | None = None
 
 
 def causal_visible(length: int, rows: int) -> np.ndarray | None:
@@ -55,10 +60,16 @@ class AttentionPlan:
     spans: list[Span] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
 
-    def add(self, rows: slice | torch.Tensor, span: Span, visible: np.ndarray | None = None) -> None:
+    def add(
+        self,
+        rows: slice | torch.Tensor,
+        span: Span,
+        visible: np.ndarray | None = None,
+        hidden: np.ndarray | None = None,
+    ) -> None:
         """Add a span and the one edge that reads it."""
         self.spans.append(span)
-        self.edges.append(Edge(rows, len(self.spans) - 1, visible))
+        self.edges.append(Edge(rows, len(self.spans) - 1, visible, hidden))
 
 
 @dataclass(slots=True)

@@ -14,6 +14,11 @@ from runtime.params import DocumentMethod
 
 SchedulePolicy = Literal["balanced", "fcfs", "priority", "lpm", "dfs"]
 
+# Options of the cache that only causal models can use.
+_CAUSAL = ("document_reuse", "reasoning_cache")
+
+ModelCode = Literal["ramet", "transformers"]
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
@@ -48,6 +53,11 @@ class ModelConfig(Section):
     )
     quantization: Literal["none", "int8"] = Field(
         "none", description="int8: 8-bit weights and activations, for the native CPU kernels with AVX-512 VNNI"
+    )
+    model_impl: Literal["auto", ModelCode] = Field(
+        "auto",
+        description="code that computes the model: ramet: Ramet's own, of the Llama family; transformers: that of the "
+        "library, for any decoder, slower; auto: ramet where it can",
     )
     device: str = Field("auto", description="auto, cpu, cuda or cuda:N")
     random_weights: bool = Field(
@@ -87,7 +97,14 @@ class CacheConfig(Section):
         None, description="publish KV events on this ZeroMQ endpoint, e.g. tcp://127.0.0.1:5557"
     )
     kv_events_replay: str | None = Field(None, description="ZeroMQ endpoint for the replay of missed KV events")
-    kv_events_tokens: bool = Field(True, description="KV events carry token ids; off: only block hashes")
+    kv_events_of: Literal["public", "all", "hashes"] = Field(
+        "public",
+        description="blocks in KV events: those without tenant and salt; all: everybody's; hashes: everybody's, "
+        "without token ids and salts",
+    )
+    kv_events_format: Literal["map", "array"] = Field(
+        "map", description="form of a KV event: as of vLLM 0.32 and SGLang 0.5.23; array: as before these"
+    )
     pin_budget: float = Field(0.5, ge=0, le=1, description="share of the pool that pins may hold together")
     page_size: int = Field(16, ge=1, le=1024, description="tokens in a page of the pool")
     pool_tokens: int | None = Field(None, ge=1, description="size of the pool in tokens; overrides --pool-memory")
@@ -104,6 +121,9 @@ class TierConfig(Section):
     host_memory: float | None = Field(None, gt=0, description="GiB of memory for KV that the pool has no room for")
     disk_cache: Path | None = Field(None, description="directory for KV that outlives the server")
     disk_space: float = Field(10.0, gt=0, description="GiB that --disk-cache may take")
+    tier_quota: float = Field(
+        1.0, gt=0, le=1, description="share of --host-memory and of --disk-space that a tenant may fill"
+    )
     kv_store: str | None = Field(
         None,
         pattern=r"^(rediss?://|dir:).",
@@ -256,6 +276,9 @@ class ServerConfig(Section):
         False,
         description="/generate streams only new text and ids in `text` and `output_ids` (SGLang: --stream-output)",
     )
+    record_trace: Path | None = Field(
+        None, description="append times, lengths, tenants and block hashes of requests to this file; never text"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severe level that is logged"
     )
@@ -275,6 +298,17 @@ class Config(Section):
     diffusion: DiffusionConfig = Field(default_factory=DiffusionConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     server: ServerConfig = Field(default_factory=ServerConfig)
+
+
+def unusable(config: Config, is_diffusion: bool) -> str | None:
+    """An option that is set and has no meaning for a model of a kind."""
+    sections = {"cache": _CAUSAL} if is_diffusion else {"diffusion": tuple(DiffusionConfig.model_fields)}
+    for name, fields in sections.items():
+        section = getattr(config, name)
+        for field in fields:
+            if getattr(section, field) != type(section).model_fields[field].get_default():
+                return field.replace("_", "-")
+    return None
 
 
 def make_config(**options: object) -> Config:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -29,6 +29,19 @@ TAKEN_BY = {
 _BLOCK = 32
 # Algorithms whose confidence is a probability, as `threshold` and `factor` require.
 _BY_PROBABILITY = ("low_confidence", "maskgit_plus")
+
+
+class Lazy(BaseModel):
+    """Where a grammar holds, if not for the whole output. It describes triggers as well."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    triggers: list[StopString] = Field(
+        min_length=1, max_length=512, description="texts from which the output follows the grammar up to its end"
+    )
+    at_start: bool = Field(
+        False, description="only from the output's first text on, to the output's end; white space does not count"
+    )
 
 
 class SamplingParams(BaseModel):
@@ -65,6 +78,7 @@ class SamplingParams(BaseModel):
     grammar: str | None = Field(
         None, min_length=1, max_length=1 << 16, description="EBNF (GBNF) or Lark grammar for the whole output"
     )
+    lazy: Lazy | None = Field(None, description="the grammar, schema or expression holds for parts of the output alone")
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
     no_stop_trim: bool = Field(False, description="keep the stop string in the text")
 
@@ -100,6 +114,8 @@ class SamplingParams(BaseModel):
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) > 1:
             raise InvalidRequest(f"{given[0]} and {given[1]} exclude each other", param=given[1])
+        if self.lazy is not None and not given:
+            raise InvalidRequest("lazy needs a grammar, a schema or an expression", param="lazy")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise InvalidRequest(
                 f"min_new_tokens is {self.min_new_tokens}, more than max_new_tokens, {self.max_new_tokens}",
@@ -110,15 +126,30 @@ class SamplingParams(BaseModel):
                 raise InvalidRequest(f"token id {bad} is out of range: the model has {vocab_size} tokens", param=name)
 
 
+class Denoised(Protocol):
+    """Defaults of a diffusion model, see `runtime.models.diffusion.DiffusionSpec`."""
+
+    @property
+    def algorithm(self) -> Algorithm: ...
+    @property
+    def attended(self) -> int | None: ...
+    @property
+    def block(self) -> int: ...
+    @property
+    def threshold(self) -> float | None: ...
+
+
 class DiffusionParams(BaseModel):
     """Denoising parameters, with the names of LLaDA, Dream and Fast-dLLM. Absent ones have the model's default."""
 
     model_config = ConfigDict(extra="forbid", strict=False)
 
     gen_length: int | None = Field(None, ge=1, le=1 << 16, description="masks to denoise; default: max_new_tokens")
-    steps: int | None = Field(None, ge=1, le=1 << 16, description="steps over all blocks; default: gen_length")
+    steps: int | None = Field(
+        None, ge=1, le=1 << 16, description="steps over all blocks; of block diffusion models: of each block"
+    )
     block_length: int | None = Field(
-        None, ge=1, le=1 << 16, description="blocks are denoised from left to right; default: 32 for low_confidence"
+        None, ge=1, le=1 << 16, description="blocks are denoised from left to right; default: 32, or as the model has"
     )
     algorithm: Algorithm | None = Field(
         None, description="sampler that chooses the masks to decide; default: that of the model's authors"
@@ -142,25 +173,39 @@ class DiffusionParams(BaseModel):
     )
     stream_canvas: bool = Field(False, description="report all positions at every step, decided or masked")
 
-    def filled(self, algorithm: Algorithm, sampling: SamplingParams) -> DiffusionParams:
-        """A copy with the defaults of the model (`algorithm`) and the request filled in."""
-        alg = self.algorithm or algorithm
+    def filled(self, model: Denoised, sampling: SamplingParams) -> DiffusionParams:
+        """A copy with the defaults of the model and the request filled in."""
+        alg = self.algorithm or model.algorithm
         length = self.gen_length or sampling.max_new_tokens or 128
+        if model.attended is not None:
+            return self._filled_by_block(model, alg, length)
         blocks = self.cache != "none" or alg == "low_confidence"
         block = self.block_length or (_BLOCK if blocks and length % _BLOCK == 0 else length)
         filled = {"algorithm": alg, "gen_length": length, "block_length": block, "steps": self.steps or length}
         return self.model_copy(update=filled)
 
-    def check(self, sampling: SamplingParams, num_layers: int, prompt_tokens: int) -> None:
+    def _filled_by_block(self, model: Denoised, algorithm: Algorithm, length: int) -> DiffusionParams:
+        """Where the number of steps is said, they decide; else the model's threshold does."""
+        block = self.block_length or model.block
+        scheduled = self.steps is not None or self.factor is not None or algorithm not in _BY_PROBABILITY
+        threshold = self.threshold if scheduled or self.threshold is not None else model.threshold
+        filled = {"algorithm": algorithm, "gen_length": length, "block_length": block, "threshold": threshold}
+        return self.model_copy(update={**filled, "steps": self.steps or block})
+
+    def check(self, model: Denoised, sampling: SamplingParams, num_layers: int, prompt_tokens: int) -> None:
         """Raise InvalidRequest if the filled values do not fit each other, the model or the prompt."""
         assert self.gen_length
         assert self.block_length
         assert self.steps
-        blocks, rest = divmod(self.gen_length, self.block_length)
-        if rest:
-            _refuse(f"gen_length {self.gen_length} is no multiple of block_length {self.block_length}", "block_length")
-        if self.steps % blocks:
-            _refuse(f"steps {self.steps} cannot be divided among {blocks} blocks", "steps")
+        if model.attended is None:
+            blocks, rest = divmod(self.gen_length, self.block_length)
+            if rest:
+                message = f"gen_length {self.gen_length} is no multiple of block_length {self.block_length}"
+                _refuse(message, "block_length")
+            if self.steps % blocks:
+                _refuse(f"steps {self.steps} cannot be divided among {blocks} blocks", "steps")
+        else:
+            self._check_blocks(model.attended)
         if self.threshold is not None and self.factor is not None:
             _refuse("threshold and factor exclude each other", "factor")
         for name in ("threshold", "factor"):
@@ -171,6 +216,17 @@ class DiffusionParams(BaseModel):
         if self.prefix_tokens is not None and self.prefix_tokens > prompt_tokens:
             _refuse(f"prefix_tokens is {self.prefix_tokens}; the prompt has {prompt_tokens} tokens", "prefix_tokens")
         _refuse_sampling(sampling)
+
+    def _check_blocks(self, attended: int) -> None:
+        """Raise InvalidRequest for what a block diffusion model has no use for."""
+        default = DiffusionParams()
+        for name in ("cfg_scale", "cache", "reuse", "partial", "prefix_tokens", "depth", "refresh_interval"):
+            if getattr(self, name) != getattr(default, name):
+                _refuse(f"{name} is not for block diffusion models, whose prefixes are shared as they are", name)
+        if attended % (self.block_length or 1):
+            _refuse(
+                f"block_length {self.block_length} does not divide the model's blocks of {attended}", "block_length"
+            )
 
 
 class ReuseParams(BaseModel):

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from radix import Namespace, WhyGone
+from runtime.config import ModelCode
 from runtime.params import Algorithm
 
 FinishType = Literal["stop", "length", "abort", "error"]
@@ -148,26 +149,38 @@ class GetTree(msgspec.Struct, tag="tree"):
 
 
 class GetOutline(msgspec.Struct, tag="outline"):
-    """Advance the walk that makes the tree's outline, or begin `anew`; see `Admin.outline`. Answered by `Reply`."""
+    """Advance the walk that makes the tree's outline, or begin `anew`; see `Admin.outline`. Answered by `Reply`.
+
+    `tenant`: of the nodes; None: all tenants.
+    """
 
     call: int
     limit: int
     preview_tokens: int = 0
     anew: bool = False
+    tenant: str | None = None
 
 
 class GetRequests(msgspec.Struct, tag="requests"):
-    """Ask for the live requests, oldest first, `limit` at most. Answered by `Reply`."""
+    """Ask for the live requests of a tenant (None: of all), oldest first, `limit` at most. Answered by `Reply`."""
 
     call: int
     limit: int
+    tenant: str | None = None
+
+
+class GetQuota(msgspec.Struct, tag="quota"):
+    """Ask for a tenant's cached pages, and how many it may keep. Answered by `Reply`."""
+
+    call: int
+    tenant: str
 
 
 class OnNode(msgspec.Struct, tag="node"):
-    """Pin, unpin or evict one node of the tree; see `Admin`. Answered by `Reply`."""
+    """Pin, unpin, evict or read one node of the tree; see `Admin`. Answered by `Reply`."""
 
     call: int
-    verb: Literal["pin", "unpin", "drop"]
+    verb: Literal["pin", "unpin", "drop", "read"]
     page: int
     start: int
 
@@ -190,8 +203,8 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 
 
 Call = (
-    FlushCache | GetState | AddPin | RemovePin | GetPins | GetCached | GetTree | GetOutline | GetRequests | OnNode
-    | Pause | Ping | EraseTenant | AttachTier | DetachTier
+    FlushCache | GetState | AddPin | RemovePin | GetPins | GetCached | GetTree | GetOutline | GetRequests | GetQuota
+    | OnNode | Pause | Ping | EraseTenant | AttachTier | DetachTier
 )  # fmt: skip
 Inbound = AddRequest | Abort | Call | Shutdown
 
@@ -211,7 +224,7 @@ class Finish(msgspec.Struct):
         matched: the stop token or string.
         message: text for an abort or an error.
         refused: whether an error is the request's own fault.
-        code: of an error.
+        code, param: of an error.
     """
 
     type: FinishType
@@ -219,6 +232,7 @@ class Finish(msgspec.Struct):
     message: str | None = None
     refused: bool = False
     code: str | None = None
+    param: str | None = None
 
 
 class Lookup(msgspec.Struct):
@@ -344,6 +358,7 @@ class DiffusionInfo(msgspec.Struct):
         num_layers: most layers that can be reused.
         depth_table: name of the table of reuse depths.
         refresh_interval: steps between refreshes of a prefix's other layers, unless a request says otherwise.
+        attended, block, threshold: see `runtime.models.diffusion.DiffusionSpec`.
     """
 
     mask_token_id: int
@@ -351,6 +366,9 @@ class DiffusionInfo(msgspec.Struct):
     num_layers: int
     depth_table: str
     refresh_interval: int
+    attended: int | None = None
+    block: int = 32
+    threshold: float | None = None
 
 
 class ModelInfo(msgspec.Struct):
@@ -368,3 +386,4 @@ class ModelInfo(msgspec.Struct):
     page_size: int
     pool_tokens: int
     diffusion: DiffusionInfo | None = None
+    model_impl: ModelCode = "ramet"

@@ -71,7 +71,7 @@ async def keep(
 
 async def _encode(ahead: Submission, request: Request, context: Context) -> None:
     outputs = await open_outputs(request, context, [ahead], {"prompt": "encode"}, None)
-    (done,) = await while_there(request, collect(outputs, context.metrics))
+    (done,) = await while_there(request, collect(outputs, context))
     if done.finish is not None and done.finish.type == "abort":
         raise Conflict("the computation was aborted", param="encode", code="aborted")
 

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name in given[:1]:  # the options of the other commands take time: some import torch
             add(command)
-    arguments = parser.parse_args(given)
+    arguments, unknown = parser.parse_known_args(given)
+    if unknown:
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown)}{_meant(commands.choices[arguments.command], unknown)}"
+        )
     run = _COMMANDS[arguments.command][2]
     try:
         code = run(parser, arguments)
@@ -42,8 +47,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RametError as error:
         print(f"ramet: {error.message}", file=sys.stderr)
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"ramet: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _meant(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
+    """The options that are most like the unknown ones, as a question."""
+    known: list[str] = []
+    found: list[str] = []
+    parsers = [parser]
+    for one in parsers:
+        known += one._option_string_actions
+        nested = [action.choices for action in one._actions if isinstance(action, argparse._SubParsersAction)]
+        parsers += [inner for choices in nested for inner in choices.values()]
+    for text in unknown:
+        name = text.partition("=")[0]
+        found += get_close_matches(name, known, 1) if name.startswith("--") else []
+    return f"; did you mean {' and '.join(found)}?" if found else ""
 
 
 def _serve(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
@@ -115,8 +140,8 @@ def _add_schema(parser: argparse.ArgumentParser) -> None:
 
 
 def _schema(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from runtime.models.implementation import context_of
     from runtime.models.resolve import resolve_model
-    from runtime.models.spec import ModelSpec
     from runtime.models.tokenizer import Tokenizer
     from runtime.reuse.modules.schema import Schema
     from server.schemas.table import print_layout
@@ -124,7 +149,7 @@ def _schema(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
     config = config_from(parser, arguments)
     path = resolve_model(config.model)
     tokenizer = Tokenizer.load(path, config.model.chat_template)
-    length = config.model.context_length or ModelSpec.load(path).context_length
+    length = config.model.context_length or context_of(config.model, path)
     print_layout(Schema.read(_read(parser, arguments.file), tokenizer, length))
     return 0
 
@@ -150,6 +175,13 @@ def _fetch(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> in
     from runtime.models.resolve import resolve_model
 
     print(resolve_model(config_from(parser, arguments).model))
+    return 0
+
+
+def _doctor(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from server.doctor import print_report
+
+    print_report(config_from(parser, arguments))
     return 0
 
 
@@ -202,6 +234,8 @@ def _profile(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     from runtime.reuse.bicache.profile.settings import ProfileSettings
 
     config = config_from(parser, arguments)
+    if not arguments.out.parent.is_dir():  # before hours of work
+        parser.error(f"argument --out: there is no directory {arguments.out.parent}")
     if not arguments.fusion:
         return profile(config, settings_from(parser, arguments, ProfileSettings), arguments)
     from loadgen.accuracy.fusion_profile import FusionSettings, profile_fusion
@@ -224,6 +258,11 @@ _COMMANDS: dict[str, Command] = {
     "profile": ("measure how a model's KV can be reused, for tables that the engine reads", _add_profile, _profile),
     "cache": ("look into a disk cache, check it, make room in it, carry it elsewhere", _add_cache, _cache),
     "bench": ("measure a server or this machine", _add_bench, _bench),
+    "doctor": (
+        "print what this machine has, and what would make it faster",
+        lambda p: add_options(p, "model", "cache"),
+        _doctor,
+    ),
     "options": ("print the options of `serve` as tables in Markdown", lambda parser: None, _options),
 }
 # The extra `load`; plots need matplotlib as well.

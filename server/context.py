@@ -10,6 +10,7 @@ from fastapi import Depends, Request
 from runtime.config import Config
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.models.resolve import known_names
+from server.admin.journal import Journal
 from server.admin.metrics import Metrics
 from server.auth.keys import PUBLIC, Tenant
 from server.documents.store import DocumentStore
@@ -31,6 +32,7 @@ class Context:
     documents: DocumentStore
     answers: Answers
     responses: ResponseStore
+    journal: Journal
 
     def check_model(self, name: str | None) -> None:
         """Raise NotFound unless this is a name of the served model; no name is one."""

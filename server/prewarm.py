@@ -70,6 +70,6 @@ async def _one(prefix: Prefix, context: Context) -> list[Output]:
         try:
             context.gate.check()
             submission = prefix.submission(EVERYONE, context, new_tokens=0)
-            return await collect(await context.engine.open([submission]), context.metrics)
+            return await collect(await context.engine.open([submission]), context)
         except Overloaded:
             await asyncio.sleep(_PAUSE_S)

@@ -20,11 +20,13 @@ from runtime.frontend.async_engine import AsyncEngine
 from runtime.logs import set_up_logs
 from server.admin.cache import Prefix
 from server.admin.dashboard import Feed
+from server.admin.journal import Trace, open_trace
 from server.auth.keys import Tenant, read_keys
 from server.http.app import create_app
 from server.http.connections import SEND_BUFFER_BYTES, Connection
 from server.http.gate import Gate
 from server.http.listener import Listener
+from server.http.pages import Hosts
 from server.http.seats import Seat, most_connections
 from server.prewarm import prewarm, read_prewarm
 from server.signals import Signals
@@ -65,9 +67,18 @@ def serve(config: Config) -> NoReturn:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tenants = read_keys(config.server.api_keys)
     config.server.max_connections = most_connections(config)
+    _warn(config, tenants)
     prefixes = read_prewarm(config.tiers.prewarm)
+    trace = open_trace(config.server.record_trace, tenants)
     with _bind(config) as listener:
-        asyncio.run(_serve(config, listener, tenants, prefixes))
+        asyncio.run(_serve(config, listener, tenants, prefixes, trace))
+
+
+def _warn(config: Config, tenants: list[Tenant]) -> None:
+    if not tenants and not Hosts(config.server.host, []).own_machine:
+        log.warning("no --api-keys: whoever reaches this server may use every route, those of admins as well")
+    if tenants and config.cache.kv_events is not None and config.cache.kv_events_of == "public":
+        log.warning("KV events tell of public prefixes alone; --kv-events-of tells of those of every key")
 
 
 def _bind(config: Config) -> socket.socket:
@@ -143,16 +154,19 @@ async def _wait_while(open_: Callable[[], object], seconds: float) -> None:
         await asyncio.sleep(_DRAIN_POLL_S)
 
 
-async def _serve(config: Config, listener: socket.socket, tenants: list[Tenant], prefixes: list[Prefix]) -> NoReturn:
+async def _serve(
+    config: Config, listener: socket.socket, tenants: list[Tenant], prefixes: list[Prefix], trace: Trace | None
+) -> NoReturn:
     gate = Gate()
     signals = Signals(gate)
     log.info("loading %s", config.model.model)
     engine = AsyncEngine(config, {tenant.account: tenant.quota for tenant in tenants if tenant.quota is not None})
     await _start(engine, gate, signals)
     try:
-        server = _make_server(config, listener, tenants, engine, gate)
+        server = _make_server(config, listener, tenants, engine, gate, trace)
+        history = server.feed.keep_history()
         watchers = (server.drain(), _stop_when_dead(engine, server), _stop_when_forced(signals, engine, server))
-        tasks = [asyncio.create_task(work) for work in (*watchers, prewarm(prefixes, server.feed.context))]
+        tasks = [asyncio.create_task(work) for work in (*watchers, prewarm(prefixes, server.feed.context), history)]
         await server.serve(sockets=[listener])
         dead = tasks[1].done()
     finally:
@@ -182,7 +196,12 @@ def _leave(code: int) -> NoReturn:
 
 
 def _make_server(
-    config: Config, listener: socket.socket, tenants: list[Tenant], engine: AsyncEngine, gate: Gate
+    config: Config,
+    listener: socket.socket,
+    tenants: list[Tenant],
+    engine: AsyncEngine,
+    gate: Gate,
+    trace: Trace | None,
 ) -> _Server:
     """The HTTP server on the listener, of a started engine. Raises CannotListen, BadCertificate."""
     options, info = config.server, engine.info
@@ -196,7 +215,7 @@ def _make_server(
     except OSError as error:  # another server took the port meanwhile
         raise CannotListen(config, error) from None
     host, port = listener.getsockname()[:2]
-    app = create_app(engine, config, tenants, gate)
+    app = create_app(engine, config, tenants, gate, trace)
     settings = uvicorn.Config(
         app,
         ws="none",

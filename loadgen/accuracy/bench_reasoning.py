@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import cycle, islice
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,8 +25,8 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.reasoning.reservoir import WARM_UP
 
 _ROTATIONS = ("stale", "moved")
-_GENERATED = "generated"
 _TEMPERATURE = 0.8
+_POOLS = ("large", "small")
 # Random sharing, to begin with: until it is known how many pages it saves.
 _DRAWN = {"method": "reasoncache", "random_share": 0.3}
 
@@ -37,15 +37,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="default: auto")
     parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
     parser.add_argument("--page-size", type=int, default=16, help="default: 16")
+    parser.add_argument("--drafts", choices=("off", "auto"), default="off", help="in the throughput (default: off)")
     parser.add_argument("--speed", action=argparse.BooleanOptionalAction, default=True, help="measure throughput")
     parser.add_argument("--quality", action="store_true", help="also compare predictions and answers")
     parser.add_argument(
         "--texts", nargs="+", default=["worked", "alike"], metavar="TEXT",
-        help=f"{', '.join((*WRITTEN, _GENERATED))}, or a JSONL file of chains; the first one serves for the throughput",
+        help=f"{', '.join(WRITTEN)}, or a JSONL file of chains; the first one serves for the throughput",
     )  # fmt: skip
+    parser.add_argument("--generate", type=Path, metavar="JSONL", help="only let the model write chains into a file")
     parser.add_argument("--length", type=int, default=800, help="tokens of a chain (default: 800)")
     parser.add_argument("--requests", type=int, default=16, help="that come at once (default: 16)")
-    parser.add_argument("--room", type=int, default=3, help="requests that the small pool holds (default: 3)")
+    parser.add_argument("--room", type=float, default=3, help="requests that the small pool holds (default: 3)")
+    parser.add_argument("--pools", nargs="+", choices=_POOLS, default=_POOLS, help="default: both")
     parser.add_argument("--rounds", type=int, default=5, help="of all ways, behind a warm-up (default: 5)")
     parser.add_argument("--percentile", type=float, default=80, help="of the throughput (default: 80)")
     parser.add_argument(
@@ -57,150 +60,172 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--warm-up", type=int, default=40, metavar="BATCHES", help="most, to fill the reservoirs (default: 40)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the texts (default: 0)")
-    parser.add_argument("--merge", type=Path, metavar="JSON", help="of another run: parts that this one lacks")
+    parser.add_argument("--merge", type=Path, metavar="JSON", help="of another run, which this one goes on from")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot as PNG or SVG; it needs the quality")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round and chain")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot as PNG or SVG")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, as they come")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print the tables, write the files."""
     a = arguments
-    found: dict[str, Any] = json.loads(a.merge.read_text("utf-8")) if a.merge else {}
     bench = Bench(a)
+    if a.generate:
+        bench.generate(a.generate)
+        return 0
     if a.speed:
-        found |= {"speed": bench.speed(), "settings": bench.settings()}
+        bench.speed()
     if a.quality:
-        for part, texts in bench.quality().items():
-            found[part] = found.get(part, {}) | texts
-    show(list(sections(found)), PUBLISHED, a.markdown)
-    if a.plot and "quality" in found:
-        plot(found, a.plot)
-    if a.json:
-        write_json(a.json, found)
+        bench.quality()
+    show(list(sections(bench.found)), PUBLISHED, a.markdown)
+    if a.plot:
+        plot(bench.found, a.plot)
     return 0
 
 
 class Bench:
-    """The measurements, by their options."""
+    """The measurements, by their options.
+
+    Attributes:
+        found: what was measured, as it is written.
+    """
 
     def __init__(self, arguments: argparse.Namespace):
         self.a = arguments
         self.path = model_path(self.a.model)
         self.tokenizer = Tokenizer.load(self.path)
-        self._stocks: dict[str, Iterator[Chain]] = {}
+        self.found: dict[str, Any] = json.loads(self.a.merge.read_text("utf-8")) if self.a.merge else {}
+        if self.found.setdefault("page_size", self.a.page_size) != self.a.page_size:
+            raise ValueError(f"{self.a.merge} was measured with pages of {self.found['page_size']}")
 
-    def settings(self) -> dict[str, Any]:
-        """A run's options, for the tables."""
-        names = ("page_size", "length", "requests", "room", "rounds", "percentile")
-        return {**{name: getattr(self.a, name) for name in names}, "text": _name(self.a.texts[0])}
+    def _save(self) -> None:
+        if self.a.json:
+            write_json(self.a.json, self.found)
 
-    def thinker(self, at_once: bool, pool_tokens: int) -> Thinker:
+    def thinker(self, at_once: bool, pool_tokens: int, drafts: str = "off") -> Thinker:
         a = self.a
         threads = {} if a.threads is None else {"threads": a.threads}
         running = max(a.requests, a.batch)
-        options = {"dtype": a.dtype, "page_size": a.page_size, "max_running": running, **threads}
+        options = {"dtype": a.dtype, "page_size": a.page_size, "max_running": running, "drafts": drafts, **threads}
         return Thinker(self.path, at_once, pool_tokens=pool_tokens, **options)
 
-    def tasks(self, text: str, count: int) -> list[Task]:
-        """The next chains of a text; fewer where a file has fewer in all."""
-        if text not in self._stocks:
-            self._stocks[text] = self._chains(text, random.Random(f"{self.a.seed} {text}"))
+    def tasks(self, text: str, purpose: str) -> Iterator[Task]:
+        """Chains of a text, the same ones each time for a purpose; those of a file once each."""
         # Written chains end a little behind the wanted length, and are asked for an answer then.
         most = self.a.length * (2 if text in WRITTEN else 1)
-        chains = list(dict.fromkeys(islice(self._stocks[text], count)))
-        return [Task.of(chain, self.tokenizer, most) for chain in chains]
+        rng = random.Random(f"{self.a.seed} {text} {purpose}")
+        for chain in self._chains(text, rng):
+            yield Task.of(chain, self.tokenizer, most)
 
     def _chains(self, text: str, rng: random.Random) -> Iterator[Chain]:
-        if text in WRITTEN:
-            while True:
-                yield WRITTEN[text](rng, self.a.length)
-        if text != _GENERATED:
+        if text not in WRITTEN:
             recorded = read_chains(Path(text))
-            yield from cycle(rng.sample(recorded, len(recorded)))
-        asked = problems(rng)
+            yield from rng.sample(recorded, len(recorded))
+            return
         while True:
-            questions = list(islice(asked, self.a.requests))
-            thinker = self.thinker(False, self.a.requests * (self.a.length + 256))
-            yield from thinker.think(questions, self.a.length, _TEMPERATURE, rng.randrange(1 << 31))
-            thinker.close()
+            yield WRITTEN[text](rng, self.a.length)
+
+    def generate(self, path: Path) -> None:
+        """Let the model write its own chains."""
+        a, rng = self.a, random.Random(self.a.seed)
+        questions = list(islice(problems(rng), a.chains))
+        thinker = self.thinker(False, a.chains * (a.length + 256))
+        chains = thinker.think(questions, a.length, _TEMPERATURE, rng.randrange(1 << 31))
+        thinker.close()
+        path.write_text("".join(json.dumps(asdict(chain)) + "\n" for chain in chains), "utf-8")
 
     def _fields(self, rotation: str, percentile: float) -> dict[str, Any]:
         return {"method": "reasoncache", "rotation": rotation, "percentile": percentile}
 
     # -- throughput ----------------------------------------------------------------------------------------------
 
-    def speed(self) -> dict[str, Any]:
+    def speed(self) -> None:
         """By pool and way, what each round gave, behind a warm-up; the ways take turns in being the first."""
-        a, found = self.a, {}
-        text = a.texts[0]
-        batches = [self.tasks(text, a.requests) for _ in range(a.rounds)]
-        most = max(len(task.prompt) + len(task.forced) for batch in batches for task in batch)
-        pages = -(-most // a.page_size) + 1
+        a, text = self.a, self.a.texts[0]
+        warm, found = self._warm(text), self.found.setdefault("speed", {})
+        names = ("page_size", "length", "requests", "room", "percentile", "drafts")
+        self.found["settings"] = {**{name: getattr(a, name) for name in names}, "text": _name(text)}
+        chains = self.tasks(text, "throughput")
+        batches = [list(islice(chains, a.requests)) for _ in range(max(a.rounds, 1))]
+        longest = max(len(task.prompt) + len(task.forced) for task in batches[0])
+        # Later batches may have somewhat longer ones.
+        pages = -(-int(1.1 * longest) // a.page_size) + 1
         with Progress(console=Console(stderr=True)) as progress:
-            for pool, held in {"small": a.room, "large": a.requests}.items():
-                thinker = self.thinker(False, held * pages * a.page_size)
-                drawn = self._warm_up(thinker, text, progress)
+            for pool in a.pools:
+                held = a.room if pool == "small" else a.requests
+                thinker = self.thinker(False, int(held * pages) * a.page_size, a.drafts)
+                thinker.fill(warm["distances"])
+                drawn = _DRAWN | {"random_share": warm["random_share"]}
                 ways: dict[str, dict[str, Any] | None] = {"exact": None}
                 ways |= {rotation: self._fields(rotation, a.percentile) for rotation in _ROTATIONS}
                 ways["random"] = drawn
-                rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
-                for number, batch in enumerate(progress.track(batches, description=f"{pool} pool")):
-                    for name in _turned(list(ways), number):
-                        rounds[name].append(asdict(thinker.serve(batch, ways[name])))
-                    last = [rounds[name][-1]["ended"] for name in ("random", "stale")]
-                    ways["random"] = drawn = _equal(drawn, *last)
-                found[pool] = rounds
+                rounds: dict[str, list[dict[str, Any]]] = found.setdefault(pool, {name: [] for name in ways})
+                done = len(rounds["exact"])
+                for number, batch in enumerate(
+                    progress.track(batches[done : a.rounds], description=f"{pool} pool"), done
+                ):
+                    mine = {name: asdict(thinker.serve(batch, ways[name])) for name in _turned(list(ways), number)}
+                    for name, served in mine.items():
+                        rounds[name].append(served)
+                    ways["random"] = drawn = _equal(drawn, mine["random"]["ended"], mine["stale"]["ended"])
+                    self._save()
                 thinker.close()
-        return found
 
     # -- quality -------------------------------------------------------------------------------------------------
 
-    def quality(self) -> dict[str, Any]:
+    def quality(self) -> None:
         """By text and way, what each chain gave; and what the texts are like."""
-        quality, kinds = {}, {}
         for text in self.a.texts:
-            tasks = self.tasks(text, self.a.chains)
-            kinds[_name(text)] = asdict(Kind.of(tasks, self.tokenizer))
-            quality[_name(text)] = self._compare(text, tasks)
-        return {"quality": quality, "texts": kinds}
+            tasks = list(islice(self.tasks(text, "quality"), self.a.chains))
+            self.found.setdefault("texts", {})[_name(text)] = asdict(Kind.of(tasks, self.tokenizer))
+            self._compare(text, tasks)
 
-    def _compare(self, text: str, tasks: list[Task]) -> dict[str, list[dict[str, Any]]]:
+    def _compare(self, text: str, tasks: list[Task]) -> None:
         a = self.a
         ways: dict[str, dict[str, Any] | None] = {"exact": None}
         for rotation in _ROTATIONS:
             ways |= {f"{rotation} {p:g}": self._fields(rotation, p) for p in a.percentiles}
+        warm = self._warm(text)
+        ways["random"] = _DRAWN | {"random_share": warm["random_share"]}
         thinker = self.thinker(True, a.batch * (2 * a.length + 512))
-        found: dict[str, list[dict[str, Any]]] = {}
+        thinker.fill(warm["distances"])
+        found: dict[str, list[dict[str, Any]]] = self.found.setdefault("quality", {}).setdefault(_name(text), {})
         with Progress(console=Console(stderr=True)) as progress:
-            ways["random"] = self._warm_up(thinker, text, progress)
-            starts = range(0, len(tasks), a.batch)
+            starts = range(len(found.get("exact", ())), len(tasks), a.batch)
             for start in progress.track(starts, description=_name(text)):
                 for name, mine in compare(thinker, ways, tasks[start : start + a.batch]).items():
                     found.setdefault(name, []).extend(asdict(one) for one in mine)
+                warm["distances"] = thinker.distances()
+                self._save()
         thinker.close()
-        return found
 
-    def _warm_up(self, thinker: Thinker, text: str, progress: Progress) -> dict[str, Any]:
-        """Fill the reservoirs of distances; the options of as much random sharing as the paper's percentile gives.
+    def _warm(self, text: str) -> dict[str, Any]:
+        """Reservoirs of distances and a share of random sharing that saves as many pages as the percentile, of a text.
 
-        Texts without similar steps never fill them.
+        Texts without similar steps never fill them. What was found before is taken over.
         """
-        a = self.a
-        stale, random_pages = [], []
-        bar = progress.add_task(f"{_name(text)}, warm-up", total=WARM_UP)
-        for left in reversed(range(a.warm_up)):
-            batch = self.tasks(text, a.batch)
-            before = thinker.measured("stale")
-            rotations = {name: self._fields(name, a.percentile) for name in _ROTATIONS}
-            found = {name: thinker.predict(batch, fields) for name, fields in rotations.items()}
-            progress.update(bar, completed=thinker.measured("stale"))
-            if before >= WARM_UP or not left:
-                stale += [one.amsr for one in found["stale"]]
-                random_pages += [one.amsr for one in thinker.predict(batch, _DRAWN)]
-            if len(stale) >= a.batch:
-                break
-        return _equal(_DRAWN, random_pages, stale)
+        a, warm = self.a, self.found.setdefault("warm", {})
+        if _name(text) in warm:
+            found: dict[str, Any] = warm[_name(text)]
+            return found
+        thinker = self.thinker(True, a.batch * (2 * a.length + 512))
+        chains, drawn, shared = self.tasks(text, "warm-up"), [], []
+        with Progress(console=Console(stderr=True)) as progress:
+            bar = progress.add_task(f"{_name(text)}, warm-up", total=WARM_UP)
+            for _ in range(a.warm_up):
+                batch = list(islice(chains, a.batch))
+                least = min(map(len, thinker.distances().values()))
+                progress.update(bar, completed=least)
+                if not batch or least >= WARM_UP:
+                    break
+                drawn += thinker.recall(batch, _DRAWN)
+                for rotation in _ROTATIONS:
+                    shared += thinker.recall(batch, self._fields(rotation, 100))
+        share = _equal(_DRAWN, drawn, [a.percentile / 100 * amsr for amsr in shared])["random_share"]
+        warm[_name(text)] = {"distances": thinker.distances(), "random_share": share}
+        thinker.close()
+        self._save()
+        return self._warm(text)
 
 
 def _equal(drawn: dict[str, Any], found: list[float], wanted: list[float]) -> dict[str, Any]:

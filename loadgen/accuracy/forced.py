@@ -54,13 +54,20 @@ class Forcing(Decoding):
     ) -> tuple[list[Request], Sampled | None, list[int | None]]:
         forced = logits.clone()
         for item, place in zip(work, places, strict=True):
-            answer, number = self.answers.get(item.request.rid, []), item.request.num_output + item.ahead
-            if item.samples and place[0].start < place[0].stop and number < len(answer):
-                row = place[0].stop - 1
-                self.watch(item.request.rid, number, logits[row])
-                forced[row] = _UNLIKELY
-                forced[row, answer[number]] = 0
+            if item.samples and place[0].start < place[0].stop:
+                self._force(item, place[0].stop - 1 - len(item.draft), logits, forced)
         return self._inner.choose(work, places, forced)
+
+    def _force(self, item: Work, row: int, logits: torch.Tensor, forced: torch.Tensor) -> None:
+        """From a row on; rows behind a wrong token of a draft are read by nobody."""
+        first = item.request.num_output + item.ahead
+        answer = self.answers.get(item.request.rid, [])[first : first + 1 + len(item.draft)]
+        for number, token in enumerate(answer):
+            self.watch(item.request.rid, first + number, logits[row + number])
+            forced[row + number] = _UNLIKELY
+            forced[row + number, token] = 0
+            if number < len(item.draft) and item.draft[number] != token:
+                return
 
     def book(
         self,

@@ -21,7 +21,7 @@ from loadgen.micro.intervals import interval
 from runtime.config import Config
 from runtime.errors import ModelError
 from runtime.models.resolve import resolve_model
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import ReuseParams
 from runtime.reuse.fusion.prompt import TokenizedPrompt
@@ -89,7 +89,7 @@ class Source:
 def profile_fusion(config: Config, settings: FusionSettings, out: Path) -> int:
     """Measure a model, write the table, print it. Raises ModelError."""
     path = resolve_model(config.model)
-    spec = ModelSpec.load(path)
+    spec = LlamaSpec.load(path)
     context_length = config.model.context_length or spec.context_length
     if spec.diffusion is not None:
         raise ModelError(f"{spec.architecture} is a diffusion model, which serves no documents")

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runtime.models.rope import RotaryEmbedding
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
 
 LINEARS = (
@@ -47,7 +47,7 @@ class PlainLlama(nn.Module):
         device: of weights and computation.
     """
 
-    def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], device: torch.device):
+    def __init__(self, spec: LlamaSpec, weights: dict[str, Tensor], device: torch.device):
         super().__init__()
         self.spec = spec
         self.device = device
@@ -59,7 +59,7 @@ class PlainLlama(nn.Module):
     @classmethod
     def load(cls, directory: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> Self:
         """Read a checkpoint directory, or the causal one that an adapter stands on. Raises ModelError."""
-        spec = ModelSpec.load(directory)
+        spec = LlamaSpec.load(directory)
         return cls(spec, load_weights(directory, spec, dtype), device)
 
     def forward(self, tokens: Tensor, behind: list[KeysValues] | None = None) -> Tensor:

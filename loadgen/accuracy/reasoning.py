@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from loadgen.accuracy.chains import Chain
@@ -21,11 +22,14 @@ from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import AddRequest
 from runtime.reuse.reasoning.background import Background
+from runtime.reuse.reasoning.reservoir import Reservoir
 from runtime.reuse.reasoning.steps import Splitter, Step, similarity
 from runtime.reuse.reasoning.strategy import ReasonCache
 
 Watch = Callable[[int, int, torch.Tensor], None]
 
+# Tokens that `recall` decodes, so that what is found in the first step is shared before the end.
+_LAST = 4
 # Greedy tokens in which the answer must stand.
 _SAID = 8
 # Cosine above which the paper counts two steps as similar.
@@ -61,6 +65,7 @@ class Served:
         running: requests that ran in each step, weighted by the step's time; `retracted`: how often one gave way.
         saved: AMSR of what was in the pool, weighted by time; `peak`: the largest.
         ended: AMSR of each request at its end.
+        step_ms: median and 99th percentile of the steps without a prompt.
     """
 
     tokens: int
@@ -72,6 +77,7 @@ class Served:
     saved: float
     peak: float
     ended: list[float]
+    step_ms: list[float]
 
 
 @dataclass(slots=True)
@@ -111,9 +117,16 @@ class Thinker(Drive):
         if at_once:
             strategy.background = Background(_AtOnce(), count(step=1000).__next__)
 
-    def measured(self, rotation: str) -> int:
-        """Distances of pages so far, up to the reservoir's size."""
-        return len(self._strategy.reservoirs[rotation])
+    def distances(self) -> dict[str, list[float]]:
+        """The reservoirs, by rotation."""
+        return {name: list(reservoir.latest) for name, reservoir in self._strategy.reservoirs.items()}
+
+    def fill(self, distances: dict[str, list[float]]) -> None:
+        """Go on with the reservoirs of another run."""
+        for name, known in distances.items():
+            self._strategy.reservoirs[name] = reservoir = Reservoir()
+            for distance in known:
+                reservoir.add(distance)
 
     def _ask(self, task: Task, reuse: dict[str, Any] | None, more: int = 0) -> str:
         """Add a request that goes on for `more` tokens behind the forced ones; its id."""
@@ -127,12 +140,15 @@ class Thinker(Drive):
         self._clear()
         ended: dict[str, float] = {self._ask(task, reuse): 0.0 for task in tasks}
         steps: list[tuple[float, int, float]] = []
+        decoding: list[float] = []
         retracted, evaluation_s = self.core.scheduler.num_retracted, self._strategy.background.seconds
         started, cpu_s = time.perf_counter(), time.process_time()
         while self.core.busy:
-            before = time.perf_counter()
+            before, prefilled = time.perf_counter(), self.core.counters["prefill_tokens"]
             events = self.core.step()
             steps.append((time.perf_counter() - before, *self._pages()))
+            if self.core.counters["prefill_tokens"] == prefilled:
+                decoding.append(1e3 * steps[-1][0])
             ended |= {event.rid: event.reuse["amsr"] for event in events if event.reuse}
         seconds = time.perf_counter() - started
         time.sleep(0.05)  # the last evaluations
@@ -146,14 +162,15 @@ class Thinker(Drive):
             sum(spent * saved for spent, _, saved in steps) / seconds,
             max(saved for _, _, saved in steps),
             list(ended.values()),
+            [float(value) for value in np.percentile(decoding, (50, 99))],
         )
 
     def _pages(self) -> tuple[int, float]:
         """Requests that run, and the share of their pages that is saved, by their page tables."""
         running = self.core.scheduler.running
-        own = [page for request in running for page in request.sequence.pages]
-        read = sum(len(segment.pages) for request in running for segment in request.segments)
-        return len(running), (len(own) - len(set(own))) / max(len(own) + read, 1)
+        pages = [[*request.sequence.pages, *(p for s in request.segments for p in s.pages)] for request in running]
+        saved = sum(len(mine) - len(set(mine)) for mine in pages)
+        return len(running), saved / max(sum(map(len, pages)), 1)
 
     def _clear(self) -> None:
         self.end()
@@ -180,6 +197,16 @@ class Thinker(Drive):
                 text = self.tokenizer.decode(tokens[len(task.forced) :].tolist())
                 mine.right = re.search(rf"\b{re.escape(task.answer)}\b", text) is not None
         return found
+
+    def recall(self, tasks: Sequence[Task], reuse: dict[str, Any]) -> list[float]:
+        """AMSR of each, where all but the last tokens are computed at once, as those of a request that gave way are."""
+        self._clear()
+        ended = {self._ask(task, reuse): 0.0 for task in tasks}
+        for rid, task in zip(ended, tasks, strict=True):
+            self.core.requests[rid].tokens.extend(task.forced[:-_LAST])
+        while self.core.busy:
+            ended |= {event.rid: event.reuse["amsr"] for event in self.core.step() if event.reuse}
+        return list(ended.values())
 
     def think(self, questions: Sequence[str], length: int, temperature: float, seed: int) -> list[Chain]:
         """Chains that the model itself writes, all of them `length` tokens long."""
@@ -224,7 +251,7 @@ def compare(
         def note(place: int, number: int, logits: torch.Tensor, seen: list[Compared] = seen) -> None:
             mine = logits.log_softmax(-1)
             true = full.setdefault((place, number), mine)
-            seen[place].kl.append(max(float((true.exp() * (true - mine)).sum()), 0.0))
+            seen[place].kl.append(round(max(float((true.exp() * (true - mine)).sum()), 0.0), 7))
             seen[place].agrees.append(bool(true.argmax() == mine.argmax()))
             seen[place].nll -= float(mine[tasks[place].forced[number]]) / len(tasks[place].forced)
 

@@ -46,16 +46,17 @@ def _speed(pool: str, ways: dict[str, Rows], settings: dict[str, Any]) -> Sectio
             f"{100 * value:.1f}" for value in (_mean(mine, "saved"), max(one["peak"] for one in mine), _ended(mine))
         ]
         cells.append(f"{100 * evaluation / sum(one['cpu_s'] for one in mine):.2f}")
+        cells += [f"{np.median([one['step_ms'][place] for one in mine]):.1f}" for place in (0, 1)]
         rows.append([name, *cells])
     held = settings["room"] if pool == "small" else settings["requests"]
     title = (
         f"{settings['requests']} requests at once, {settings['length']} tokens of {settings['text']} each, in a pool "
         f"that holds {held}; percentile {settings['percentile']:g}, pages of {settings['page_size']}, "
-        f"{settings['rounds']} rounds"
+        f"drafts {settings['drafts']}, {len(ways[_EXACT])} rounds"
     )
     columns = (
         "tokens/s [95 %]", "% to exact [95 %]", "requests that run", "retractions",
-        "AMSR, mean over time, %", "peak", "at the end", "evaluation, % of CPU time",
+        "AMSR, mean over time, %", "peak", "at the end", "evaluation, % of CPU time", "a step, ms", "p99",
     )  # fmt: skip
     return Section(title, columns, rows)
 
@@ -130,7 +131,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
     """KL over AMSR, a line for each rotation through its percentiles, a panel for each text; and the throughput."""
     from matplotlib.figure import Figure
 
-    texts: dict[str, dict[str, Rows]] = found["quality"]
+    texts: dict[str, dict[str, Rows]] = found.get("quality", {})
     count = len(texts) + ("speed" in found)
     figure = Figure(figsize=(4.6 * count, 3.6), layout="constrained")
     panels = iter(figure.subplots(1, count, squeeze=False).flat)

@@ -88,7 +88,11 @@ class SlowWay:
             if not select.select([self._listener], [], [], 0.05)[0]:
                 continue
             client, _ = self._listener.accept()
-            server = socket.create_connection(("127.0.0.1", self._port))
+            try:
+                server = socket.create_connection(("127.0.0.1", self._port))
+            except ConnectionError:  # as if it were the server that is not there
+                client.close()
+                continue
             for source, target, is_answer in ((client, server, False), (server, client, True)):
                 thread = threading.Thread(target=self._pass_on, args=(source, target, is_answer), daemon=True)
                 self._threads.append(thread)

@@ -130,7 +130,7 @@ class Server:
             await asyncio.sleep(0.1)
         if state["pages_free"] + state["pages_tree"] + state["pages_private"] != state["pages_total"]:
             found.append("pages are lost")
-        locked = state["pages_locked"] - state["pages_pinned"]
+        locked = state["pages_locked"]
         if locked or state["pages_private"]:
             found.append(f"{locked} pages locked, {state['pages_private']} private")
         for name, mib in self.memory().items() if before else ():

@@ -20,10 +20,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from loadgen.faults.live_tiers import live
 from loadgen.faults.redis_server import PROGRAM, SlowWay, running_redis
 from loadgen.faults.server import Finding
 from radix import Namespace
-from runtime.kv.tiers.block import Block, Fingerprint, Format, read_head
+from runtime.kv.tiers.block import Block, Fingerprint, Format, Frame, read_head
 from runtime.kv.tiers.disk import DiskStore
 from runtime.kv.tiers.host import HostStore
 from runtime.kv.tiers.opening import open_shared
@@ -59,22 +60,25 @@ def payload_of(number: int) -> bytes:
 
 
 async def tiers(options: Sequence[str], scale: float, draw: random.Random) -> Finding:
-    """No server is started. Each part has stores of its own."""
-    return await asyncio.to_thread(_run, scale, draw)
+    """Each part has stores of its own; those of a running server come last."""
+    with_store = PROGRAM is not None and find_spec("redis") is not None
+    found = await asyncio.to_thread(_run, scale, draw, with_store)
+    found.facts["server"] = await live(options, draw, found.problems, with_store)
+    found.rows += found.facts["server"].items()
+    return found
 
 
-def _run(scale: float, draw: random.Random) -> Finding:
+def _run(scale: float, draw: random.Random, with_store: bool) -> Finding:
     problems: list[str] = []
     facts: dict[str, Any] = {}
     rows: list[Sequence[str]] = [("treatment", "result")]
-    with_store = PROGRAM is not None and find_spec("redis") is not None
     parts = _ON_A_DISK | _IN_A_STORE if with_store else _ON_A_DISK
     for name, part in tqdm(parts.items(), desc="tiers", disable=None):
         before = len(problems)
         seen, facts[name] = part(scale, draw, problems)
         rows.append((name, "; ".join([seen, *problems[before:]])))
     left_out = "" if with_store else "; no Redis or Valkey server, or no package redis: its treatments are left out"
-    done = f"{len(parts)} treatments of stores of blocks"
+    done = f"{len(parts)} treatments of stores of blocks, and those of a running server"
     return Finding(done, f"every block right, or a miss{left_out}", problems, facts, rows)
 
 
@@ -92,6 +96,12 @@ def _disk(limits: Limits = _LIMITS) -> Iterator[tuple[DiskStore, TierWorker]]:
 def _put(store: BlockStore, number: int) -> bool:
     block = block_of(number)
     return store.put(block.key, _FORM.encode(block, payload_of(number)), block.namespace.tenant, "evicted")
+
+
+def _framed(number: int) -> Frame:
+    frame = _FORM.frame(block_of(number), _PAYLOAD)
+    frame.payload[:] = payload_of(number)
+    return frame
 
 
 def _load(worker: TierWorker, numbers: Sequence[int]) -> list[Loaded]:
@@ -187,7 +197,7 @@ def _full(scale: float, draw: random.Random, problems: list[str]) -> tuple[str, 
         resource.setrlimit(resource.RLIMIT_FSIZE, (_PAYLOAD // 2, hard))
         try:
             for number in range(1, 5):
-                worker.write(block_of(number), partial(payload_of, number), _PAYLOAD, "evicted")
+                worker.write(block_of(number), partial(_framed, number), _PAYLOAD, "evicted")
             _settle(worker)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -209,7 +219,7 @@ def _killed_store(scale: float, draw: random.Random, problems: list[str]) -> tup
     with running_redis() as server:
         worker = TierWorker(_FORM, [HostStore(_LIMITS), open_shared(server.url)])
         for number in numbers:
-            worker.write(block_of(number), partial(payload_of, number), _PAYLOAD, "evicted")
+            worker.write(block_of(number), partial(_framed, number), _PAYLOAD, "evicted")
         _settle(worker)
         worker.detach("host")
         loaded = _load(worker, numbers)
@@ -279,7 +289,7 @@ def _settle(worker: TierWorker) -> None:
 
 
 def _write_and_find(worker: TierWorker, number: int) -> bool:
-    worker.write(block_of(number), lambda: payload_of(number), _PAYLOAD, "evicted")
+    worker.write(block_of(number), lambda: _framed(number), _PAYLOAD, "evicted")
     _settle(worker)
     loaded = _load(worker, [number])
     return bool(loaded) and not _wrong(loaded, [number])

@@ -15,7 +15,9 @@ from rich.table import Table
 from loadgen.http import options
 from loadgen.http.files import read_run
 from loadgen.http.record import Record
+from loadgen.http.report import write_comparison
 from loadgen.http.tables import make_table, wide_console
+from loadgen.http.verdict import beside, of_run
 
 Statistic = Callable[[np.ndarray], float]
 _WINDOWS = 20
@@ -108,21 +110,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("results", type=Path, nargs="+", metavar="JSON", help="of `serve`; ratios are over the first")
     parser.add_argument("--draws", type=options.count, default=1000, help="of the bootstrap; default: 1000")
     parser.add_argument("--seed", type=options.whole, default=0, help="of the bootstrap; default: 0")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="a report with plots of all runs, as one file")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table; 0, or 2 if a file is not a result."""
     try:
+        if arguments.html:
+            options.need_matplotlib()
         runs = [read_run(path) for path in arguments.results]
     except (ValueError, OSError) as error:
         print(f"ramet bench: {error}", file=sys.stderr)
         return 2
     names = [f"{data['server']['name']} ({path.name})" for path, (data, _) in zip(arguments.results, runs, strict=True)]
     console = wide_console()
-    console.print(compare_table(names, [records for _, records in runs], arguments.draws, arguments.seed))
+    several = [records for _, records in runs]
+    table = compare_table(names, several, arguments.draws, arguments.seed)
+    verdicts = [beside(name, mine, names[0], several[0]) for name, mine in zip(names[1:], several[1:], strict=True)]
+    console.print(table, *(verdicts or [of_run(several[0])]), highlight=False)
     for name in ("workload", "arrivals"):
         if len({str(data[name]) for data, _ in runs}) > 1:
             console.print(f"the runs differ in their {name}", style="yellow")
+            verdicts.append(f"The runs differ in their {name}.")
+    if arguments.html:
+        write_comparison(
+            arguments.html, verdicts or [of_run(several[0])], table, dict(zip(names, several, strict=True))
+        )
     return 0
 
 

@@ -14,6 +14,7 @@ from loadgen.http.run import Result, execute
 from loadgen.http.run_tables import run_tables
 from loadgen.http.tables import wide_console
 from loadgen.http.target import TargetError
+from loadgen.http.verdict import of_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, OSError, TargetError) as error:
         print(f"ramet bench: {error}", file=sys.stderr)
         return 2
-    console.print(run_tables(result))
+    console.print(run_tables(result), of_run(result.records))
     try:
         _write(arguments, title, result)
     except OSError as error:

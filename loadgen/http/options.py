@@ -58,7 +58,7 @@ seconds = _number(float, 0)
 def add_target(parser: argparse.ArgumentParser) -> None:
     """Add the options of a server and of the requests to it."""
     group = parser.add_argument_group("server")
-    group.add_argument("--api", choices=list(APIS), default="completions", help="default: completions")
+    group.add_argument("--api", choices=list(APIS), help="default: chat for the workload file, else completions")
     group.add_argument("--model", help="default: the first that /v1/models names")
     group.add_argument(
         "--api-key", default=os.environ.get(KEY_VARIABLE), help=f"a bearer token; default: ${KEY_VARIABLE}"
@@ -95,7 +95,8 @@ def json_object(text: str) -> dict[str, Any]:
 
 def target(arguments: argparse.Namespace, name: str, url: str) -> Target:
     """The server of the options."""
-    return Target(name, url, arguments.api, arguments.model, arguments.api_key or None)
+    api = arguments.api or WORKLOADS[getattr(arguments, "workload", "shared-prefix")].API
+    return Target(name, url, api, arguments.model, arguments.api_key or None)
 
 
 def prepared(arguments: argparse.Namespace, server: Target, extra: dict[str, Any] | None = None) -> Prepared:

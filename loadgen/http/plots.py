@@ -10,6 +10,7 @@ import numpy as np
 
 from loadgen.http.record import Record
 from loadgen.http.summary import Level, latencies
+from loadgen.http.verdict import cold_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,6 +29,13 @@ def _figure(height: float = 3.4) -> tuple[Figure, Axes]:
     axes = figure.subplots()
     axes.grid(alpha=0.3)
     return figure, axes
+
+
+def _mark_cold(axes: Axes, records: Sequence[Record]) -> None:
+    """Shade the cold start: the time before any prompt came from the cache."""
+    if (end := cold_s(records)) is not None and end > 0:
+        axes.axvspan(0, end, color=_WAIT, alpha=0.25, zorder=0, label="cold start")
+        axes.legend(fontsize=8)
 
 
 def _from_zero(axes: Axes, values: Sequence[float]) -> None:
@@ -85,6 +93,7 @@ def _ttft_over_time(records: Sequence[Record]) -> Figure | None:
     if failed:
         axes.plot(failed, np.zeros(len(failed)), "x", color=_FAIL, label="failed")
         axes.legend()
+    _mark_cold(axes, records)
     axes.set(xlabel="seconds, when due", ylabel="TTFT, milliseconds")
     _from_zero(axes, values)
     return figure
@@ -146,6 +155,7 @@ def _hits_over_time(records: Sequence[Record]) -> Figure | None:
     figure, axes = _figure()
     axes.plot(times, 100 * cached / asked, ".", color=_WAIT, label="a request")
     axes.plot(times, 100 * np.cumsum(cached) / np.cumsum(asked), color=_DECODE, label="all so far")
+    _mark_cold(axes, records)
     axes.set(xlabel="seconds", ylabel="cached share of prompt tokens, %", ylim=(-2, 102))
     axes.legend()
     return figure

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,10 +19,13 @@ from rich.progress import track
 from rich.table import Table
 
 from loadgen.micro.stress import STRESS, Trace, stress_trace
+from loadgen.micro.traffic import MOONCAKE, Traffic, read_traffic, reuse_gaps
 from radix import POLICIES, PolicyName, RadixTree, make_policy
 
 QUARTERS = 4
 BOUND, INFINITE = "offline bound", "infinite"
+# Blocks of 512 tokens.
+_MOONCAKE_SIZES = (1000, 3000, 5000, 10000, 30000)
 # Of a stress trace's distinct blocks.
 _SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
 
@@ -59,9 +63,17 @@ Figures = dict[str, list[Tally]]  # by policy, for each capacity
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The benchmark's options."""
-    parser.add_argument("traces", nargs="*", help="JSONL whose lines have timestamp (ms) and hash_ids, as Mooncake's")
     parser.add_argument(
-        "--capacities", type=int, nargs="+", default=[1000, 3000, 5000, 10000, 30000], help="blocks in the cache"
+        "traces",
+        nargs="*",
+        help="JSONL of `ramet serve --record-trace`, or as Mooncake's: timestamp (ms) and hash_ids; or of prompts",
+    )
+    parser.add_argument("--tokenizer", type=Path, help="of a JSONL of prompts (text, prompt or messages): the model's")
+    parser.add_argument(
+        "--capacities",
+        type=int,
+        nargs="+",
+        help="blocks in the cache; default: shares of the trace's, for Mooncake's 1,000 to 30,000",
     )
     parser.add_argument("--stress", nargs="*", choices=STRESS, default=list(STRESS), help="synthetic traces, too")
     parser.add_argument("--seed", type=int, default=0, help="of the synthetic traces")
@@ -71,13 +83,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Replay all traces; print two tables for each that was recorded, and one of all synthetic ones."""
-    recorded = {Path(path).stem: read_trace(Path(path)) for path in arguments.traces}
+    try:
+        recorded = {Path(path).stem: read_traffic(Path(path), arguments.tokenizer) for path in arguments.traces}
+    except (ValueError, OSError) as error:
+        print(f"ramet bench: {error}", file=sys.stderr)
+        return 2
     synthetic = {name: stress_trace(name, arguments.seed) for name in arguments.stress}
-    sizes = {name: list(arguments.capacities) for name in recorded}
-    sizes |= {name: capacities_of(trace) for name, trace in synthetic.items()}
-    found = {name: measure(trace, sizes[name], name) for name, trace in (recorded | synthetic).items()}
-    for name, trace in recorded.items():
-        _print_trace(name, trace, found[name], sizes[name])
+    traces = {name: traffic.trace for name, traffic in recorded.items()} | synthetic
+    sizes = {name: capacities_of(trace) for name, trace in traces.items()}
+    sizes |= {name: list(_MOONCAKE_SIZES) for name, traffic in recorded.items() if traffic.block_tokens == MOONCAKE}
+    if arguments.capacities:
+        sizes |= {name: list(arguments.capacities) for name in recorded}
+    found = {name: measure(trace, sizes[name], name) for name, trace in traces.items()}
+    for name, traffic in recorded.items():
+        _print_trace(name, traffic.trace, found[name], sizes[name])
+        Console().print(f"{name}: {advice(traffic, found[name], sizes[name])}", highlight=False)
     if synthetic:
         _print_stress({name: found[name] for name in synthetic})
     if arguments.plot:
@@ -91,21 +111,43 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def read_trace(path: Path) -> Trace:
-    """Time and block ids of every request, in the order of arrival. Ids are made small and dense."""
-    numbers: dict[int, int] = {}
-    trace = []
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
-        blocks = array("i", [numbers.setdefault(block, len(numbers)) for block in record["hash_ids"]])
-        trace.append((record["timestamp"] / 1000, blocks))
-    return trace
-
-
 def capacities_of(trace: Trace) -> list[int]:
     """Sizes of interest: shares of the distinct blocks, none too small for the longest prompt."""
     distinct = len({block for _, blocks in trace for block in blocks})
-    return [max(int(share * distinct), *(len(blocks) for _, blocks in trace)) for share in _SHARES]
+    return [max(int(share * distinct), *(len(blocks) for _, blocks in trace), 1) for share in _SHARES]
+
+
+def advice(traffic: Traffic, figures: Figures, capacities: Sequence[int]) -> str:
+    """Sentences on policy, pool, tiers and hold time, from a replay."""
+    ratio = {name: [100 * one.hit_ratio for one in row] for name, row in figures.items()}
+    size, most, middle = traffic.block_tokens, ratio[INFINITE][0], len(capacities) // 2
+    best = max(POLICIES, key=lambda policy: ratio[policy][middle])
+    enough = next((i for i, found in enumerate(ratio[best]) if found >= 0.9 * most), len(capacities) - 1)
+    said = [
+        f"{most:.1f} % of the prompt tokens were there before, and no cache can find more.",
+        f"A pool of {capacities[enough] * size:,} tokens (--pool-tokens) finds {ratio[best][enough]:.1f} % with "
+        f"--eviction-policy {best}; one of {capacities[0] * size:,} finds {ratio[best][0]:.1f} %.",
+    ]
+    if most - ratio[best][middle] > 2:
+        said.append(
+            f"With {capacities[middle] * size:,} tokens, tiers (--host-memory, --disk-cache) could find up to "
+            f"{most - ratio[best][middle]:.1f} points more."
+        )
+    if gaps := reuse_gaps(traffic.trace):
+        said.append(
+            f"Nine of ten uses come within {_duration(gaps[int(0.9 * (len(gaps) - 1))])}: hold times beyond help few."
+        )
+    return " ".join(said)
+
+
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
 
 
 def measure(trace: Trace, capacities: Sequence[int], name: str) -> Figures:

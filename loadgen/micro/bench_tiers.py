@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -15,14 +16,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import track
 
 from loadgen.http.files import write_json
 from loadgen.http.tables import make_table
-from loadgen.micro.bench_policies import read_trace
 from loadgen.micro.drive import Drive, model_path
+from loadgen.micro.intervals import interval
 from loadgen.micro.tier_trace import Replay, infinite
+from loadgen.micro.traffic import read_trace
 
 PARTS = ("ttft", "steps", "trace", "restart", "writes")
 Figures = dict[str, dict[str, list[float]]]
@@ -54,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
             continue
         figures[part] = getattr(bench, part)()
         console.print(*_tables(part, figures[part], bench))
+        if part == "trace":
+            console.print(_advice(figures[part], arguments.trace_pool), highlight=False)
     if arguments.plot and "restart" in figures:
         _plot(figures["restart"], arguments.plot)
     if arguments.json:
@@ -67,6 +72,10 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace):
         self.arguments = arguments
         self._path = model_path(arguments.model)
+
+    def _open(self, **options: Any) -> Drive:
+        """Texts are new each time: a store may still have those of the last run."""
+        return Drive(self._path, random.randrange(1 << 32), **options)
 
     @contextmanager
     def _directory(self) -> Iterator[Path]:
@@ -90,7 +99,7 @@ class Bench:
         with self._directory() as directory:
             tiers = self._tiers(directory)
             pool = 4 * (self.arguments.prefix + self.arguments.question) + 1024
-            drives = {name: Drive(self._path, pool_tokens=pool, **options) for name, options in tiers.items()}
+            drives = {name: self._open(pool_tokens=pool, **options) for name, options in tiers.items()}
             for drive in drives.values():  # kernels, threads and rates are warm
                 self._first(drive, drive.text(256))
             for _ in track(range(self.arguments.rounds), description="first tokens"):
@@ -130,13 +139,14 @@ class Bench:
 
     def writes(self) -> Figures:
         """Prompt and output tokens a second where all prefixes are used four times, so are written; none is loaded."""
-        return self._both(self._shared, {"tokens/s": 0}, pool_tokens=300 * self.arguments.requests + 4096)
+        names = {"tokens/s": 0, "CPU ms a token, writing included": 1}
+        return self._both(self._shared, names, pool_tokens=300 * self.arguments.requests + 4096)
 
     def _both(self, measure: Callable[[Drive], list[float]], names: dict[str, int], **options: Any) -> Figures:
         found: Figures = {name: {"without": [], "with": []} for name in names}
         with self._directory() as directory:
             tiers = {name: value for part in self._tiers(directory).values() for name, value in part.items()}
-            drives = {"without": Drive(self._path, **options), "with": Drive(self._path, **options, **tiers)}
+            drives = {"without": self._open(**options), "with": self._open(**options, **tiers)}
             for drive in drives.values():
                 self._first(drive, drive.text(256))
             for number in track(range(self.arguments.rounds), description="without and with tiers"):
@@ -163,7 +173,7 @@ class Bench:
         return [1e3 * cuts[49], 1e3 * cuts[98]]
 
     def _shared(self, drive: Drive) -> list[float]:
-        started, tokens = time.perf_counter(), 0
+        started, cpu_s, tokens = time.perf_counter(), time.process_time(), 0
         for _ in range(max(self.arguments.requests // 4, 1)):
             prefix = drive.text(480)
             for _ in range(4):
@@ -171,8 +181,11 @@ class Bench:
                 tokens += 576 + 32
             drive.finish()
         seconds = time.perf_counter() - started
+        assert drive.core.tiers is not None
+        drive.core.tiers.worker.drain()
+        cpu_s = time.process_time() - cpu_s
         drive.end()
-        return [tokens / seconds]
+        return [tokens / seconds, 1e3 * cpu_s / tokens]
 
     # -- a trace ---------------------------------------------------------------------------------------------
 
@@ -237,11 +250,27 @@ def _tables(part: str, figures: Figures, bench: Bench) -> Iterator[Any]:
             continue
         first = statistics.median(next(iter(rows.values())))
         lines = []
+        if rows.keys() == {"without", "with"}:  # the machine's speed changes between rounds, hardly within one
+            pairs = np.divide(rows["with"], rows["without"])
+            low, high = interval(pairs, np.random.default_rng(0), np.median)
+            share = f"{np.median(pairs):.3f}"
+            lines.append(["with by without, in pairs; 95 %", share, f"{low:.3f} to {high:.3f}", "", f"{len(pairs)}"])
         for row, values in rows.items():
             low, high = _interval(values)
             middle = statistics.median(values)
             lines.append([row, f"{middle:.4g}", f"{low:.4g} to {high:.4g}", f"{middle / first:.3f}", f"{len(values)}"])
         yield make_table(f"{title}", [name, "median", "middle half", "beside the first", "rounds"], lines, left=1)
+
+
+def _advice(figures: Figures, pool: int) -> str:
+    """A sentence on the tiers that this traffic wants."""
+    shares = {name: values[0] for name, values in figures["cached, %"].items()}
+    kinds = {"pool": "no tier", "+ host, 4 x pool": "--host-memory of four pools", "+ disk": "--disk-cache as well"}
+    best = next(name for name in kinds if shares[name] >= max(shares[kind] for kind in kinds) - 1)
+    return (
+        f"A pool of {pool} blocks finds {shares['pool']:.1f} %, a cache without limits {shares['infinite']:.1f} %. "
+        f"This traffic wants {kinds[best]}: {shares[best]:.1f} %."
+    )
 
 
 def _interval(values: list[float]) -> tuple[float, float]:

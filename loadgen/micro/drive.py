@@ -15,7 +15,7 @@ import torch
 from runtime.config import make_config
 from runtime.engine.core import EngineCore
 from runtime.models.resolve import resolve_model
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec, ModelSpec
 from runtime.params import DiffusionParams, SamplingParams
 from runtime.protocol import AddRequest
 
@@ -30,12 +30,13 @@ class Drive:
 
     Args:
         path: the model's directory.
+        seed: of its texts.
         options: as of `ramet serve`; without drafts unless they say so, so that a step gives each request a token.
     """
 
-    def __init__(self, path: Path, **options: Any):
+    def __init__(self, path: Path, seed: int = 0, **options: Any):
         self.core = EngineCore(make_config(model=str(path), **{"drafts": "off", **options}), path)
-        self._draw, self._count = random.Random(0), 0
+        self._draw, self._count = random.Random(seed), 0
 
     def text(self, length: int) -> array[int]:
         """Random tokens, none of them special."""
@@ -56,9 +57,8 @@ class Drive:
         self._count += 1
         params = SamplingParams(**{"temperature": 0, "ignore_eos": True, "max_new_tokens": output, **(sampling or {})})
         denoising = None
-        if self.core.info.diffusion is not None:
-            algorithm = self.core.info.diffusion.algorithm
-            denoising = DiffusionParams(gen_length=output, **diffusion).filled(algorithm, params)
+        if (model := self.core.info.diffusion) is not None:
+            denoising = DiffusionParams(gen_length=output, **diffusion).filled(model, params)
         message = AddRequest(
             f"{self._count}", prompt.tobytes(), params.model_dump(),
             diffusion=None if denoising is None else denoising.model_dump(), reuse=reuse,
@@ -125,7 +125,8 @@ class Drive:
 
 
 def matrix_weights(spec: ModelSpec) -> tuple[int, int]:
-    """Weights in the matrices of all layers, and in the output head."""
+    """Weights in the matrices of all layers, and in the output head, of a model in Ramet's own code."""
+    assert isinstance(spec, LlamaSpec)
     layer = 2 * spec.hidden_size * spec.head_dim * (spec.num_heads + spec.num_kv_heads)
     layer += 3 * spec.hidden_size * spec.intermediate_size
     return layer * spec.num_layers, spec.vocab_size * spec.hidden_size

@@ -20,6 +20,9 @@ class Canvas:
     `steps / blocks` steps. Decided tokens never change, and the mask itself is never chosen. Steps that would decide
     nothing are skipped.
 
+    A block diffusion model attends by blocks that begin at position 0, so that the first one has some of the prompt,
+    and the canvas ends with a whole one. `steps` are those of each block that is denoised; these divide the others.
+
     Attributes:
         tokens: int64 [N], the canvas.
         block: positions of the current block; empty once no mask is left.
@@ -41,11 +44,16 @@ class Canvas:
         assert params.steps
         self.params, self.sampling, self.spec = params, sampling, spec
         self.prompt_len = len(prompt)
-        masks = np.full(params.gen_length, spec.mask_token_id, dtype=np.int64)
+        end = self.prompt_len + params.gen_length
+        if spec.attended is not None:
+            end = -(-end // spec.attended) * spec.attended
+        masks = np.full(end - self.prompt_len, spec.mask_token_id, dtype=np.int64)
         self.tokens = np.concatenate((prompt.astype(np.int64), masks))
         self._undecided = np.arange(len(self.tokens)) >= self.prompt_len
         self._generator = generator
-        self._steps = params.steps // (params.gen_length // params.block_length)
+        self._steps = params.steps
+        if spec.attended is None:
+            self._steps //= params.gen_length // params.block_length
         self._times = torch.linspace(1, params.eps, self._steps + 1)
         self._bias = _bias_of(sampling, generator.device)
         self.num_steps = 0
@@ -53,8 +61,10 @@ class Canvas:
 
     def _begin(self, start: int) -> None:
         """Enter the block that begins at a position."""
-        self.block = range(start, min(start + (self.params.block_length or 0), len(self.tokens)))
-        self._masks = len(self.block)
+        length = self.params.block_length or 1
+        first = start if self.spec.attended is None else start // length * length
+        self.block = range(start, min(first + length, len(self.tokens)))
+        self._masks = len(self.block) if self.spec.attended is None else length
         self._step = 0
         self.is_block_start = True
         self._skip()
@@ -73,6 +83,23 @@ class Canvas:
         undecided = self._undecided[self.prompt_len :]
         return int(undecided.argmax()) if undecided.any() else len(undecided)
 
+    @property
+    def leads(self) -> bool:
+        """Whether the next token is read from the last row of the blocks before its own, which must be whole."""
+        spec, start = self.spec, self.block.start
+        return bool(spec.attended and spec.logits_shift and start % spec.attended == 0 and self._undecided[start])
+
+    @property
+    def settled(self) -> int:
+        """Leading positions in blocks of attention that are decided: their KV will not change."""
+        attended = self.spec.attended or 1
+        return (self.block.start if self.block else len(self.tokens)) // attended * attended
+
+    @property
+    def end(self) -> int:
+        """The position up to which the next step of a block diffusion model needs rows."""
+        return self.settled + (0 if self.leads else self.spec.attended or 0)
+
     def active(self, first: int) -> range:
         """The positions, from `first` on, whose rows the next step computes."""
         rows = range(first, len(self.tokens))
@@ -80,6 +107,8 @@ class Canvas:
 
     def candidates(self) -> np.ndarray:
         """Positions, int64 [n], whose logits the next step wants: the block's masks."""
+        if self.leads:
+            return np.array((self.block.start,))
         return self.block.start + np.flatnonzero(self._undecided[self.block.start : self.block.stop])
 
     @torch.inference_mode()
@@ -100,13 +129,14 @@ class Canvas:
         # One such value makes all probabilities of its row NaN.
         if not bool(confidence.isfinite().all()):
             raise BadLogits
-        decided = self._select(confidence).cpu().numpy()
+        leads = self.leads
+        decided = np.zeros(1, dtype=np.int64) if leads else self._select(confidence).cpu().numpy()
         self.tokens[positions[decided]] = tokens.cpu().numpy()[decided]
         self._undecided[positions[decided]] = False
-        self._step += 1
+        self._step += not leads
         self.num_steps += 1
         self.is_block_start = False
-        if len(decided) == len(positions):
+        if not self._undecided[self.block.start : self.block.stop].any():
             self._begin(self.block.stop)
         else:
             self._skip()
@@ -157,7 +187,7 @@ class Canvas:
             weights = (confidence / params.alg_temp).softmax(-1)
             noise = torch.empty_like(weights).exponential_(generator=self._generator)
             confidence = weights / noise  # the largest of these races are a draw without replacement
-        return confidence.topk(self._count()).indices
+        return confidence.topk(min(self._count(), len(confidence))).indices
 
     def _share(self) -> float:
         """Dream's schedule: the share of the masks that is decided at this step; all of them at the last."""

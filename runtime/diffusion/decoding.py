@@ -42,11 +42,14 @@ class CanvasDecoding(Decoding):
         prompt = np.array(request.tokens, dtype=np.int64)
         params = DiffusionParams.model_construct(**asked)
         request.canvas = Canvas(prompt, params, request.sampling, self._spec, generator)
-        request.max_tokens = len(request.canvas.tokens)
+        request.max_tokens = request.prompt_len + (params.gen_length or 0)
 
     def wanted(self, work: Work) -> np.ndarray:
-        """The rows that predict the masks of the block."""
-        return work.request.canvas.candidates() - self._spec.logits_shift - work.start
+        """The rows that predict the masks of the block, if the work goes so far."""
+        if work.request.canvas is None:
+            return np.empty(0, dtype=np.int64)
+        rows = work.request.canvas.candidates() - self._spec.logits_shift - work.start
+        return rows if rows[-1] < work.count else rows[:0]
 
     def book(
         self,
@@ -81,10 +84,10 @@ class CanvasDecoding(Decoding):
         Decided tokens never change. So the request ends at a stop token that follows the prompt without a gap.
         """
         canvas = request.canvas
-        output = canvas.tokens[request.prompt_len :]
+        output = canvas.tokens[request.prompt_len : request.max_tokens]
         new = output[request.num_output : canvas.num_decided].tolist()
         stop = next((i for i, token in enumerate(new) if token in request.stop_ids), None)
-        finish = Finish("length") if canvas.done else None
+        finish = Finish("length") if request.num_output + len(new) == len(output) else None
         if stop is not None:
             new, finish = new[: stop + 1], Finish("stop", matched=new[stop])
         shown = output.tolist() if canvas.params.stream_canvas else None

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any, Protocol
 
-from radix import Block, Node, outline, path, view
+from radix import Block, Namespace, Node, outline, path, view
 from radix.stats import Histogram
 from runtime.engine.scheduler import Scheduler
 from runtime.errors import InvalidRequest
@@ -24,6 +24,7 @@ from runtime.protocol import (
     GetCached,
     GetOutline,
     GetPins,
+    GetQuota,
     GetRequests,
     GetState,
     GetTree,
@@ -67,14 +68,15 @@ class Admin:
         self._core = core
         self._walk: _Walk | None = None
         self._answers: dict[type, Callable[[Any], dict[str, Any]]] = {
-            AttachTier: lambda _: {"failed": "the server was started without tiers, and has no digest of its weights"},
+            AttachTier: lambda _: {"failed": "there is no prefix cache below which a tier could be"},
             DetachTier: lambda _: {"found": False},
             EraseTenant: lambda message: self.erase(message.tenant),
             FlushCache: lambda message: self.flush(message.pins),
             GetCached: self._cached,
-            GetOutline: lambda message: self.outline(message.limit, message.preview_tokens, message.anew),
+            GetOutline: self.outline,
             GetPins: lambda _: self.pins(),
-            GetRequests: lambda message: self.requests(message.limit),
+            GetQuota: lambda message: self.quota(Namespace(message.tenant)),
+            GetRequests: lambda message: self.requests(message.limit, message.tenant),
             GetState: lambda _: self.state(),
             GetTree: self.tree,
             OnNode: lambda message: getattr(self, f"_{message.verb}")(self._find(message.page, message.start)),
@@ -141,11 +143,17 @@ class Admin:
         self._core.paused = message.paused
         return {"paused": message.paused}
 
-    def requests(self, limit: int) -> dict[str, Any]:
-        """The live requests, oldest first."""
+    def requests(self, limit: int, tenant: str | None = None) -> dict[str, Any]:
+        """The live requests of a tenant, or of all, oldest first."""
         now_s = time.monotonic()
-        live = islice(self._core.requests.values(), limit)
-        return {"requests": [_describe(request, now_s) for request in live]}
+        live = (r for r in self._core.requests.values() if tenant is None or r.namespace.tenant == tenant)
+        return {"requests": [_describe(request, now_s) for request in islice(live, limit)]}
+
+    def quota(self, owner: Namespace) -> dict[str, Any]:
+        """Pages in the tree that count against an owner's quota, and the quota; both None where there is none."""
+        quotas = self._core.cache.tree.quotas
+        limit = None if quotas is None else quotas.limit(owner)
+        return {"quota_pages": limit, "used_pages": None if quotas is None or limit is None else quotas.pages(owner)}
 
     # -- the tree --------------------------------------------------------------------------------------------
 
@@ -154,7 +162,7 @@ class Admin:
         self._core.cache.pins.expire()
         nodes = view(
             self._core.cache.tree,
-            lambda namespace: asked.tenant is None or namespace.tenant == asked.tenant,
+            _of(asked.tenant),
             asked.max_depth,
             asked.skip,
             asked.limit,
@@ -162,20 +170,23 @@ class Admin:
         )
         return {"nodes": [asdict(node) for node in nodes]}
 
-    def outline(self, limit: int, preview_tokens: int, anew: bool) -> dict[str, Any]:
+    def outline(self, asked: GetOutline) -> dict[str, Any]:
         """Advance a walk over the tree, or begin one: `{"blocks": None}` until it has reached its end.
 
-        Then there are the last evictions, too.
+        Then there are the last evictions, too. From the first walk on, the reasons of misses are counted.
 
         With `anew`, an unfinished walk is dropped: the tree has changed since.
         """
-        if self._walk is None or anew:
-            self._walk = outline(self._core.cache.tree, limit, preview_tokens)
+        self._core.cache.remember()
+        wanted = _of(asked.tenant)
+        if self._walk is None or asked.anew:
+            self._walk = outline(self._core.cache.tree, asked.limit, asked.preview_tokens, wanted)
         try:
             next(self._walk)
         except StopIteration as end:
             self._walk = None
-            evictions = [asdict(eviction) for eviction in self._core.cache.evictions.last]
+            last = self._core.cache.evictions.last
+            evictions = [asdict(eviction) for eviction in last if wanted(eviction.namespace)]
             return {"blocks": [asdict(block) for block in end.value], "evictions": evictions}
         return {"blocks": None}
 
@@ -201,6 +212,10 @@ class Admin:
         freed = 0 if node is None else self._core.cache.drop(node)
         return {"found": node is not None, "tokens": freed * self._core.cache.page_size}
 
+    def _read(self, node: Node | None) -> dict[str, Any]:
+        """All tokens up to the end of a node, int32, those before it first: `{"found", "tokens"}`."""
+        return {"found": node is not None, "tokens": b"".join(above.key for above in reversed(list(path(node))))}
+
     # -- counters --------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
@@ -212,6 +227,8 @@ class Admin:
             **core.counters,
             "evicted_tokens": sum(stats.evicted.values()) * page_size,
             "evicted_tokens_by_cause": {cause: pages * page_size for cause, pages in stats.evicted.items()},
+            "evicted_tokens_by_tenant": {name: pages * page_size for name, pages in cache.evictions.pages.items()},
+            "missed_tokens_by_reason": dict(cache.missed),
             "retracted_requests": core.scheduler.num_retracted,
             "running": len(core.scheduler.running),
             "waiting": len(core.scheduler.waiting) + len(core.scheduler.blocked),
@@ -221,7 +238,7 @@ class Admin:
             "pages_free": cache.allocator.num_free,
             "pages_tree": tree.num_pages,
             "pages_private": cache.pool.num_pages - cache.allocator.num_free - tree.num_pages,
-            "pages_locked": tree.num_locked_pages,
+            "pages_locked": tree.num_locked_pages - tree.num_pinned_pages,
             "pages_pinned": tree.num_pinned_pages,
             "pins": len(cache.pins.pins),
             "pins_refused": cache.pins.num_refused,
@@ -239,6 +256,10 @@ class Admin:
         }
 
 
+def _of(tenant: str | None) -> Callable[[Namespace], bool]:
+    return lambda namespace: tenant is None or namespace.tenant == tenant
+
+
 def _describe(request: Request, now_s: float) -> dict[str, Any]:
     """A live request as shown to operators, without its text."""
     running = request.status is Status.RUNNING
@@ -247,7 +268,7 @@ def _describe(request: Request, now_s: float) -> dict[str, Any]:
         "tenant": request.namespace.tenant,
         "prompt_tokens": request.num_prompt,
         "cached_tokens": max(request.cached_tokens, 0),
-        "computed_tokens": request.num_present,
+        "computed_tokens": max(min(request.num_present, request.num_prompt) - max(request.cached_tokens, 0), 0),
         "output_tokens": request.num_output,
         "max_tokens": request.max_tokens - request.prompt_len,
         "age_s": now_s - request.arrival_s,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from radix.stats import Histogram
-from runtime.config import Config
+from runtime.config import Config, unusable
 from runtime.diffusion.decoding import CanvasDecoding
 from runtime.engine.admin import Admin
 from runtime.engine.in_flight import InFlight
@@ -22,6 +22,7 @@ from runtime.errors import EngineDead, InvalidRequest, ModelError, RametError
 from runtime.execution.device import choose_device, choose_overlap, is_lost, is_out_of_memory
 from runtime.execution.parallel.driver import open_executor
 from runtime.kv.cache import PagedCache
+from runtime.kv.lookup import count_miss
 from runtime.kv.publisher import EventPublisher
 from runtime.models.resolve import model_name
 from runtime.models.tokenizer import Tokenizer
@@ -40,6 +41,7 @@ from runtime.protocol import (
 )
 from runtime.request import Request, Work
 from runtime.reuse.bicache.strategy import BiCache
+from runtime.reuse.blocks import BlockPrefix
 from runtime.reuse.fusion.strategy import Fusion
 from runtime.reuse.modules.strategy import Modules
 from runtime.reuse.planner import Planner
@@ -84,7 +86,7 @@ class EngineCore:
         self.config = config
         self.executor = open_executor(config, path)
         self.cache = PagedCache(self.executor.pool, config.cache, quotas)
-        self.tiering = Tiering(self, path) if config.tiers.any and self.cache.enabled else None
+        self.tiering = Tiering(self, path) if self.cache.enabled else None
         self.tiers = None if self.tiering is None else self.tiering.tiers
         self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens, self.tiers)
         self.info = self._describe_model(path)
@@ -129,24 +131,43 @@ class EngineCore:
             attention_backend=executor.backend_name,
             page_size=self.config.cache.page_size,
             pool_tokens=executor.pool.num_pages * self.config.cache.page_size,
+            model_impl=executor.implementation,
         )
 
     def _open_model(self, path: Path) -> Decoding:
         """Install the strategy of the model's kind, and return its decoding."""
         executor, spec = self.executor, self.executor.spec
+        if given := unusable(self.config, spec.diffusion is not None):
+            raise ModelError(f"--{given}: {path.name} is {'a diffusion' if spec.diffusion else 'a causal'} model")
         if spec.diffusion is None:
             self.add_strategy(PrefixStrategy(self.cache, spec.num_layers))
-            self.add_strategy(Modules(self.cache, spec.num_layers, self.info))
-            self.add_strategy(Fusion(self.cache, executor, self.info))
-            self.add_strategy(ReasonCache(self.cache, executor, lambda: Tokenizer.load(path)))
+            # Other strategies read spans whose positions are not consecutive, so that no window can be laid over them.
+            if not executor.has_windows:
+                self.add_strategy(Modules(self.cache, spec.num_layers, self.info))
+            if not executor.has_windows and executor.implementation == "ramet":
+                self.add_strategy(Fusion(self.cache, executor, self.info))
+                self.add_strategy(ReasonCache(self.cache, executor, lambda: Tokenizer.load(path)))
+            else:
+                self._refuse_approximations()
             sampler = make_sampler(executor.backend_name, spec.vocab_size, executor.device, executor.argmax)
             return NextToken(sampler)
-        if self.config.cache.reasoning_cache:
-            raise ModelError("--reasoning-cache is for causal models, and this is a diffusion model")
-        bicache = BiCache.load(self.config.diffusion, path, spec, self.cache)
-        self.add_strategy(bicache)
-        self.info.diffusion = bicache.info
+        strategy: BlockPrefix | BiCache
+        if spec.diffusion.attended is not None:
+            strategy = BlockPrefix(self.cache, spec.num_layers, spec.diffusion)
+        else:
+            strategy = BiCache.load(self.config.diffusion, path, spec, self.cache)
+        self.add_strategy(strategy)
+        self.info.diffusion = strategy.info
         return CanvasDecoding(spec.diffusion, executor.device)
+
+    def _refuse_approximations(self) -> None:
+        """Raise ModelError for methods by default that this model is not served with."""
+        cache = self.config.cache
+        models = "models that Ramet's own code computes, without a sliding window"
+        if cache.document_reuse != "none":
+            raise ModelError(f"--document-reuse {cache.document_reuse} is for {models}")
+        if cache.reasoning_cache:
+            raise ModelError(f"--reasoning-cache is for {models}")
 
     def add_strategy(self, strategy: Strategy) -> None:
         """Serve requests that ask for a strategy by its name."""
@@ -171,11 +192,7 @@ class EngineCore:
         return self.config.engine.drafts == "auto" and self.info.diffusion is None and not self.overlap
 
     def _make_publisher(self) -> EventPublisher | None:
-        cache = self.config.cache
-        if cache.kv_events is None:
-            return None
-        medium = "GPU" if self.executor.device.type == "cuda" else "CPU"
-        return EventPublisher(cache.kv_events, cache.kv_events_replay, cache.page_size, medium, cache.kv_events_tokens)
+        return None if self.config.cache.kv_events is None else EventPublisher(self.config.cache)
 
     def publish(self) -> None:
         """Publish the KV events since the last call."""
@@ -282,9 +299,7 @@ class EngineCore:
                 self.counters["hits"] += request.cached_tokens > 0
                 self.counters["queried_tokens"] += request.num_prompt
                 self.counters["cached_tokens"] += request.cached_tokens
-                if self.tiers is not None:
-                    for segment in request.segments:
-                        self.tiers.used(segment.node)
+                count_miss(self.cache, request)
 
     def _is_live(self, item: Work) -> bool:
         return self.requests.get(item.request.rid) is item.request
@@ -460,4 +475,5 @@ class EngineCore:
 
 
 def _finish(error: RametError) -> Finish:
-    return Finish("error", message=error.message, refused=isinstance(error, InvalidRequest), code=error.code)
+    refused = isinstance(error, InvalidRequest)
+    return Finish("error", message=error.message, refused=refused, code=error.code, param=error.param)

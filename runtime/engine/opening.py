@@ -7,7 +7,7 @@ from array import array
 
 from radix import Namespace
 from runtime.errors import InvalidRequest
-from runtime.params import SamplingParams
+from runtime.params import Lazy, SamplingParams
 from runtime.protocol import AddRequest, ModelInfo
 from runtime.request import Place, Request, Sequence
 from runtime.reuse.strategy import Strategy
@@ -19,6 +19,8 @@ def open_request(message: AddRequest, info: ModelInfo, strategy: Strategy, decod
     tokens = array("i")
     tokens.frombytes(message.tokens)
     sampling = SamplingParams.model_construct(**message.sampling)
+    if (lazy := message.sampling.get("lazy")) is not None:
+        sampling.lazy = Lazy.model_construct(**lazy)
     eos = () if sampling.ignore_eos else info.eos_token_ids
     room = min(info.context_length, info.pool_tokens) - len(tokens)
     limit = room if sampling.max_new_tokens is None else sampling.max_new_tokens

@@ -136,17 +136,19 @@ class Scheduler:
     def _decode(self) -> list[Work]:
         work: list[Work] = []
         for request in list(self.running):
-            if request.status is not Status.RUNNING or not _decodes(request):
-                continue
-            while not request.strategy.grow(request):
-                victim = self._cheapest()
-                self._retract(victim)
-                work = [item for item in work if item.request is not victim]
-                if victim is request:
-                    break
-            else:
+            if request.status is Status.RUNNING and _decodes(request) and self._grow(request, work):
                 work.append(request.strategy.work(request, 1))
         return work
+
+    def _grow(self, request: Request, work: list[Work]) -> bool:
+        """Make room for the request's next rows, where others, whose work is dropped, or itself may give way."""
+        while not request.strategy.grow(request):
+            victim = self._cheapest()
+            self._retract(victim)
+            work[:] = [item for item in work if item.request is not victim]
+            if victim is request:
+                return False
+        return True
 
     def _cheapest(self) -> Request:
         """The request to retract: lowest priority, then fewest own tokens. The first one only if it is alone."""
@@ -217,6 +219,8 @@ class Scheduler:
         waiting = [request for request in self.running if request.strategy.takes_turns]
         budget, turn = self.step_tokens - sum(item.num_rows for item in work), next(self._turns)
         for request in sorted(waiting, key=lambda request: request.turn):
+            if request.status is not Status.RUNNING or not self._grow(request, work):
+                continue
             item = request.strategy.work(request, budget)
             if work and item.num_rows > budget:
                 continue

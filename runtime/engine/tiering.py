@@ -27,6 +27,7 @@ from runtime.kv.tiers.opening import open_cipher, open_shared
 from runtime.kv.tiers.store import BlockStore, Limits
 from runtime.kv.tiers.tiers import Tiers
 from runtime.kv.tiers.worker import TierWorker
+from runtime.models.diffusion import DiffusionSpec
 from runtime.models.weights import digest_weights
 from runtime.protocol import AddPin, AttachTier, Call, DetachTier, EraseTenant, FlushCache, Outbound, Reply
 from runtime.reuse.strategy import Run, Strategy
@@ -60,15 +61,18 @@ class Tiering:
     """
 
     def __init__(self, core: _Core, model: Path):
-        """Open the tiers below the pool of the model directory `model`. Raises ModelError."""
+        """Open the tiers below the pool of the model directory `model`; more may come. Raises ModelError."""
         config = core.config.tiers
         cipher = None if config.kv_encryption_key_file is None else open_cipher(config.kv_encryption_key_file)
-        form = Format(_fingerprint(core.config, core.executor, model).digest(), cipher)
-        self.tiers = Tiers(core.cache, TierWorker(form, open_stores(config)))
-        self._core = core
-        self._resume = None if config.disk_cache is None else Resume(config.disk_cache, form)
+        self._core, self._model = core, model
+        self._form = Format(cipher=cipher)
+        self.tiers = Tiers(core.cache, TierWorker(self._form))
+        self._resume: Resume | None = None
+        if config.any:
+            self._attach(*self._open(config))
         self._noted_s = time.monotonic()
-        self._opener = ThreadPoolExecutor(1, thread_name_prefix="kv-open")
+        # Opens stores and writes notes, in order.
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="kv-aside")
         self._waiting: list[tuple[int, Future[Any], Callable[[Any], dict[str, Any]]]] = []
         self._recalled: deque[Prefix] = deque()
         self._loading: tuple[Load, Prefix] | None = None
@@ -87,14 +91,19 @@ class Tiering:
         if (isinstance(message, FlushCache) and message.tiers) or isinstance(message, EraseTenant):
             tenant = message.tenant if isinstance(message, EraseTenant) else None
             self.tiers.erased(tenant)
-            if self._resume is not None:
-                self._resume.erase(tenant)
-            self._wait(message.call, worker.erase(tenant), lambda blocks: {**found, "erased_blocks": blocks})
+            erasing = self._aside.submit(self._erase, self._resume, tenant)
+            self._wait(message.call, erasing, lambda blocks: {**found, "erased_blocks": blocks})
         elif isinstance(message, AttachTier):
-            asked = TierConfig(**message.options)
-            self._wait(message.call, self._opener.submit(open_stores, asked), self._attach)
+            quota = self._core.config.tiers.tier_quota
+            opening = self._aside.submit(self._open, TierConfig(**{**message.options, "tier_quota": quota}))
+            self._wait(message.call, opening, lambda opened: self._attach(*opened))
         elif isinstance(message, DetachTier) and (closing := worker.detach(message.name)) is not None:
+            if message.name == "disk":
+                self.note()
+                self._resume = None
             self._wait(message.call, closing, lambda _: {"found": True})
+        elif nodes := found.get("nodes") or found.get("blocks"):
+            return self._mark(message.call, nodes, answer)
         else:
             return answer
         return None
@@ -103,12 +112,39 @@ class Tiering:
         self._waiting.append((call, future, answer))
         future.add_done_callback(self.tiers.tell)
 
-    def _attach(self, stores: list[BlockStore]) -> dict[str, Any]:
+    def _erase(self, resume: Resume | None, tenant: str | None) -> dict[str, int | None]:
+        if resume is not None:
+            resume.erase(tenant)
+        return self.tiers.worker.erase(tenant).result()
+
+    def _mark(self, call: int, nodes: list[dict[str, Any]], answer: Reply) -> Reply | None:
+        """Say of each node of the tree which tiers hold the block of its first page."""
+
+        def done(places: list[list[str]]) -> dict[str, Any]:
+            for node, place in zip(nodes, places, strict=True):
+                node["tiers"] = place
+            return answer.result
+
+        keys = [self.tiers.keys.get(node["id"]) for node in nodes]
+        if any(keys):
+            self._wait(call, self.tiers.worker.where(keys), done)
+            return None
+        return Reply(call, done([[] for _ in nodes]))
+
+    def _open(self, config: TierConfig) -> tuple[list[BlockStore], bytes]:
+        """The stores of some options, and the fingerprint of the engine's blocks. Raises ModelError."""
+        stores = open_stores(config)
+        return stores, self._form.fingerprint or _fingerprint(self._core.config, self._core.executor, self._model)
+
+    def _attach(self, stores: list[BlockStore], fingerprint: bytes) -> dict[str, Any]:
+        self._form.fingerprint = fingerprint
         for store in stores:
             if store.name in self.tiers.worker.names:
                 store.close()
                 return {"failed": f"there is a tier {store.name} already"}
             self.tiers.worker.attach(store)
+            if isinstance(store, DiskStore):
+                self._resume = Resume(store.files.directory, self._form)
         return {"tiers": self.tiers.worker.names}
 
     def take_replies(self) -> list[Reply]:
@@ -129,8 +165,10 @@ class Tiering:
     def note(self) -> None:
         """Note pins and the hottest prefixes for the next start."""
         self._noted_s = time.monotonic()
-        if self._resume is None:
-            return
+        if self._resume is not None:
+            self._aside.submit(self._resume.write, self._worth_noting())
+
+    def _worth_noting(self) -> list[Prefix]:
         cache = self._core.cache
         cache.pins.expire()
         found = [Prefix.of(pin.node) for pin in cache.pins.pins.values()]
@@ -146,7 +184,7 @@ class Tiering:
             if room < 0:
                 break
             found.append(prefix)
-        self._resume.write(found)
+        return found
 
     def recall(self) -> None:
         """Load what the last start has noted, one after another: they have beginnings in common."""
@@ -215,7 +253,7 @@ class Tiering:
             nodes = self._core.cache.tree.nodes()
             for node in sorted(nodes, key=lambda node: (node.hits, node.last_use), reverse=True):
                 self.tiers.save(node)
-        self._opener.shutdown(wait=False)
+        self._aside.shutdown()
         self.tiers.close()
 
 
@@ -223,24 +261,35 @@ def open_stores(config: TierConfig) -> list[BlockStore]:
     """The stores of some options. Raises ModelError if one cannot be used."""
     stores: list[BlockStore] = []
     if config.host_memory is not None:
-        stores.append(HostStore(Limits(int(config.host_memory * _GIB))))
+        stores.append(HostStore(_limits(config.host_memory, config.tier_quota)))
     if config.disk_cache is not None:
-        stores.append(DiskStore(config.disk_cache, Limits(int(config.disk_space * _GIB))))
+        stores.append(DiskStore(config.disk_cache, _limits(config.disk_space, config.tier_quota)))
     if config.kv_store is not None:
         stores.append(open_shared(config.kv_store))
     return stores
 
 
-def _fingerprint(config: Config, executor: Executor, model: Path) -> Fingerprint:
-    """All that KV depends on, beside its tokens and what lies before them."""
+def _limits(gib: float, share: float) -> Limits:
+    return Limits(int(gib * _GIB), default=int(gib * _GIB * share))
+
+
+def _fingerprint(config: Config, executor: Executor, model: Path) -> bytes:
+    """A digest of all that KV depends on, beside its tokens and what lies before them."""
     spec = executor.spec
     layers, _, heads, head_dim = executor.pool.k.shape
-    return Fingerprint(
+    fingerprint = Fingerprint(
         "random" if config.model.random_weights else digest_weights(model, spec),
         f"{executor.kv_dtype} of {executor.dtype} {config.model.quantization}",
         f"{layers} {heads} {head_dim}",
         config.cache.page_size,
-        repr(spec.rope),
+        spec.fingerprint,
         shard=f"all of {executor.pool.ranks}",
-        kind="causal" if spec.diffusion is None else "diffusion",
+        kind=_kind(spec.diffusion),
     )
+    return fingerprint.digest()
+
+
+def _kind(diffusion: DiffusionSpec | None) -> str:
+    if diffusion is None:
+        return "causal"
+    return "diffusion" if diffusion.attended is None else f"blocks of {diffusion.attended}"

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 
 from runtime.batch import ForwardBatch
-from runtime.config import Config
+from runtime.config import Config, ModelCode
 from runtime.errors import EngineDead, ModelError
 from runtime.execution.attention.backend import AttentionBackend
 from runtime.execution.attention.cpu import CPUAttention
 from runtime.execution.attention.flashinfer import FlashInferAttention
-from runtime.execution.device import choose_attention, choose_device, choose_dtype
+from runtime.execution.attention.windows import Window, narrowed
+from runtime.execution.device import choose_attention, choose_device, choose_dtype, is_out_of_memory
 from runtime.execution.graphs import DecodeGraphs
 from runtime.execution.llama import LlamaModel
 from runtime.execution.native.decoder import NativeDecoder
@@ -24,8 +25,10 @@ from runtime.execution.ops import FlashInferOps, Ops
 from runtime.execution.parallel.group import Group
 from runtime.execution.sizing import check_weights, pool_pages
 from runtime.kv.pool import KVPool
+from runtime.models.implementation import own_spec
+from runtime.models.rope import RotaryEmbedding
 from runtime.models.shards import Shard, split_spec
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec, ModelSpec
 from runtime.models.weights import load_weights, random_weights
 
 log = logging.getLogger("ramet.engine")
@@ -42,38 +45,74 @@ class Executor:
         least_saved_tokens: see `AttentionBackend`.
         argmax: the highest tokens, int64 [n], of logits [n, vocab], the first one among equals; -1 for a row that is
             not finite there. None: torch finds them.
-        project: see `LlamaModel.project`; of this rank's heads.
+        implementation: whose code computes the model.
+        has_windows: whether some layers see only the nearest positions, so that they need every row's position.
+        rope, project: of Ramet's own code; `project`: see `LlamaModel.project`; of this rank's heads.
     """
 
+    spec: ModelSpec
+    has_windows = False
+    _forward: Callable[[ForwardBatch], torch.Tensor]
+    rope: RotaryEmbedding
     argmax: Callable[[torch.Tensor], torch.Tensor] | None = None
     project: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
     least_saved_tokens = AttentionBackend.least_saved_tokens
 
     def __init__(self, config: Config, path: Path, group: Group | None = None):
         """Load the model directory `path`, or with `group` this rank's shard. Raises ModelError."""
-        self.spec = ModelSpec.load(path)
         self.device = choose_device(config.model) if group is None else group.device
         self._group = group
         self._graphs: DecodeGraphs | None = None
-        self._share = self.spec if group is None else split_spec(self.spec, group.size)
-        library = self._choose_kernels(config)
+        self._windows: list[Window | None] = []
+        spec = own_spec(config.model, path)
+        self.implementation: ModelCode = "transformers" if spec is None else "ramet"
+        library = None if spec is None else self._choose_kernels(config)
         if library is None and config.model.quantization != "none":
             raise ModelError(f"--quantization {config.model.quantization} needs the native kernels of a CPU")
         self.dtype = choose_dtype(config.model, self.device, library is not None)
         self.kv_dtype = torch.float8_e4m3fn if config.cache.kv_dtype == "fp8" else self.dtype
-        backend = choose_attention(config.model, self.device, self.dtype)
+        if spec is None:
+            self._open_transformers(config, path)
+        else:
+            self._open_own(config, path, spec, library)
+        whose = "Ramet's own code" if spec is not None else "transformers' code, at its speed,"
+        log.info("%s computes %s", whose, self.spec.architecture)
+
+    def _open_transformers(self, config: Config, path: Path) -> None:
+        # Imports transformers, which Ramet's own code does without.
+        from runtime.execution.transformers.model import TransformersModel
+
+        if config.model.attention_backend == "flashinfer":
+            raise ModelError("--attention-backend flashinfer is not served with transformers' code")
+        torch.set_num_threads(config.engine.threads or ALL_THREADS)
+        model = TransformersModel(path, config.model, self.dtype, self.device)
+        self.spec = model.spec
         self.context_length = _context_length(config, self.spec)
+        self.pool = self._make_pool(config, self.spec)
+        self.has_windows = any(window.size < self.context_length for window in model.windows)
+        self.backend_name = CPUAttention.name
+        self._forward = partial(model.forward, pool=self.pool, backend=CPUAttention(self.pool))
+
+    def _open_own(self, config: Config, path: Path, spec: LlamaSpec, library: Library | None) -> None:
+        group = self._group
+        self.spec = spec
+        share = spec if group is None else split_spec(spec, group.size)
+        backend = choose_attention(config.model, self.device, self.dtype)
+        self.context_length = _context_length(config, spec)
+        if any(size is not None and size < self.context_length for size in spec.windows):
+            self._windows = [None if size is None else Window(size) for size in spec.windows]
+            self.has_windows = True
         ops = FlashInferOps(self.context_length, group) if backend == "flashinfer" else Ops(group)
-        check_weights(self.spec, self.dtype, self.device, config.cache.memory_fraction, group.size if group else 1)
+        check_weights(spec, self.dtype, self.device, config.cache.memory_fraction, group.size if group else 1)
         shard = None if group is None else Shard(group.rank, group.size)
         if config.model.random_weights:
-            weights = random_weights(self.spec, self.dtype, self.device, shard)
+            weights = random_weights(spec, self.dtype, self.device, shard)
         else:
-            weights = load_weights(path, self.spec, self.dtype, shard)
-        model = LlamaModel(self._share, weights, self.device, ops)
+            weights = load_weights(path, spec, self.dtype, shard)
+        model = LlamaModel(share, weights, self.device, ops)
         self.rope = model.rope
         graphs = self._graph_sizes(config) if backend == "flashinfer" else []
-        self.pool = self._make_pool(config, spare_pages=1 if graphs else 0)
+        self.pool = self._make_pool(config, share, spare_pages=1 if graphs else 0)
         if library is not None:
             threads, int8 = config.engine.threads or ALL_THREADS, config.model.quantization == "int8"
             native = NativeDecoder(library, model, self.pool, threads, int8)
@@ -82,7 +121,7 @@ class Executor:
             # Torch's threads spin after each parallel operation, on the cores that the kernels use.
             torch.set_num_threads(1)
         else:
-            attention = self._make_backend(backend, model)
+            attention = self._make_backend(backend, model, share.num_heads)
             self.backend_name = attention.name
             self.least_saved_tokens = attention.least_saved_tokens
             self._forward = partial(model.forward, pool=self.pool, backend=attention)
@@ -90,14 +129,22 @@ class Executor:
             if isinstance(attention, FlashInferAttention) and graphs:
                 self._graphs = DecodeGraphs(model, self.pool, attention, graphs, self.context_length)
 
-    def _make_pool(self, config: Config, spare_pages: int) -> KVPool:
-        spec, cache = self._share, config.cache
+    def _make_pool(self, config: Config, spec: ModelSpec, spare_pages: int = 0) -> KVPool:
+        cache = config.cache
         per_token = KVPool.bytes_per_token(spec.num_layers, spec.num_kv_heads, spec.head_dim, self.kv_dtype)
         num_pages = pool_pages(cache, per_token, self.device)
         if self._group is not None:
             num_pages = self._group.least(num_pages)
         shape = (spec.num_layers, num_pages, cache.page_size, spec.num_kv_heads, spec.head_dim)
-        return KVPool(*shape, self.kv_dtype, self.device, spare_pages)
+        try:
+            return KVPool(*shape, self.kv_dtype, self.device, spare_pages)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            size = num_pages * cache.page_size * per_token / (1 << 30)
+            raise ModelError(
+                f"the KV pool of {size:.1f} GiB cannot be had: lower --pool-tokens, --pool-memory or --memory-fraction"
+            ) from None
 
     def _choose_kernels(self, config: Config) -> Library | None:
         torch_only = not config.model.native_kernels or self._group is not None or config.cache.kv_dtype == "fp8"
@@ -118,10 +165,10 @@ class Executor:
         sizes = sorted({int(size) for size in config.engine.cuda_graph_batches.split(",") if size})
         return [size for size in sizes if size]
 
-    def _make_backend(self, name: str, model: LlamaModel) -> AttentionBackend:
+    def _make_backend(self, name: str, model: LlamaModel, num_heads: int) -> AttentionBackend:
         if name == "cpu":
             return CPUAttention(self.pool, model.rope)
-        return FlashInferAttention(self.pool, model.rope, self._share.num_heads, self.dtype)
+        return FlashInferAttention(self.pool, model.rope, num_heads, self.dtype)
 
     @property
     def step_tokens(self) -> int:
@@ -138,6 +185,8 @@ class Executor:
         """
         if (last := int(batch.positions.numpy().max())) >= self.context_length:
             raise ValueError(f"position {last} is outside a context of {self.context_length}")
+        if self._windows and last >= min(window.size for window in self._windows if window):
+            batch = narrowed(batch, self._windows, self.pool.page_size)
         logits = None if self._graphs is None else self._graphs.run(batch)
         return self._forward(batch) if logits is None else logits
 

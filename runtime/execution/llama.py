@@ -14,7 +14,7 @@ from runtime.execution.ops import Ops
 from runtime.execution.transfers import upload
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Attend:
 class LlamaModel:
     """The decoder stack and head over a paged pool."""
 
-    def __init__(self, spec: ModelSpec, weights: dict[str, torch.Tensor], device: torch.device, ops: Ops | None = None):
+    def __init__(self, spec: LlamaSpec, weights: dict[str, torch.Tensor], device: torch.device, ops: Ops | None = None):
         """Move the weights to `device`.
 
         Args:

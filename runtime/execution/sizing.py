@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 
 import torch
 
 from runtime.config import CacheConfig
 from runtime.errors import ModelError
 from runtime.models.shards import share_of
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 
 _GIB = 2**30
 
 
 def check_weights(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, fraction: float, num_ranks: int = 1
+    spec: LlamaSpec, dtype: torch.dtype, device: torch.device, fraction: float, num_ranks: int = 1
 ) -> None:
     """Raise ModelError if a rank's weights do not fit into `fraction` of its GPU."""
     if device.type != "cuda":
@@ -33,9 +34,13 @@ def check_weights(
         )
 
 
-def _memory() -> int:
-    """Bytes of main memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def main_memory() -> int:
+    """Bytes of main memory, or of what this container may use of it."""
+    machine, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), Path("/sys/fs/cgroup/memory.max")
+    try:
+        return min(machine, int(limit.read_text()))
+    except (OSError, ValueError):  # no limit
+        return machine
 
 
 def pool_pages(config: CacheConfig, bytes_per_token: int, device: torch.device) -> int:
@@ -47,7 +52,7 @@ def pool_pages(config: CacheConfig, bytes_per_token: int, device: torch.device) 
         tokens = int(free - (1 - config.memory_fraction) * total) // bytes_per_token
     else:
         tokens = int(config.pool_memory * _GIB) // bytes_per_token
-    if device.type == "cpu" and tokens * bytes_per_token > (has := _memory()):
+    if device.type == "cpu" and tokens * bytes_per_token > (has := main_memory()):
         raise ModelError(
             f"the KV pool of {tokens} tokens takes {tokens * bytes_per_token / _GIB:.1f} GiB; this machine has "
             f"{has / _GIB:.1f}: lower --pool-tokens or --pool-memory"

@@ -40,6 +40,7 @@ from runtime.protocol import (
     GetCached,
     GetOutline,
     GetPins,
+    GetQuota,
     GetRequests,
     GetState,
     GetTree,
@@ -398,22 +399,26 @@ class AsyncEngine:
         """A page of the tree's nodes as dicts of `radix.NodeView`; `asked`: the fields of `GetTree`."""
         return (await self._call(lambda call: GetTree(call, **asked)))["nodes"]
 
-    async def outline(self, limit: int, preview_tokens: int) -> dict[str, Any]:
-        """The tree in at most `limit` `blocks` as dicts of `radix.Block`, with `parent` as a place in the list.
+    async def outline(self, limit: int, preview_tokens: int, tenant: str | None = None) -> dict[str, Any]:
+        """The tree of a tenant, or of all, in at most `limit` `blocks`, and the last `evictions`.
 
-        And the last `evictions`, as dicts of `radix.Eviction`.
+        Blocks are dicts of `radix.Block`, with `parent` as a place in the list, evictions of `radix.Eviction`.
         """
-        answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens, anew=True))
+        answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens, True, tenant))
         while answer["blocks"] is None:
-            answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens))
+            answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens, tenant=tenant))
         return answer
 
-    async def requests(self, limit: int) -> list[dict[str, Any]]:
-        """The live requests, oldest first."""
-        return (await self._call(lambda call: GetRequests(call, limit)))["requests"]
+    async def requests(self, limit: int, tenant: str | None = None) -> list[dict[str, Any]]:
+        """The live requests of a tenant, or of all, oldest first."""
+        return (await self._call(lambda call: GetRequests(call, limit, tenant)))["requests"]
 
-    async def on_node(self, verb: Literal["pin", "unpin", "drop"], page: int, start: int) -> dict[str, Any]:
-        """Pin, unpin or evict a node of the tree; see `Admin`. Raises PinRefused."""
+    async def quota(self, tenant: str) -> dict[str, Any]:
+        """A tenant's pages in the tree, and how many it may keep; see `Admin.quota`."""
+        return await self._call(lambda call: GetQuota(call, tenant))
+
+    async def on_node(self, verb: Literal["pin", "unpin", "drop", "read"], page: int, start: int) -> dict[str, Any]:
+        """Pin, unpin, evict or read a node of the tree; see `Admin`. Raises PinRefused."""
         return await self._call(lambda call: OnNode(call, verb, page, start))
 
     def _running(self) -> Frontend:

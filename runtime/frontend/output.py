@@ -56,6 +56,7 @@ class Submission:
         prompt: text, token ids, or one that imports modules or holds documents; or a function that makes one of these,
             called in a thread.
         sampling: its `max_new_tokens` may be None, for as many as fit in the context.
+        otherwise: parameters in its place where its grammar cannot be followed; None: the submission is refused.
         rid: request id; unique among an account's live requests.
         account: the tenant; open requests are counted by it.
         namespace: requests of different namespaces never share cached pages.
@@ -79,6 +80,7 @@ class Submission:
 
     prompt: Prompt | Callable[[], Prompt]
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams())
+    otherwise: SamplingParams | None = None
     rid: str = field(default_factory=new_rid)
     account: str = ""
     namespace: Namespace = Namespace()

@@ -249,12 +249,13 @@ class Frontend:
         if submission.logprobs is not None or submission.prompt_logprobs_from is not None:
             raise InvalidRequest("log-probabilities are not supported for diffusion models", param="logprobs")
         params = submission.diffusion or DiffusionParams()
-        if params.prefix_tokens is None and submission.shared_text and (shared_text := submission.shared_text()):
+        shares = info.attended is None and params.prefix_tokens is None
+        if shares and submission.shared_text and (shared_text := submission.shared_text()):
             shared = self.tokenizer.encode(shared_text, submission.add_special_tokens)
             differ = (i for i, (mine, theirs) in enumerate(zip(shared, tokens, strict=False)) if mine != theirs)
             params = params.model_copy(update={"prefix_tokens": next(differ, min(len(shared), len(tokens)))})
-        filled = params.filled(info.algorithm, submission.sampling)
-        filled.check(submission.sampling, info.num_layers, len(tokens))
+        filled = params.filled(info, submission.sampling)
+        filled.check(info, submission.sampling, info.num_layers, len(tokens))
         return filled
 
     def _check_length(self, prompt: int, new: int | None, positions: int | None = None) -> None:
@@ -397,7 +398,7 @@ class Frontend:
             self._close(event.rid)
             kind = InvalidRequest if event.finish.refused else RametError
             message = event.finish.message or "the engine could not serve this request"
-            choice.on_output(kind(message, code=event.finish.code))
+            choice.on_output(kind(message, param=event.finish.param, code=event.finish.code))
             return
         self._begin(choice)
         output = self._advance(choice, event)

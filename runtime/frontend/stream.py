@@ -20,6 +20,7 @@ class OutputStream:
     as EngineDead, if a completion fails; an aborted completion ends with an Output.
 
     Attributes:
+        submissions: by `index` of their Outputs.
         prompts: tokens of the submissions that show them, by `index` of their Outputs.
     """
 
@@ -29,17 +30,17 @@ class OutputStream:
         self.in_turn = in_turn
         self._queue: asyncio.Queue[Output | RametError] = asyncio.Queue()
         self._ready: deque[Output | RametError] = deque()
-        self._submissions: list[Submission] = []
+        self.submissions: list[Submission] = []
         self.prompts: dict[int, list[int]] = {}
         self._open = 0
         self.timer: asyncio.TimerHandle | None = None
 
     def submit(self, submission: Submission, tokens: list[int]) -> None:
         """Add a submission; `index` of its Outputs counts the calls. Raises InvalidRequest, Overloaded, RateLimited."""
-        self._frontend.submit(submission, tokens, len(self._submissions), self._queue.put_nowait)
+        self._frontend.submit(submission, tokens, len(self.submissions), self._queue.put_nowait)
         if submission.show_tokens:
-            self.prompts[len(self._submissions)] = tokens
-        self._submissions.append(submission)
+            self.prompts[len(self.submissions)] = tokens
+        self.submissions.append(submission)
         self._open += submission.sampling.n
 
     def close(self) -> None:
@@ -47,12 +48,12 @@ class OutputStream:
         if self.timer is not None:
             self.timer.cancel()
         if self._open:
-            for submission in self._submissions:
+            for submission in self.submissions:
                 self._frontend.drop(submission)
 
     def expire(self, error: RametError) -> None:
         """Abort unfinished completions; reading raises `error` after the Outputs that have arrived."""
-        for submission in self._submissions:
+        for submission in self.submissions:
             self._frontend.drop(submission)
         if self._open:
             self._queue.put_nowait(error)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from typing import TypeVar
 
+from runtime.errors import InvalidRequest
 from runtime.frontend.grammar_process import GrammarProcesses
 from runtime.frontend.output import Submission
 from runtime.frontend.processor import Frontend
@@ -16,6 +18,8 @@ from runtime.sampling.turns import Turns
 _THREADS = 3
 # Threads that wait for a grammar to be checked.
 _GRAMMARS = 2
+# Grammars of which it is known whether they can be followed: agents send the same tools again and again.
+_CHECKED = 64
 # Characters or tokens of short texts that make one piece of work, of milliseconds.
 _PIECE = 1 << 14
 
@@ -34,13 +38,33 @@ class TextWork:
         self._texts = Turns(_THREADS, "ramet-text")
         self._grammars = Turns(_GRAMMARS, "ramet-grammar")
         self._processes = GrammarProcesses(grammar_timeout_s)
+        self._checked: OrderedDict[tuple[str, str | None, str], bool] = OrderedDict()
 
     async def encode(self, frontend: Frontend, submission: Submission) -> list[int]:
         """As `Frontend.encode`; a grammar is checked, too."""
         tokens = await self.run(submission.account, partial(frontend.encode, submission))
         if submission.sampling.constrained:
-            await self._grammars.run(submission.account, partial(self._processes.check, submission.sampling))
+            await self._check_grammar(submission)
         return tokens
+
+    async def _check_grammar(self, submission: Submission) -> None:
+        """Check a grammar, unless the account's is known. Raises InvalidRequest."""
+        account, sampling = submission.account, submission.sampling
+        key = account, sampling.constraint, str(getattr(sampling, sampling.constraint or ""))
+        follows = self._checked.get(key, False)
+        if not follows and (key not in self._checked or submission.otherwise is None):
+            try:
+                await self._grammars.run(account, partial(self._processes.check, sampling))
+                follows = True
+            except InvalidRequest:
+                if submission.otherwise is None:
+                    raise
+            self._checked[key] = follows
+            if len(self._checked) > _CHECKED:
+                self._checked.popitem(last=False)
+        self._checked.move_to_end(key)
+        if not follows and submission.otherwise is not None:
+            submission.sampling = submission.otherwise
 
     async def run(self, account: str, work: Callable[[], T]) -> T:
         """The result of other work, in a turn of the account."""

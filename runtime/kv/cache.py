@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -23,8 +24,10 @@ class PagedCache:
     pages, `commit` hands the full ones to the tree, eviction frees them.
 
     Attributes:
+        on_use: called with a node that a request has begun to read, after each use of its path.
         on_distrust: called with a node whose KV may be damaged, with all below it.
         held: paths that are locked, and pages, for KV that is being loaded.
+        missed: prompt tokens that were not cached, by reason, since leaving pages are remembered.
     """
 
     def __init__(
@@ -37,6 +40,8 @@ class PagedCache:
         """`quotas`: pages by tenant; other tenants have the configured quota."""
         self.pool = pool
         self.held: list[Segment] = []
+        self.missed: Counter[str] = Counter()
+        self.on_use: Callable[[Node], None] | None = None
         self.on_distrust: Callable[[Node], None] | None = None
         self.page_size = pool.page_size
         self.enabled = config.prefix_cache
@@ -94,6 +99,12 @@ class PagedCache:
         node, held = self.tree.insert(key, pages, namespace, cost, meta, owner)
         self.allocator.release([mine for mine, theirs in zip(pages, held, strict=True) if mine != theirs])
         return node, held
+
+    def use(self, node: Node | None) -> None:
+        """Book a use of the path that ends in `node` by an admitted request."""
+        self.tree.use(node)
+        if node is not None and self.on_use is not None:
+            self.on_use(node)
 
     def leave(self, segment: Segment) -> None:
         """Unlock a segment that is read no more; pages that belong to the request alone are freed."""
@@ -168,7 +179,10 @@ class PagedCache:
         private = [page for request in live for page in request.sequence.pages]
         segments = [*(segment for request in live for segment in request.segments), *self.held]
         private += [page for segment in segments if segment.node is None for page in segment.pages]
-        assert not set(tree) & set(private), "a page has two owners"
+        for request in live:
+            # It may read a page of the tree in two places, as long as it locks it.
+            locked = {page for segment in request.segments if segment.node for page in segment.pages}
+            assert not set(tree) & (set(request.sequence.pages) - locked), "a page has two owners"
         self.allocator.check(tree + private)
         for segment in (segment for segment in segments if segment.node is not None):
             held = {page for node in path(segment.node) for page in node.pages}

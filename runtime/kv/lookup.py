@@ -8,6 +8,7 @@ from radix import Match, Namespace, Node
 from radix.node import TOKEN_BYTES
 from runtime.kv.cache import PagedCache
 from runtime.protocol import Lookup
+from runtime.request import Request
 
 # Tokens of another prompt that are told, and cached prompts of which the latest is chosen.
 _TOLD, _LOOKED_AT = 32, 64
@@ -38,6 +39,15 @@ def look_up(cache: PagedCache, key: bytes, namespace: Namespace, readable: int) 
         gone_s=0.0 if left is None else now_s - left.at_s,
         known_s=now_s - gone.since_s,
     )
+
+
+def count_miss(cache: PagedCache, request: Request) -> None:
+    """Count an admitted request's prompt tokens that were not cached, by reason, if leaving pages are remembered."""
+    page = request.cached_tokens // cache.page_size
+    if cache.gone is None or not request.strategy.keeps_prompts or page >= (request.prompt_len - 1) // cache.page_size:
+        return
+    left = cache.gone.find(request.key(request.prompt_len), page, request.namespace)
+    cache.missed["new" if left is None else left.why] += request.prompt_len - request.cached_tokens
 
 
 def _other(cache: PagedCache, match: Match, namespace: Namespace) -> bytes:

@@ -223,9 +223,10 @@ class PinBoard:
         ]
 
     def describe(self, pin: Pin) -> dict[str, Any]:
-        """A pin as shown to clients."""
+        """A pin as shown to clients; `tenant` is an account."""
         left = None if pin.expires_s is None else max(pin.expires_s - self._clock(), 0.0)
-        return {"id": pin.id, "name": pin.name, "tokens": pin.tokens, "hits": pin.node.hits, "expires_in_s": left}
+        told = {"id": pin.id, "name": pin.name, "tenant": pin.namespace.tenant, "tokens": pin.tokens}
+        return {**told, "hits": pin.node.hits, "expires_in_s": left}
 
 
 def _num_pages(nodes: Iterable[Node]) -> int:

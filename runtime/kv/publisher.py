@@ -1,8 +1,8 @@
 """KV events over ZeroMQ, in the format of vLLM and SGLang.
 
 A message is `[topic, sequence number (8 bytes, big endian), msgpack]`; the payload is `[timestamp, events, rank]` and
-an event an array that begins with its name. A consumer that missed some asks the replay socket (`[first number]` on a
-REQ socket, or `[b"", first number]` on a DEALER) and gets `[number, payload]` for each that is kept, then number -1.
+an event a map whose `type` is its name. A consumer that missed some asks the replay socket (`[first number]` on a REQ
+socket, or `[b"", first number]` on a DEALER) and gets `[number, payload]` for each that is kept, then number -1.
 """
 
 from __future__ import annotations
@@ -11,41 +11,61 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
 
 import msgspec
 import zmq
 
+from radix import Namespace
 from radix.events import Event, Stored
+from runtime.config import CacheConfig
 from runtime.errors import ModelError
 
 KEPT_BATCHES = 10_000
 _END = (-1).to_bytes(8, "big", signed=True)
+# Routers score `GPU` as the memory from which attention reads, and `CPU` as a slower tier below it.
+_POOL = "GPU"
+# Tenants whose unsalted blocks everybody may know: that of an open server, and the one that all keys share.
+_PUBLIC = ("", "public")
+# Fields of the positional form, behind the event's name.
+_LEGACY_FIELDS = 6
 
 
-class BlockStored(msgspec.Struct, array_like=True, tag="BlockStored"):
-    """Blocks stored in the cache; field order is vLLM's."""
+class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
+    """Blocks stored in the cache; field order is vLLM's.
+
+    Attributes:
+        token_ids: of all blocks.
+        lora_id, lora_name: vLLM's consumers want both keys.
+        extra_keys: for each block, what its hash depends on beside tokens: the salt, in a sequence's first block.
+        cache_salt: the same for consumers that read SGLang's field.
+    """
 
     block_hashes: list[int]
     parent_block_hash: int | None
     token_ids: list[int]
     block_size: int
-    lora_id: int | None = None
-    medium: str | None = None
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[list[str] | None] | None = None
+    cache_salt: str | None = None
 
 
-class BlockRemoved(msgspec.Struct, array_like=True, tag="BlockRemoved"):
+class BlockRemoved(msgspec.Struct, tag=True):
     """Blocks removed from the cache."""
 
     block_hashes: list[int]
-    medium: str | None = None
+    medium: str | None
 
 
-class AllBlocksCleared(msgspec.Struct, array_like=True, tag="AllBlocksCleared"):
+class AllBlocksCleared(msgspec.Struct, tag=True):
     """The cache is empty: sent once at the start, for consumers that followed an earlier engine."""
 
 
 class EventBatch(msgspec.Struct, array_like=True):
-    """The events of one step."""
+    """The events of one step, of one tenant."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
@@ -56,27 +76,22 @@ class EventPublisher:
     """The PUB socket, and the batches that can be replayed.
 
     Args:
-        endpoint: address of the PUB socket, `tcp://127.0.0.1:5557` for example.
-        replay_endpoint: address of the replay socket; None: no replays.
-        block_size: tokens in a block.
-        medium: memory of the blocks, `CPU` or `GPU`.
-        with_tokens: whether events carry token ids; else `token_ids` is empty.
+        config: endpoints of both sockets, the block size, the form, and whose blocks are published.
 
     Raises:
         ModelError: if an endpoint cannot be bound.
     """
 
-    def __init__(self, endpoint: str, replay_endpoint: str | None, block_size: int, medium: str, with_tokens: bool):
-        self._block_size = block_size
-        self._medium = medium
-        self._with_tokens = with_tokens
+    def __init__(self, config: CacheConfig):
+        self._config = config
         self._context = zmq.Context()
-        self._publish = self._bind(zmq.PUB, "--kv-events", endpoint)
-        self._replay = self._bind(zmq.ROUTER, "--kv-events-replay", replay_endpoint) if replay_endpoint else None
+        self._publish = self._bind(zmq.PUB, "--kv-events", config.kv_events or "")
+        replay = config.kv_events_replay
+        self._replay = self._bind(zmq.ROUTER, "--kv-events-replay", replay) if replay else None
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT_BATCHES)
         self._next = 0
         self._encode = msgspec.msgpack.Encoder().encode
-        self._send([AllBlocksCleared()])
+        self._send("", [AllBlocksCleared()])
 
     def _bind(self, kind: int, option: str, endpoint: str) -> zmq.Socket:
         socket = self._context.socket(kind)
@@ -88,22 +103,33 @@ class EventPublisher:
         return socket
 
     def publish(self, events: Sequence[Event]) -> None:
-        """Send a batch, and answer requests for earlier ones."""
-        if events:
-            self._send([self._wire(event) for event in events])
+        """Send a batch for each tenant under its topic, and answer requests for earlier ones."""
+        if self._config.kv_events_of == "public":
+            events = [event for event in events if _is_public(event.namespace)]
+        topics = self._config.kv_events_of != "hashes"
+        for topic, own in groupby(events, lambda event: event.namespace.tenant if topics else ""):
+            self._send(topic, [self._wire(event) for event in own])
         self.answer_replays()
 
     def _wire(self, event: Event) -> BlockStored | BlockRemoved:
         if not isinstance(event, Stored):
-            return BlockRemoved(list(event.hashes), self._medium)
+            return BlockRemoved(list(event.hashes), _POOL)
+        stored = (list(event.hashes), event.parent)
+        if self._config.kv_events_of == "hashes":
+            return BlockStored(*stored, [], self._config.page_size, None, _POOL, None)
         # The last page of a module is filled up with -1.
-        tokens = [token for token in array("i", event.tokens) if token >= 0] if self._with_tokens else []
-        return BlockStored(list(event.hashes), event.parent, tokens, self._block_size, None, self._medium)
+        tokens = [token for token in array("i", event.tokens) if token >= 0]
+        salt = _salt(event.namespace)
+        extra = [[salt], *[None] * (len(event.hashes) - 1)] if salt and event.parent is None else None
+        return BlockStored(*stored, tokens, self._config.page_size, None, _POOL, None, extra, salt)
 
-    def _send(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
-        payload = self._encode(EventBatch(time.time(), events))
+    def _send(self, topic: str, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
+        batch: Any = EventBatch(time.time(), events)
+        if self._config.kv_events_format == "array":
+            batch = (batch.ts, [_positional(event) for event in events], None)
+        payload = self._encode(batch)
         self._kept.append((self._next, payload))
-        self._publish.send_multipart([b"", self._next.to_bytes(8, "big"), payload])
+        self._publish.send_multipart([topic.encode(), self._next.to_bytes(8, "big"), payload])
         self._next += 1
 
     def answer_replays(self) -> None:
@@ -122,3 +148,20 @@ class EventPublisher:
         if self._replay is not None:
             self._replay.close(linger=0)
         self._context.term()
+
+
+def _is_public(namespace: Namespace) -> bool:
+    return namespace.tenant in _PUBLIC and not namespace.salt
+
+
+def _salt(namespace: Namespace) -> str | None:
+    """A name of the namespace, so that consumers that hash tokens themselves part it from others; None: everybody's.
+
+    A salt of an open server stands alone, as its clients sent it.
+    """
+    tenant, salt, entry = namespace
+    return f"{tenant}/{salt}#{entry}" if tenant or entry else salt or None
+
+
+def _positional(event: BlockStored | BlockRemoved | AllBlocksCleared) -> list[Any]:
+    return [type(event).__name__, *msgspec.structs.astuple(event)[:_LEGACY_FIELDS]]

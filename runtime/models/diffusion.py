@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from runtime.errors import ModelError
 from runtime.params import Algorithm
 
 # architecture -> decoder family
-FAMILIES = {"LLaDAModelLM": "Llama", "DreamModel": "Qwen2", "LlamaDiffusionModel": "Llama"}
+FAMILIES = {
+    "LLaDAModelLM": "Llama",
+    "DreamModel": "Qwen2",
+    "LlamaDiffusionModel": "Llama",
+    "SDARForCausalLM": "Qwen3",
+    "Fast_dLLM_QwenForCausalLM": "Qwen2",
+}
 
 # Switches of LLaDA's configuration, with the values of its published models; others are refused.
 _LLADA_SWITCHES: dict[str, Any] = {
@@ -50,28 +56,56 @@ class DiffusionSpec:
         mask_token_id: the token of undecided positions.
         logits_shift: the logits of token i are read from row i - logits_shift.
         algorithm: its authors' sampler.
+        attended: positions of a block that attends to itself and all before it (block diffusion); None: every position
+            attends to all.
+        block: positions that are denoised together, unless a request says otherwise.
+        threshold: likewise the confidence from which masks are decided; None: a schedule decides.
     """
 
     mask_token_id: int
     logits_shift: int
     algorithm: Algorithm
+    attended: int | None = None
+    block: int = 32
+    threshold: float | None = None
+
+
+# Block diffusion models as they were published. A configuration may name its mask and its block.
+_BLOCKS = {
+    "SDARForCausalLM": DiffusionSpec(151669, 0, "low_confidence", attended=4, block=4, threshold=0.85),
+    "Fast_dLLM_QwenForCausalLM": DiffusionSpec(151665, 1, "low_confidence", attended=32, block=8, threshold=0.9),
+}
+_BLOCK_NAMES = ("block_length", "block_size", "bd_size")
 
 
 def diffusion_spec(config: dict[str, Any], architecture: str) -> DiffusionSpec | None:
     """The DiffusionSpec of a configuration; None for a causal model. Raises KeyError, ModelError."""
     if architecture not in FAMILIES:
         return None
-    mask, vocab = config["mask_token_id"], config["vocab_size"]
+    published = _BLOCKS.get(architecture)
+    mask = config.get("mask_token_id", published.mask_token_id) if published else config["mask_token_id"]
+    vocab = config["vocab_size"]
     if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < vocab:
         raise ModelError(f"config.json has mask_token_id {mask!r}; it must be one of the {vocab} tokens")
     if architecture == "LLaDAModelLM":
         return DiffusionSpec(mask, 0, "low_confidence")
     if architecture == "DreamModel":
         return DiffusionSpec(mask, 1, "entropy")
+    if published is not None:
+        return _by_config(published, mask, config)
     shift = config.get("logits_shift", 1)
     if shift not in (0, 1):
         raise ModelError(f"config.json has logits_shift {shift!r}; supported are 0 and 1")
     return DiffusionSpec(mask, shift, "low_confidence")
+
+
+def _by_config(published: DiffusionSpec, mask: int, config: dict[str, Any]) -> DiffusionSpec:
+    """A block diffusion model with the block of its configuration. Raises ModelError."""
+    attended = next((config[name] for name in _BLOCK_NAMES if config.get(name) is not None), published.attended)
+    if not isinstance(attended, int) or isinstance(attended, bool) or attended < 1:
+        raise ModelError(f"config.json has a block of {attended!r} positions; it must be a positive integer")
+    block = attended if attended % published.block else published.block
+    return replace(published, mask_token_id=mask, attended=attended, block=block)
 
 
 def as_llama(config: dict[str, Any]) -> dict[str, Any]:

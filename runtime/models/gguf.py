@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 
 from runtime.errors import ModelError
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+# Those that transformers converts, in memory.
+BY_TRANSFORMERS = ("gemma3",)
 
 # Divisors of Llama 3's rotary frequencies, a tensor in GGUF and a setting in config.json.
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -23,7 +26,7 @@ def convert_gguf(path: Path, work: Path) -> None:
     """Write the files of the Hugging Face directory of a GGUF file into the directory `work`.
 
     Quantised tensors are stored as float32, which is exact; float16 and bfloat16 tensors are kept. One tensor is in
-    memory at a time.
+    memory at a time, except for models that transformers converts.
 
     Raises:
         ModelError: if the file is not a complete GGUF file of a supported architecture.
@@ -31,12 +34,14 @@ def convert_gguf(path: Path, work: Path) -> None:
     """
     metadata, tensors = _read(path)
     architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
-        raise ModelError(
-            f"{path.name}: architecture {architecture!r}; supported in GGUF are {', '.join(ARCHITECTURES)}"
-        )
+    if architecture not in ARCHITECTURES and architecture not in BY_TRANSFORMERS:
+        supported = ", ".join((*ARCHITECTURES, *BY_TRANSFORMERS))
+        raise ModelError(f"{path.name}: architecture {architecture!r}; supported in GGUF are {supported}")
     try:
-        _write(path, metadata, tensors, architecture, work)
+        if architecture in ARCHITECTURES:
+            _write(path, metadata, tensors, architecture, work)
+        else:
+            _write_by_transformers(path, metadata, work)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ModelError(f"{path.name} has metadata of the wrong kind: {error}") from None
 
@@ -68,7 +73,23 @@ def _write(path: Path, metadata: dict[str, Any], tensors: list[Any], architectur
     ids = {k: config[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(k) is not None}
     _write_json(work / "generation_config.json", ids)
     _write_tokenizer(path, metadata, work)
-    _write_tensors(path, _named(path, tensors, architecture, ModelSpec.load(work)), config, architecture, work)
+    _write_tensors(path, _named(path, tensors, architecture, LlamaSpec.load(work)), config, architecture, work)
+
+
+def _write_by_transformers(path: Path, metadata: dict[str, Any], work: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    # Gemma 3 has it from 4 billion parameters on; transformers' converter does not read it.
+    if found := [name for name in metadata if ".rope.scaling." in name]:
+        raise ModelError(f"{path.name} has {found[0]}; supported in GGUF is this architecture without rope scaling")
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model, report = load(path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True)
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(f"{path.name} has no tensor for {missing[0]}, which its metadata requires")
+    model.generation_config.eos_token_id = _ends(metadata)
+    model.save_pretrained(work)
+    _write_tokenizer(path, metadata, work)
 
 
 def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: list[Any]) -> dict[str, Any]:
@@ -84,8 +105,6 @@ def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: li
     if (rotated := get("rope.dimension_count", head_dim)) != head_dim:
         raise ModelError(f"{path.name} rotates {rotated} of {head_dim} dimensions of a head; supported is all of them")
     tokens = metadata.get("tokenizer.ggml.tokens") or []
-    # llama.cpp's converter writes Mistral's window only sometimes; results are exact up to its length.
-    context = min(get("context_length"), metadata.get(f"{architecture}.attention.sliding_window") or sys.maxsize)
     config = {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
@@ -98,7 +117,7 @@ def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: li
         # The embedding may have more rows than the tokenizer has tokens.
         "vocab_size": int(shapes["token_embd.weight"][1]) if "token_embd.weight" in shapes else len(tokens),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": context,
+        "max_position_embeddings": get("context_length"),
         "rope_theta": get("rope.freq_base", 10000.0),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in shapes,
@@ -107,6 +126,9 @@ def _config(path: Path, metadata: dict[str, Any], architecture: str, tensors: li
         "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
         "torch_dtype": "float32",
     }
+    if architecture == "llama" and (window := metadata.get("llama.attention.sliding_window")):
+        # llama.cpp calls Mistral a Llama; its converter writes the window only sometimes.
+        config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
     if architecture != "qwen2":
         config["attention_bias"] = "blk.0.attn_q.bias" in shapes
     if architecture == "llama":
@@ -166,7 +188,7 @@ def _llama3_scaling(path: Path, factors: np.ndarray, config: dict[str, Any]) -> 
     }
 
 
-def _named(path: Path, tensors: list[Any], architecture: str, spec: ModelSpec) -> dict[str, Any]:
+def _named(path: Path, tensors: list[Any], architecture: str, spec: LlamaSpec) -> dict[str, Any]:
     """The file's tensors by their Hugging Face names. Raises ModelError if names or shapes do not fit the model."""
     import gguf
 

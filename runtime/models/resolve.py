@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 
 from runtime.config import DEFAULT_MODEL, ModelConfig
 from runtime.errors import ModelError
 from runtime.models.adapters import ADAPTERS
 from runtime.models.default_model import fetch_default
+from runtime.models.implementation import own_spec
 from runtime.models.publishing import FORMAT, find_damage, provide, scratch, write_checksums
-from runtime.models.spec import ModelSpec
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
 # Other formats of the same weights: subdirectories (onnx, original) and Mistral's own layout.
@@ -39,11 +41,21 @@ def resolve_model(config: ModelConfig) -> Path:
 
         return build_adapted(name, config.cache_dir)
     if path.is_absolute() or name.startswith((".", "~")) or path.suffix == ".gguf" or name.count("/") != 1:
+        short = (DEFAULT_MODEL, *ADAPTERS)
+        meant = get_close_matches(name, [*short, *_siblings(path)], 1)
         raise ModelError(
             f"--model {name}: no such directory or file, and not the name of a model on the hub (org/name) "
-            f"nor a short name ({', '.join((DEFAULT_MODEL, *ADAPTERS))})"
+            f"nor a short name ({', '.join(short)})" + (f"; did you mean {meant[0]}?" if meant else "")
         )
-    return _from_hub(name, config.cache_dir)
+    return _from_hub(name, config)
+
+
+def _siblings(path: Path) -> list[str]:
+    """Files and directories beside a path."""
+    try:
+        return [str(path.with_name(other.name)) for other in islice(path.parent.iterdir(), 1000)]
+    except (OSError, ValueError):
+        return []
 
 
 def model_name(config: ModelConfig, path: Path) -> str:
@@ -81,7 +93,7 @@ def _from_file(path: Path, cache_dir: Path) -> Path:
     return provide(cache_dir / "models" / f"{path.stem}-{digest}-{FORMAT}", make)
 
 
-def _from_hub(name: str, cache_dir: Path) -> Path:
+def _from_hub(name: str, config: ModelConfig) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
 
     # HTTPError is that of the HTTP client of this version of the hub (httpx or httpx2).
@@ -89,14 +101,15 @@ def _from_hub(name: str, cache_dir: Path) -> Path:
 
     try:
         # The configuration first, so that an unsupported model is refused before gigabytes are fetched.
-        ModelSpec.load(Path(hf_hub_download(name, "config.json")).parent)
+        own_spec(config, Path(hf_hub_download(name, "config.json")).parent)
         path = Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
     except HFValidationError as error:
         raise ModelError(f"--model {name}: {error}") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, HTTPError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ModelError(f"--model {name}: it could not be fetched from the hub: {reason}") from None
-    if (damage := _find_damage(path, cache_dir / "models" / f"{name.replace('/', '--')}-{path.name}.json")) is not None:
+    checksums = config.cache_dir / "models" / f"{name.replace('/', '--')}-{path.name}.json"
+    if (damage := _find_damage(path, checksums)) is not None:
         raise ModelError(
             f"--model {name}: {damage} is damaged, as its checksum differs; delete {damage.resolve()} to fetch it again"
         )

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from runtime.errors import ModelError
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 
 # Dimension of a stored [out, in] weight that is sharded.
 _CUT = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
 
 
-def split_spec(spec: ModelSpec, size: int) -> ModelSpec:
+def split_spec(spec: LlamaSpec, size: int) -> LlamaSpec:
     """The spec of each of `size` ranks. Raises ModelError if heads or columns cannot be divided evenly."""
     sizes = {
         "query heads": spec.num_heads,

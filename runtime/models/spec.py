@@ -15,6 +15,10 @@ SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
+class Unsupported(ModelError):
+    """A model that Ramet's own code does not compute, though other code may."""
+
+
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
     """Rotary embedding; `kind` decides which fields matter.
@@ -36,9 +40,15 @@ class RopeSpec:
     amplitude: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder of the Llama family; `diffusion` is set if it has no causal mask."""
+    """A decoder; `diffusion` is set if it has no causal mask.
+
+    Attributes:
+        num_layers, num_kv_heads, head_dim: of the KV pool.
+        num_heads: query heads of the layer that has the most.
+        fingerprint: properties besides the weights on which KV depends.
+    """
 
     architecture: str
     model_type: str
@@ -47,42 +57,51 @@ class ModelSpec:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    intermediate_size: int
     vocab_size: int
-    rms_norm_eps: float
-    tie_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     context_length: int
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    rope: RopeSpec
+    fingerprint: str
     diffusion: DiffusionSpec | None = None
-
-    @classmethod
-    def load(cls, directory: Path) -> ModelSpec:
-        """Read `config.json` (and the end-of-sequence ids of `generation_config.json`).
-
-        Raises:
-            ModelError: if a file is missing or broken, or the model is unsupported.
-        """
-        config = read_json(directory / "config.json")
-        path = directory / "generation_config.json"
-        generation = read_json(path) if path.exists() else {}
-        try:
-            return _from_config(config, generation)
-        except KeyError as error:
-            raise ModelError(f"{directory / 'config.json'} has no {error.args[0]!r}") from None
-        except (TypeError, ValueError) as error:
-            raise ModelError(f"{directory / 'config.json'} has a value of the wrong kind: {error}") from None
 
     @property
     def identity(self) -> dict[str, Any]:
         """The model that a measured table belongs to: models with the same values may share one."""
         names = ("model_type", "num_layers", "hidden_size", "vocab_size")
         return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaSpec(ModelSpec):
+    """A decoder of the Llama family, which Ramet's own code computes.
+
+    Attributes:
+        windows: positions that rows see in each layer, before and with their own; None: all. Empty: all in all layers.
+    """
+
+    intermediate_size: int
+    rms_norm_eps: float
+    tie_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    rope: RopeSpec
+    windows: tuple[int | None, ...] = ()
+
+    @classmethod
+    def load(cls, directory: Path) -> LlamaSpec:
+        """Read `config.json` (and the end-of-sequence ids of `generation_config.json`).
+
+        Raises:
+            ModelError: if a file is missing or broken, or the model is unsupported.
+        """
+        config = read_json(directory / "config.json")
+        try:
+            return _from_config(config, read_generation(directory))
+        except KeyError as error:
+            raise ModelError(f"{directory / 'config.json'} has no {error.args[0]!r}") from None
+        except (TypeError, ValueError) as error:
+            raise ModelError(f"{directory / 'config.json'} has a value of the wrong kind: {error}") from None
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors in a checkpoint."""
@@ -133,15 +152,24 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpec:
+def read_generation(directory: Path) -> dict[str, Any]:
+    """`generation_config.json`; empty if there is none. Raises ModelError."""
+    path = directory / "generation_config.json"
+    return read_json(path) if path.exists() else {}
+
+
+def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpec:
     architecture = (config.get("architectures") or ["(none named)"])[0]
     _refuse_unsupported(config, architecture)
     if architecture == "LLaDAModelLM":
         config = as_llama(config)
     family = FAMILIES.get(architecture) or architecture.removesuffix("ForCausalLM")
     attention_bias = bool(config.get("attention_bias", False))
+    diffusion = diffusion_spec(config, architecture)
+    attended = diffusion.attended or 1 if diffusion else 1
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
-    spec = ModelSpec(
+    rope = _rope(config)
+    spec = LlamaSpec(
         architecture=architecture,
         model_type=config.get("model_type") or "",
         hidden_size=hidden,
@@ -157,12 +185,15 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpe
         o_bias=family in ("Llama", "Qwen3") and attention_bias,
         mlp_bias=family == "Llama" and bool(config.get("mlp_bias", False)),
         qk_norm=family == "Qwen3",
-        context_length=_context(config, family),
-        eos_token_ids=_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
-        bos_token_id=config.get("bos_token_id"),
-        rope=_rope(config),
-        diffusion=diffusion_spec(config, architecture),
+        context_length=_size(config, "max_position_embeddings") // attended * attended,
+        eos_token_ids=token_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
+        rope=rope,
+        fingerprint=repr(rope),
+        windows=_windows(config, family),
+        diffusion=diffusion,
     )
+    if spec.windows and spec.diffusion is not None:
+        raise ModelError("the model has a sliding window; supported are diffusion models without one")
     if heads % spec.num_kv_heads:
         raise ModelError(
             f"the model has {heads} query heads, not a multiple of its {spec.num_kv_heads} key-value heads"
@@ -174,9 +205,9 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> ModelSpe
 
 def _refuse_unsupported(config: dict[str, Any], architecture: str) -> None:
     if architecture not in SUPPORTED:
-        raise ModelError(f"the model's architecture is {architecture}; supported are {', '.join(SUPPORTED)}")
+        raise Unsupported(f"the model's architecture is {architecture}; supported are {', '.join(SUPPORTED)}")
     if (activation := config.get("hidden_act", "silu")) != "silu":
-        raise ModelError(f"the model's activation is {activation!r}; supported is 'silu'")
+        raise Unsupported(f"the model's activation is {activation!r}; supported is 'silu'")
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ModelError(
@@ -193,19 +224,22 @@ def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
     return value
 
 
-def _context(config: dict[str, Any], family: str) -> int:
-    """Positions that are computed exactly.
-
-    Sliding-window attention is not implemented. Within the window it equals full attention, so the context ends where
-    an active window does. An absent window has the published default; null means none.
-    """
-    context = _size(config, "max_position_embeddings")
+def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
+    """The sliding window of each layer; an absent one has the published default, null means none."""
     active = family == "Mistral" or (family != "Llama" and bool(config.get("use_sliding_window", False)))
-    window = config.get("sliding_window", 4096)
-    return min(context, window) if active and window is not None else context
+    if not active or config.get("sliding_window", 4096) is None:
+        return ()
+    window, layers = _size(config, "sliding_window", 4096), range(_size(config, "num_hidden_layers"))
+    if family == "Mistral":
+        return tuple(window for _ in layers)
+    first = config.get("max_window_layers", 28)
+    types = config.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in layers]
+    windows = tuple(window if types[i] == "sliding_attention" else None for i in layers)
+    return windows if any(windows) else ()
 
 
-def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
+def token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
+    """The distinct ids of some fields of configurations, each of which has one, several or none."""
     found: list[int] = []
     for value in values:
         found.extend([] if value is None else [value] if isinstance(value, int) else value)
@@ -216,14 +250,16 @@ def _rope(config: dict[str, Any]) -> RopeSpec:
     """The rotary embedding, from `rope_theta` and `rope_scaling` or from the newer `rope_parameters`."""
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if any(isinstance(value, dict) for value in scaling.values()):
-        raise ModelError(f"the model has a rotary embedding for each of {', '.join(scaling)}; supported is one for all")
+        raise Unsupported(
+            f"the model has a rotary embedding for each of {', '.join(scaling)}; supported is one for all"
+        )
     theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_KINDS:
-        raise ModelError(f"the model's rope scaling is {kind!r}; supported are {', '.join(ROPE_KINDS)}")
+        raise Unsupported(f"the model's rope scaling is {kind!r}; supported are {', '.join(ROPE_KINDS)}")
     partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
-        raise ModelError(f"the model rotates {partial} of each head; supported is 1.0 (partial_rotary_factor)")
+        raise Unsupported(f"the model rotates {partial} of each head; supported is 1.0 (partial_rotary_factor)")
     if kind == "default":
         return RopeSpec(theta)
     # The precedence of transformers.

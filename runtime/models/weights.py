@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from runtime.errors import ModelError
 from runtime.models.shards import Shard
-from runtime.models.spec import ModelSpec, read_json
+from runtime.models.spec import LlamaSpec, ModelSpec, read_json
 
 _BAR_FROM_BYTES = 1 << 30
 _DIGESTED_BYTES = 1 << 24
@@ -22,7 +22,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def load_weights(
-    directory: Path, spec: ModelSpec, dtype: torch.dtype, shard: Shard | None = None
+    directory: Path, spec: LlamaSpec, dtype: torch.dtype, shard: Shard | None = None
 ) -> dict[str, torch.Tensor]:
     """The tensors of `spec.expected_tensors()`, under these names, in `dtype`, on the CPU.
 
@@ -52,10 +52,26 @@ def load_weights(
     return weights
 
 
+def find_weights(directory: Path) -> list[Path]:
+    """The files of all tensors, none of which is quantised. Raises ModelError."""
+    where = _read_index(directory) or _scan(_find(directory))
+    files = sorted(_files(where, list(where)))
+    for path in files:
+        with _open(path) as file:
+            for name in file.keys():  # noqa: SIM118 - no dict
+                if (kind := file.get_slice(name).get_dtype()).startswith("F8"):
+                    raise ModelError(f"{path}: {name} is stored as {kind}; supported are {', '.join(_DTYPES)}")
+    return files
+
+
 def digest_weights(directory: Path, spec: ModelSpec) -> str:
-    """A digest of all bytes of the files from which `load_weights` reads. Raises ModelError."""
+    """A digest of all bytes of the files from which the model's weights are read. Raises ModelError."""
     state = xxhash.xxh3_128()
-    for path in sorted(_locate(directory, [spec.stored_name(name) for name in spec.expected_tensors()])):
+    if isinstance(spec, LlamaSpec):
+        files = sorted(_locate(directory, [spec.stored_name(name) for name in spec.expected_tensors()]))
+    else:
+        files = find_weights(directory)
+    for path in files:
         with path.open("rb") as file:
             while data := file.read(_DIGESTED_BYTES):
                 state.update(data)
@@ -63,7 +79,7 @@ def digest_weights(directory: Path, spec: ModelSpec) -> str:
 
 
 def random_weights(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, shard: Shard | None = None
+    spec: LlamaSpec, dtype: torch.dtype, device: torch.device, shard: Shard | None = None
 ) -> dict[str, torch.Tensor]:
     """Random tensors in place of `load_weights`, the same in every call, on `device`; norms are 1 and biases 0."""
     weights = {}
@@ -103,8 +119,13 @@ def _locate(directory: Path, expected: list[str]) -> dict[Path, list[str]]:
             f"the checkpoint in {directory} has no tensor {missing[0]}{more}; "
             f"config.json requires {len(expected)} tensors, the files hold {len(where)}"
         )
+    return _files(where, expected)
+
+
+def _files(where: dict[str, Path], names: list[str]) -> dict[Path, list[str]]:
+    """The names by file. Raises ModelError if a file is missing."""
     files: dict[Path, list[str]] = {}
-    for name in expected:
+    for name in names:
         files.setdefault(where[name], []).append(name)
     for path in files:
         if not path.is_file():

@@ -20,7 +20,7 @@ class Read:
     """KV that the rows of a stage attend to.
 
     Attributes:
-        pages, length, shift, keep: see `runtime.batch.Span`.
+        pages, length, shift, keep, position: see `runtime.batch.Span`.
         visible: int32, how many leading rows each query row sees; None: all of them.
         rows: the rows that read, as a range of those alive in the stage; None: all of them.
     """
@@ -31,6 +31,7 @@ class Read:
     keep: torch.Tensor | None = None
     visible: np.ndarray | None = None
     rows: slice | None = None
+    position: int = 0
 
 
 @dataclass(slots=True)
@@ -209,10 +210,11 @@ def _attend(members: Sequence[_Member], num_rows: int, page_size: int, least_sav
                 pages = read.pages[found.start : found.stop]
                 rows = _union([members[i].rows(other) for _, i, other in sharing])
                 length = min(found.stop * page_size, read.length) - found.start * page_size
-                plan.add(rows, Span(pages, length, shift))
+                plan.add(rows, Span(pages, length, shift, position=read.position + found.start * page_size))
     for member, reads in zip(members, alone, strict=True):
         for read in reads if len(reads) == 1 else _merge(reads, page_size):
-            plan.add(member.rows(read), Span(read.pages, read.length, read.shift, read.keep), read.visible)
+            span = Span(read.pages, read.length, read.shift, read.keep, read.position)
+            plan.add(member.rows(read), span, read.visible)
     return plan
 
 
@@ -241,10 +243,13 @@ def _rest(read: Read, start: int, page_size: int) -> list[Read]:
     """The part of a read behind its first `start` pages, which others share; nothing if that is all of it."""
     if not start:
         return [read]
-    length = read.length - start * page_size
-    visible = None if read.visible is None else read.visible - start * page_size
+    rows = start * page_size
+    if rows >= read.length:
+        return []
+    visible = None if read.visible is None else read.visible - rows
     # Nothing of a read with `keep` is shared.
-    return [Read(read.pages[start:], length, read.shift, None, visible, read.rows)] if length > 0 else []
+    rest = Read(read.pages[start:], read.length - rows, read.shift, None, visible, read.rows, read.position + rows)
+    return [rest]
 
 
 def _merge(reads: Sequence[Read], page_size: int) -> list[Read]:

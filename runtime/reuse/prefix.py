@@ -75,7 +75,7 @@ class PrefixStrategy(Strategy):
         if fresh is None:
             cache.tree.unlock(node)
             return False
-        cache.tree.use(node)
+        cache.use(node)
         cache.pins.renew(node, request.owner)
         whole = len(match.pages) * cache.page_size
         request.segments = [Segment(match.pages, whole, node=node)] if node is not None else []
@@ -97,7 +97,7 @@ class PrefixStrategy(Strategy):
     def _commit(self, request: Request) -> None:
         """Hand the full pages of the sequence to the tree, which may have some of them already."""
         cache, sequence = self.cache, request.sequence
-        full = sequence.num_computed // cache.page_size
+        full = self._sure(request) // cache.page_size
         before = sequence.start // cache.page_size
         if not (cache.enabled and request.store) or full <= before:
             return
@@ -112,6 +112,10 @@ class PrefixStrategy(Strategy):
         sequence.pages = sequence.pages[full - before :]
         sequence.start = full * cache.page_size
         request.segments = [Segment(held, sequence.start, node=node), *request.segments[len(own) :]]
+
+    def _sure(self, request: Request) -> int:
+        """Leading computed tokens that the tree may have."""
+        return request.sequence.num_computed
 
     def release(self, request: Request, keep: bool) -> None:
         if keep:

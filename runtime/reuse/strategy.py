@@ -177,16 +177,19 @@ class Strategy(ABC):
         """The rows of a piece of work; their pages are allocated."""
         request, first, stop = work.request, work.start, work.start + work.count
         sequence = request.sequence
-        # A token that nobody has read yet is left 0.
-        tokens = (0,) if work.ahead else sequence.tokens[first:stop] + work.draft
         return [
             RowSet(
-                tokens=np.array(tokens, dtype=np.int64),
+                tokens=np.array(self.tokens_of(work), dtype=np.int64),
                 positions=sequence.positions(first, stop),
                 stages=self._stages(request, first, stop),
                 logits=request.decoding.wanted(work),
             )
         ]
+
+    def tokens_of(self, work: Work) -> Sequence[int]:
+        """The tokens of a piece of work; one that nobody has read yet is left 0."""
+        first, stop = work.start, work.start + work.count
+        return (0,) if work.ahead else work.request.sequence.tokens[first:stop] + work.draft
 
     def _stages(self, request: Request, first: int, stop: int) -> list[Stage]:
         page_size = self.cache.page_size

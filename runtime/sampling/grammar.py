@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from runtime.errors import InvalidRequest, RametError
-from runtime.params import SamplingParams
+from runtime.params import Lazy, SamplingParams
 from runtime.sampling.json_text import parse_json
 from runtime.sampling.turns import Piece, Turns
 
@@ -37,6 +37,9 @@ _JSON: JsonCompileOptions = {"whitespace_pattern": r"[ \n]?"}
 _KEPT = 64
 
 _MAX_MESSAGE = 300
+
+# Bytes of an output in which a trigger at its start is looked for.
+_MOST_HELD = 1024
 
 
 def check_grammar(params: SamplingParams) -> None:
@@ -88,20 +91,86 @@ class Grammar:
     def __init__(self, matcher: LLMatcher):
         self._matcher = matcher
 
-    def forbidden(self, vocab_size: int) -> np.ndarray:
-        """Tokens that may not follow, bool [vocab]. Raises InvalidRequest at a dead end or a limit."""
+    def forbidden(self, vocab_size: int) -> np.ndarray | None:
+        """Tokens that may not follow, bool [vocab]; None: any may. Raises InvalidRequest at a dead end or a limit."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             raise InvalidRequest(f"the grammar cannot be followed further: {_first_line(self._matcher.get_error())}")
         return np.unpackbits(bits, bitorder="little", count=vocab_size) == 0
 
-    def accept(self, token: int) -> None:
+    def accept(self, token: int) -> bool:
+        """Go on with a token that is not forbidden; False: another one must be chosen."""
         self._matcher.consume_token(token)
+        return True
 
     @property
     def complete(self) -> bool:
         """Whether no token may follow."""
         return self._matcher.is_stopped()
+
+
+class LazyGrammar(Grammar):
+    """A grammar that holds from a trigger on; before that, every token may follow.
+
+    A trigger may end within a token. The grammar reads the text, from the trigger on, by bytes. Where it meets a limit,
+    the rest of the output is free.
+    """
+
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, lazy: Lazy):
+        super().__init__(matcher)
+        self._tokenizer = tokenizer
+        self._at_start = lazy.at_start
+        self._triggers = [text.encode() for text in lazy.triggers]
+        self._longest = max(map(len, self._triggers))
+        self._held = b""  # the latest bytes, in which a trigger may begin
+        self._holds = False
+
+    def forbidden(self, vocab_size: int) -> np.ndarray | None:
+        try:
+            return super().forbidden(vocab_size) if self._holds else None
+        except InvalidRequest:
+            self._holds, self._triggers = False, []
+            return None
+
+    def accept(self, token: int) -> bool:
+        if self._holds:
+            super().accept(token)
+            self._holds = self._at_start or not self._matcher.is_stopped()
+            return True
+        text = self._held + self._tokenizer.decode_bytes([token])
+        start, end = self._find(text)
+        if start < 0:
+            self._held = text if self._at_start else text[max(len(text) - self._longest + 1, 0) :]
+        elif self._begins(text[start:]):
+            self._holds, self._held = self._at_start or not self._matcher.is_stopped(), b""
+        elif end < len(text) and self._begins(text[start:end]):
+            return False  # the token has more than the trigger's end, and that is wrong
+        else:
+            self._triggers = []
+        return True
+
+    @property
+    def complete(self) -> bool:
+        return self._holds and super().complete
+
+    def _find(self, text: bytes) -> tuple[int, int]:
+        """Where the first trigger begins and ends in a text; (-1, -1): there is none."""
+        if self._at_start:
+            dense = b"".join(text.split())
+            if any(dense.startswith(trigger) for trigger in self._triggers):
+                return 0, len(text)
+            if len(text) > _MOST_HELD or not any(trigger.startswith(dense) for trigger in self._triggers):
+                self._triggers = []
+            return -1, -1
+        places = [(text.find(trigger), len(trigger)) for trigger in self._triggers]
+        start, length = min(((at, length) for at, length in places if at >= 0), default=(-1, 0))
+        return start, start + length
+
+    def _begins(self, text: bytes) -> bool:
+        """Whether the grammar takes a text as its beginning, and goes on behind it."""
+        self._matcher.reset()
+        tokens = self._tokenizer.tokenize_bytes(text)
+        return self._matcher.try_consume_tokens(tokens) == len(tokens)
 
 
 class GrammarCompiler:
@@ -123,7 +192,7 @@ class GrammarCompiler:
         self._kept: OrderedDict[tuple[Hashable, str], LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
         self._turns = Turns(2, "ramet-grammar")
-        self.open: dict[str, Piece[LLMatcher]] = {}
+        self.open: dict[str, Piece[Grammar]] = {}
 
     def __len__(self) -> int:
         return len(self.open)
@@ -151,16 +220,15 @@ class GrammarCompiler:
         return done
 
     @staticmethod
-    def _result(piece: Piece[LLMatcher]) -> Grammar | RametError:
+    def _result(piece: Piece[Grammar]) -> Grammar | RametError:
         try:
-            matcher = piece.result()
+            return piece.result()
+        except InvalidRequest as error:
+            return error
         except Exception as error:
             return RametError(f"the grammar could not be compiled: {type(error).__name__}")
-        if matcher.is_error():
-            return InvalidRequest(f"the grammar cannot be followed: {_first_line(matcher.get_error())}")
-        return Grammar(matcher)
 
-    def _compile(self, params: SamplingParams, tenant: Hashable) -> LLMatcher:
+    def _compile(self, params: SamplingParams, tenant: Hashable) -> Grammar:
         source = _source(params)
         assert source is not None
         key = (tenant, source)
@@ -169,9 +237,12 @@ class GrammarCompiler:
                 self._tokenizer = LLTokenizer(self._load_tokenizer(), n_vocab=self._vocab_size, eos_token=self._eos)
             matcher = self._kept.get(key)
         matcher = matcher or LLMatcher(self._tokenizer, source, limits=_LIMITS, log_level=0)
+        if matcher.is_error():
+            raise InvalidRequest(f"the grammar cannot be followed: {_first_line(matcher.get_error())}")
         with self._lock:
             self._kept[key] = matcher
             self._kept.move_to_end(key)
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-            return matcher.deep_copy()
+            copy = matcher.deep_copy()
+        return Grammar(copy) if params.lazy is None else LazyGrammar(copy, self._tokenizer, params.lazy)

@@ -6,6 +6,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 
 import torch
 
@@ -22,6 +23,9 @@ log = logging.getLogger("ramet.engine")
 NO_TOKEN = -1
 
 _WORD = (1 << 64) - 1
+
+# The bit of a place from which on it counts how often its token was drawn.
+_TRIES = 40
 
 # Weights that are added up before one of them is looked for.
 _BLOCK = 64
@@ -180,14 +184,20 @@ class Sampler:
     def _one(self, logits: torch.Tensor, best: torch.Tensor, request: Request, ahead: int) -> torch.Tensor:
         """The token of a request that adjusts its logits [vocab]; `best`: the highest one before."""
         logits = self._adjust(logits.clone(), request, ahead)
-        token = logits.argmax() if request.sampling.greedy else self._draw_all(logits[None], [request], [ahead])[0]
-        if request.counts is not None:
-            request.counts.index_add_(0, token.clamp_min(0)[None], request.counts.new_ones(1))
-        if request.grammar is not None:
+        for tries in count():
+            # Another number for each, as the last one fell on a token that is forbidden now.
+            at = [ahead + (tries << _TRIES)]
+            token = logits.argmax() if request.sampling.greedy else self._draw_all(logits[None], [request], at)[0]
+            if request.grammar is None:
+                break
             value = int(token.where(best != NO_TOKEN, NO_TOKEN))
             if value == NO_TOKEN:
                 raise BadLogits
-            request.grammar.accept(value)
+            if request.grammar.accept(value):
+                break
+            logits[value] = -math.inf
+        if request.counts is not None:
+            request.counts.index_add_(0, token.clamp_min(0)[None], request.counts.new_ones(1))
         return token
 
     def _adjust(self, logits: torch.Tensor, request: Request, ahead: int = 0) -> torch.Tensor:
@@ -198,9 +208,9 @@ class Sampler:
             logits.index_add_(0, self._index(list(params.logit_bias)), biases)
         if _penalised(params):
             self._penalise(logits, request)
-        if request.grammar is not None:
-            forbidden = torch.from_numpy(request.grammar.forbidden(len(logits)))
-            logits.masked_fill_(upload(forbidden, self.device), -math.inf)
+        forbidden = None if request.grammar is None else request.grammar.forbidden(len(logits))
+        if forbidden is not None:
+            logits.masked_fill_(upload(torch.from_numpy(forbidden), self.device), -math.inf)
         elif request.num_output + ahead < params.min_new_tokens and request.stop_ids:
             logits.index_fill_(0, self._index(sorted(request.stop_ids)), -math.inf)
         return logits

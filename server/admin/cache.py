@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from runtime.errors import InvalidRequest
 from runtime.frontend.output import Prompt, Submission
 from runtime.params import SamplingParams
 from runtime.reuse.fusion.prompt import in_messages
-from server.auth.keys import Asker, CacheScope, Forbidden, Tenant
+from server.auth.keys import Asker, CacheScope, EveryKey, Forbidden, Tenant
 from server.context import Context, Ctx
 from server.documents.wire import find_documents
 from server.http import examples
@@ -28,6 +29,8 @@ from server.openai.types import Message, Messages
 from server.store import Conflict
 
 router = APIRouter(prefix="/cache", tags=["cache"])
+# Each key sees its own.
+own = EveryKey(prefix="/cache", tags=["cache"])
 
 
 class Prefix(Body):
@@ -81,7 +84,12 @@ class PinRequest(Prefix):
 async def pin(context: Ctx, body: PinRequest, request: Request, tenant: Asker) -> dict[str, Any]:
     """Pin the whole pages of a prefix, which is computed now if it is not cached. 409 over the budget."""
     prefix = body.submission(tenant, context, new_tokens=1)
-    return await while_there(request, context.engine.pin(prefix, body.name, body.ttl_s))
+    return _told(await while_there(request, context.engine.pin(prefix, body.name, body.ttl_s)), context)
+
+
+def _told(entry: dict[str, Any], context: Context) -> dict[str, Any]:
+    """A pin, or what is kept, with the tenant's name instead of its account."""
+    return {**entry, "tenant": context.tenant_name(entry["tenant"])}
 
 
 def _render(messages: list[Message], account: str, context: Context) -> Prompt:
@@ -99,9 +107,13 @@ def _named(name: str, context: Context) -> Tenant:
 @router.get("/pins", responses=examples.PINS)
 async def pins(context: Ctx) -> dict[str, Any]:
     """All pins, sums of what tenants keep, the tokens that both hold, and the budget."""
+    return await pins_of(context)
+
+
+async def pins_of(context: Context) -> dict[str, Any]:
+    """The answer of `/cache/pins`."""
     found = await context.engine.pins()
-    kept = [{**entry, "tenant": context.tenant_name(entry["tenant"])} for entry in found["kept"]]
-    return {**found, "kept": kept}
+    return {**found, **{kind: [_told(entry, context) for entry in found[kind]] for kind in ("pins", "kept")}}
 
 
 @router.delete("/pins/{pin_id}", responses=examples.SUCCESS)
@@ -121,7 +133,7 @@ Start = Annotated[
 @router.post("/nodes/{page}/pin", responses=examples.PIN)
 async def pin_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
     """Pin the prefix that ends with a node. 404 if the node is gone, 409 over the budget."""
-    return (await _on_node(context, "pin", page, start))["pin"]
+    return _told((await _on_node(context, "pin", page, start))["pin"], context)
 
 
 @router.delete("/nodes/{page}/pin", responses=examples.UNPINNED)
@@ -138,7 +150,24 @@ async def drop_node(context: Ctx, page: Page, start: Start) -> dict[str, Any]:
     return {"evicted_tokens": done["tokens"]}
 
 
-async def _on_node(context: Context, verb: Literal["pin", "unpin", "drop"], page: int, start: int) -> dict[str, Any]:
+@router.get("/nodes/{page}", responses=examples.NODE)
+async def read_node(
+    context: Ctx,
+    page: Page,
+    start: Start,
+    from_: Annotated[
+        int | None, Query(alias="from", ge=0, lt=1 << 31, description="first token to show; default: start")
+    ] = None,
+) -> dict[str, Any]:
+    """The text of a node, or of the path to it from a token on."""
+    tokens = preview_tokens((await _on_node(context, "read", page, start))["tokens"], start if from_ is None else from_)
+    text = await asyncio.to_thread(context.engine.tokenizer.decode, tokens, skip_special_tokens=False)
+    return {"tokens": len(tokens), "text": text}
+
+
+async def _on_node(
+    context: Context, verb: Literal["pin", "unpin", "drop", "read"], page: int, start: int
+) -> dict[str, Any]:
     done = await context.engine.on_node(verb, page, start)
     if not done["found"]:
         raise NotFound(f"there is no such node at page {page}", param="page", code="node_not_found")
@@ -210,7 +239,27 @@ async def stats(context: Ctx) -> dict[str, Any]:
     return await context.engine.state()
 
 
-@router.get("/tree", responses=examples.TREE)
+@own.get("/quota", responses=examples.QUOTA)
+async def quota(
+    context: Ctx,
+    asker: Asker,
+    tenant: Annotated[str | None, Query(description="admin keys: name of the API key whose quota to show")] = None,
+) -> dict[str, Any]:
+    """The key's quota, and what of it is used, in pages and in tokens; null without a quota."""
+    if not asker.admin and tenant not in (None, asker.name):
+        raise Forbidden("this key may only see its own quota")
+    return await quota_of(_named(tenant, context) if tenant is not None else asker, context)
+
+
+async def quota_of(tenant: Tenant, context: Context) -> dict[str, Any]:
+    """The answer of `/cache/quota`."""
+    found = await context.engine.quota(tenant.account)
+    size = context.engine.info.page_size
+    tokens = {name.replace("pages", "tokens"): None if n is None else n * size for name, n in found.items()}
+    return {"tenant": tenant.name, **found, **tokens}
+
+
+@own.get("/tree", responses=examples.TREE)
 async def tree(
     context: Ctx,
     asker: Asker,
@@ -240,6 +289,6 @@ def _show(node: dict[str, Any], context: Context) -> dict[str, Any]:
     return {**shown, "preview": context.engine.tokenizer.decode(tokens, skip_special_tokens=False)} if tokens else shown
 
 
-def preview_tokens(run: bytes) -> list[int]:
-    """The tokens of a run's beginning, without the -1 that fills up the last page of a module."""
-    return [token for token in array("i", run) if token >= 0]
+def preview_tokens(run: bytes, first: int = 0) -> list[int]:
+    """The tokens of a run from one on, without the -1 that fills up the last page of a module."""
+    return [token for token in array("i", run)[first:] if token >= 0]

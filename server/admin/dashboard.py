@@ -1,4 +1,4 @@
-"""The dashboard: its page and its stream of events."""
+"""The dashboard: its page and its stream of events, and the page of the API."""
 
 from __future__ import annotations
 
@@ -6,53 +6,63 @@ import asyncio
 import base64
 import contextlib
 import hashlib
-import re
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from fastapi.responses import HTMLResponse, Response
 
 from radix import Namespace
 from runtime.errors import Overloaded, RametError
-from server.admin.cache import preview_tokens
+from server.admin.cache import pins_of, preview_tokens, quota_of
+from server.admin.history import EVERY_S, MOST, sample
+from server.auth.keys import Asker, EveryKey, Tenant
 from server.context import Context
 from server.http.sse import EventStream
 
-router = APIRouter(tags=["dashboard"], include_in_schema=False)
+router = EveryKey(tags=["dashboard"], include_in_schema=False)
 
-_EVERY_S = 1.0
 _MOST_BLOCKS = 500
-_PREVIEW_TOKENS = 32
+_PREVIEW_TOKENS = 48
 _MOST_REQUESTS = 100
-_MOST_VIEWERS = 32
+_MOST_VIEWERS, _MOST_OF_TENANT = 32, 4
 # Least pause between two walks of the tree, in multiples of the last walk's duration.
 _REST = 10
-_COUNTED = ("running", "waiting", "pages_total", "pages_free", "pages_tree", "pages_private", "pages_locked",
-            "pages_pinned", "pins", "tree_nodes", "queried_tokens", "cached_tokens", "prompt_tokens",
-            "generation_tokens", "requests", "evicted_tokens", "retracted_requests",
-            "substituted_pages", "saved_pages")  # fmt: skip
+_SCRIPTS = ("base", "charts", "tree", "node", "tables", "chat", "canvas", "play", "live")
 
 
 @router.get("/")
 @router.get("/dashboard")
 async def page() -> Response:
     """The static page; its data comes over routes that need a key."""
-    html, policy = _page()
+    return _answer("page", _SCRIPTS)
+
+
+@router.get("/docs")
+async def docs() -> Response:
+    """The API as a page; it reads `/openapi.json`."""
+    return _answer("docs", ("base", "docs"))
+
+
+def _answer(name: str, scripts: tuple[str, ...]) -> Response:
+    html, policy = _page(name, scripts)
     return HTMLResponse(html, headers={"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff",
                                        "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"})  # fmt: skip
 
 
 @lru_cache
-def _page() -> tuple[str, str]:
-    """The page and its Content-Security-Policy: only its own script runs, and nothing is loaded from elsewhere."""
-    html = (files("server") / "static" / "dashboard.html").read_text("utf-8")
-    script = re.search(r"<script>(.*?)</script>", html, re.DOTALL)
-    assert script is not None
-    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+def _page(name: str, scripts: tuple[str, ...]) -> tuple[str, str]:
+    """A page, put together from its parts, and its policy: only its own script runs, and nothing else is loaded."""
+    parts = files("server") / "static" / "page"
+    script = '"use strict";\n' + "".join((parts / f"{part}.js").read_text("utf-8") for part in scripts)
+    html = (parts / f"{name}.html").read_text("utf-8")
+    html = html.replace("/* style.css */", (parts / "style.css").read_text("utf-8"), 1)
+    html = html.replace("/* scripts */", script, 1)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return html, (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -60,97 +70,143 @@ def _page() -> tuple[str, str]:
 
 
 @router.get("/dashboard/events", response_model=None)
-async def events(request: Request) -> EventStream:
-    """Figures every second, and the tree when it has changed."""
+async def events(request: Request, asker: Asker) -> EventStream:
+    """Figures every second, and the tree when it has changed; for a key without `admin`, its own alone."""
     feed: Feed = request.app.state.feed
-    return EventStream(feed.follow(), feed.enter())
+    return EventStream(feed.follow(asker), feed.enter(asker))
+
+
+class _View:
+    """Data for all viewers that may see the same: everything (tenant None), or what is a tenant's own."""
+
+    def __init__(self, tenant: Tenant | None):
+        self.tenant = tenant
+        self.viewers = 0
+        self.lock = asyncio.Lock()
+        self.figures: dict[str, Any] = {}
+        self.figures_s = float("-inf")
+        self.tree: dict[str, Any] = {}
+        self.version = 0
+        self.walk: asyncio.Task[None] | None = None
+        self.walk_after_s = float("-inf")
+
+    @property
+    def account(self) -> str | None:
+        return None if self.tenant is None else self.tenant.account
 
 
 class Feed:
-    """The dashboard's data, computed once for all viewers, and only while there are any."""
+    """The dashboard's data. Figures of the last hour are kept always; all else is made while somebody looks, for all
+    viewers at once.
+    """
 
     def __init__(self, context: Context):
         self.context = context
-        self._viewers = 0
+        self.history: deque[dict[str, Any]] = deque(maxlen=MOST)
+        self._views: dict[str, _View] = {}
         self._closing = asyncio.Event()
-        self._lock = asyncio.Lock()
-        self._figures: dict[str, Any] = {}
-        self._figures_s = float("-inf")
-        self._tree: dict[str, Any] = {}
-        self._version = 0
-        self._walk: asyncio.Task[None] | None = None
-        self._walk_after_s = float("-inf")
+        self._walking = asyncio.Lock()
 
-    def enter(self) -> Callable[[], None]:
+    def enter(self, asker: Tenant) -> Callable[[], None]:
         """Count a viewer; returns the function to call when it leaves. Raises Overloaded over the limit."""
-        if self._viewers >= _MOST_VIEWERS:
-            raise Overloaded(f"{_MOST_VIEWERS} dashboards are open already")
-        self._viewers += 1
-        return self._leave
+        key = "" if asker.admin else asker.name
+        view = self._views.get(key) or _View(None if asker.admin else asker)
+        total = sum(one.viewers for one in self._views.values())
+        if total >= _MOST_VIEWERS or (not asker.admin and view.viewers >= _MOST_OF_TENANT):
+            raise Overloaded("too many dashboards are open already")
+        self._views[key] = view
+        view.viewers += 1
 
-    def _leave(self) -> None:
-        self._viewers -= 1
-        if not self._viewers:
-            # The next viewer must not see an outdated tree.
-            self._tree, self._version, self._walk_after_s = {}, 0, float("-inf")
-            if self._walk is not None:
-                self._walk.cancel()
+        def leave() -> None:
+            view.viewers -= 1
+            if not view.viewers:
+                del self._views[key]
+                if view.walk is not None:
+                    view.walk.cancel()
+
+        return leave
 
     def close(self) -> None:
         """End all streams, as the server stops."""
         self._closing.set()
 
-    async def follow(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def keep_history(self) -> None:
+        """Note figures as long as the server runs."""
+        while not self._closing.is_set():
+            with contextlib.suppress(RametError):  # the engine died; another may be started
+                self.history.append(sample(await self.context.engine.state(), self.context))
+            await self._pause(EVERY_S)
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
+
+    async def follow(self, asker: Tenant) -> AsyncGenerator[dict[str, Any], None]:
         """Events for one viewer, until it leaves, the server stops or the engine dies."""
-        yield {"model": self._model()}
+        view = self._views["" if asker.admin else asker.name]
+        yield {"model": self._model(), "asker": {"name": asker.name, "admin": asker.admin}}
+        if asker.admin:
+            yield {"history": list(self.history)}
         seen = 0
-        while True:
-            yield {"figures": await self._fresh_figures()}
-            self._keep_walking()
-            if self._version != seen:
-                seen = self._version
-                yield {"tree": self._tree}
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), _EVERY_S)
-                return
+        while not self._closing.is_set():
+            yield {"figures": await self._fresh_figures(view)}
+            self._keep_walking(view)
+            if view.version != seen:
+                seen = view.version
+                yield {"tree": view.tree}
+            await self._pause(1.0)
 
     def _model(self) -> dict[str, Any]:
         info = self.context.engine.info
         return {"name": info.name, "dtype": info.dtype, "device": info.device, "page_size": info.page_size,
-                "pool_tokens": info.pool_tokens, "context_length": info.context_length}  # fmt: skip
+                "pool_tokens": info.pool_tokens, "context_length": info.context_length,
+                "architecture": info.architecture, "attention_backend": info.attention_backend,
+                "eviction_policy": self.context.config.cache.eviction_policy}  # fmt: skip
 
-    async def _fresh_figures(self) -> dict[str, Any]:
-        async with self._lock:
-            if time.monotonic() - self._figures_s >= 0.9 * _EVERY_S:
-                engine = self.context.engine
-                state, requests = await asyncio.gather(engine.state(), engine.requests(_MOST_REQUESTS))
-                for request in requests:
+    async def _fresh_figures(self, view: _View) -> dict[str, Any]:
+        async with view.lock:
+            if time.monotonic() - view.figures_s >= 0.9:
+                engine, context = self.context.engine, self.context
+                live = self._shown(await engine.requests(_MOST_REQUESTS, view.account))
+                for request in live:
                     request["rid"] = request["rid"].rpartition("/")[0]  # drop the engine's choice and serial number
-                    request["tenant"] = self.context.tenant_name(request["tenant"])
-                counted = {name: state.get(name, 0) for name in _COUNTED}
-                self._figures = {"at_s": time.time(), **counted, **self.context.metrics.now(), "requests": requests}
-                self._figures_s = time.monotonic()
-            return self._figures
+                figures = {"requests": live, "finished": self._shown(context.journal.last(view.account))}
+                if view.tenant is None:
+                    view.figures = {**sample(await engine.state(), context), **figures}
+                else:
+                    view.figures = {"at_s": time.time(), **figures, "quota": await quota_of(view.tenant, context)}
+                view.figures_s = time.monotonic()
+            return view.figures
 
-    def _keep_walking(self) -> None:
-        if (self._walk is None or self._walk.done()) and time.monotonic() >= self._walk_after_s:
-            self._walk = asyncio.create_task(self._walk_tree())
+    def _shown(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**entry, "tenant": self.context.tenant_name(entry["tenant"])} for entry in entries]
 
-    async def _walk_tree(self) -> None:
-        begin = time.monotonic()
+    def _keep_walking(self, view: _View) -> None:
+        if (view.walk is None or view.walk.done()) and time.monotonic() >= view.walk_after_s:
+            view.walk = asyncio.create_task(self._walk_tree(view))
+
+    async def _walk_tree(self, view: _View) -> None:
+        admin = view.tenant is None
         try:
-            outline = await self.context.engine.outline(_MOST_BLOCKS, _PREVIEW_TOKENS)
-            tree = {
-                "blocks": [self._show(block) for block in outline["blocks"]],
-                "evictions": [self._named(eviction) for eviction in outline["evictions"]],
-                **await self.context.engine.pins(),
-            }
+            async with self._walking:  # the engine makes one walk at a time
+                begin = time.monotonic()
+                preview = _PREVIEW_TOKENS if admin else 0
+                outline = await self.context.engine.outline(_MOST_BLOCKS, preview, view.account)
+                end = time.monotonic()
+            pins = await pins_of(self.context)
         except RametError:
             return  # the engine died; the figures report it
-        end = time.monotonic()
-        self._walk_after_s = end + max(_REST * (end - begin), 2 * _EVERY_S)
-        if tree != self._tree:
-            self._tree, self._version = tree, self._version + 1
+        if not admin:
+            mine = [pin for pin in pins["pins"] if pin["tenant"] == (view.tenant and view.tenant.name)]
+            pins = {"pins": mine}
+        tree = {
+            "blocks": [self._show(block) for block in outline["blocks"]],
+            "evictions": [self._named(eviction) for eviction in outline["evictions"]],
+            **pins,
+        }
+        view.walk_after_s = end + max(_REST * (end - begin), 2.0)
+        if tree != view.tree:
+            view.tree, view.version = tree, view.version + 1
 
     def _show(self, block: dict[str, Any]) -> dict[str, Any]:
         tokens = preview_tokens(block.pop("preview"))
@@ -160,8 +216,11 @@ class Feed:
         return self._named(block) | {"idle_s": idle, "preview": text}
 
     def _named(self, shown: dict[str, Any]) -> dict[str, Any]:
-        """With the tenant's name instead of the namespace."""
-        return shown | {"namespace": self.context.tenant_name(Namespace(*shown["namespace"]).tenant)}
+        """With the tenant's name, the salt, and the kind of an entry, instead of the namespace."""
+        space = Namespace(*shown["namespace"])
+        named = {key: value for key, value in shown.items() if key != "namespace"}
+        kind = space.entry.partition(":")[0]
+        return {**named, "tenant": self.context.tenant_name(space.tenant), "salt": space.salt, "kind": kind}
 
     @lru_cache(4 * _MOST_BLOCKS)  # noqa: B019 (one feed lives as long as its server)
     def _decode(self, tokens: tuple[int, ...]) -> str:

@@ -81,7 +81,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pages_free": ("Free pages", ("ramet:pages_free",)),
     "pages_tree": ("Pages held by the tree", ("ramet:pages_tree",)),
     "pages_private": ("Pages private to live requests", ("ramet:pages_private",)),
-    "pages_locked": ("Pages of the tree that live requests use", ("ramet:pages_locked",)),
+    "pages_locked": ("Pages of the tree that live requests use and no pin holds", ("ramet:pages_locked",)),
     "pages_pinned": ("Pages of the tree that are pinned", ("ramet:pages_pinned",)),
     "saved_pages": ("Pages that live requests save by shared reasoning steps", ("ramet:saved_pages",)),
     "pins": ("Pins", ("ramet:pins",)),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from runtime.sampling.json_text import parse_json
-from server.openai.tools import CallReader
+from server.openai.calls import CallReader
 
 _OPEN, _CLOSE = "<think>", "</think>"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from runtime.errors import RametError
 from runtime.frontend.output import KeptText, Output, Submission
@@ -15,17 +15,17 @@ from runtime.protocol import CacheBooks
 from server.anthropic.content import ContentReader, Piece
 from server.anthropic.prompt import conversation_of, render
 from server.anthropic.types import Conversation, MessagesRequest
-from server.auth.keys import Asker, Tenant
+from server.auth.keys import Asker, EveryKey, Tenant
 from server.context import Context, Ctx
 from server.explain.inquiry import Inquiry, ask
 from server.http import examples
 from server.http.errors import MessageError, message_error
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, TypedEventStream, unless_gone, while_there
-from server.openai.tools import CallReader, writes_tags
+from server.openai.calls import CallReader, lazy_calls, writes_tags
 from server.store import Conflict
 
-router = APIRouter(
+router = EveryKey(
     prefix="/v1/messages",
     tags=["anthropic"],
     responses={"4XX": {"model": MessageError}, "5XX": {"model": MessageError}},
@@ -47,7 +47,7 @@ async def messages(body: MessagesRequest, request: Request, context: Ctx, tenant
     context.check_model(body.model)
     body.check()
     work = partial(submission_of, body, tenant, context)
-    if body.is_constrained:  # a schema may be as long as the body
+    if body.is_constrained or body.offered:  # a schema may be as long as the body
         submission = await while_there(request, context.engine.in_turn(tenant.account, body.num_characters, work))
     else:
         submission = work()
@@ -78,10 +78,15 @@ async def count_tokens(body: Conversation, request: Request, context: Ctx, tenan
 
 def submission_of(body: MessagesRequest, tenant: Tenant, context: Context) -> Submission:
     """The submission of a conversation, which is rendered later: long ones take their time. Raises InvalidRequest."""
+    sampling, otherwise = body.sampling(), None
+    if body.offered and not body.is_constrained and context.engine.info.diffusion is None:
+        tools = [tool.described() for tool in body.offered]
+        sampling, otherwise = lazy_calls(sampling, tools, writes_tags(context.engine.tokenizer))
     return Submission(
         prompt=partial(render, body, context.engine.tokenizer),
         num_characters=body.num_characters,
-        sampling=body.sampling(),
+        sampling=sampling,
+        otherwise=otherwise,
         account=tenant.account,
         namespace=tenant.namespace(body.cache_salt, body.cache_scope),
         priority=tenant.priority(body.priority),
@@ -108,7 +113,7 @@ def _reader(body: MessagesRequest, submission: Submission, context: Context) -> 
 async def _answer(
     reader: ContentReader, submission: Submission, outputs: OutputStream, context: Context, inquiry: Inquiry | None
 ) -> dict[str, Any]:
-    (output,) = await collect(outputs, context.metrics)
+    (output,) = await collect(outputs, context)
     pieces = reader.push(output.text, last=True)
     message = _message(submission, output, context) | await _explained(inquiry, outputs, output)
     return {**message, "content": [piece.block() for piece in pieces], **_stop(output, pieces, context)}
@@ -119,7 +124,7 @@ async def _events(
 ) -> Events:
     index, open_type, seen = -1, "", list[Piece]()
     began = False
-    async for output in follow(outputs, context.metrics):
+    async for output in follow(outputs, context):
         if not began:
             began = True
             message = _message(submission, output, context) | await _explained(inquiry, outputs, output)

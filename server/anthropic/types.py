@@ -11,10 +11,10 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import MAX_PLACES
 from runtime.params import SamplingParams, StopString
-from server.auth.keys import CacheScope
 from server.http import fields
-from server.http.wire import AnswerId, Body, CacheSalt, CacheUse, Explain, JsonObject, OneOr, Priority, Text, Timeout
-from server.openai.tools import MAX_TOOLS, Function, schema_of_call
+from server.http.wire import AnswerId, Body, JsonObject, OneOr, OwnFields, Text
+from server.openai.calls import schema_of_call
+from server.openai.tools import MAX_TOOLS, Function
 from server.openai.tools import Tool as Described
 
 # Messages in a conversation, and blocks in a message.
@@ -277,7 +277,7 @@ class Diagnostics(Body):
     previous_message_id: AnswerId | None = None
 
 
-class MessagesRequest(Conversation):
+class MessagesRequest(Conversation, OwnFields):
     """`POST /v1/messages`."""
 
     max_tokens: int = Field(ge=0, le=1 << 20, description="0: only compute and keep the prompt")
@@ -286,12 +286,6 @@ class MessagesRequest(Conversation):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(-1, ge=-1, le=1 << 20)
     stop_sequences: Annotated[list[StopString], Field(max_length=16)] = Field(default_factory=list)
-    priority: Priority = 0
-    cache_salt: CacheSalt | None = None
-    cache: CacheUse = Field(default_factory=CacheUse)
-    cache_scope: CacheScope = "private"
-    timeout_s: Timeout | None = None
-    explain: Explain = False
     diagnostics: Diagnostics | None = None
 
     @property

@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,14 +25,12 @@ from radix import Namespace
 from runtime.errors import InvalidRequest, RametError
 
 ENVIRONMENT = "RAMET_API_KEYS"
-# Routers and orchestrators probe health without a key. The dashboard's page is static; its data needs a key.
-OPEN_PATHS = frozenset({"/health", "/ready", "/", "/dashboard"})
+# Routers and orchestrators probe health without a key. The pages are static; their data needs a key.
+OPEN_PATHS = frozenset({"/health", "/ready", "/", "/dashboard", "/docs"})
 # The one route for scrapers' keys.
 METRICS_PATH = "/metrics"
 # Tenant of the cached pages that all keys share; no account is called so.
 PUBLIC = "public"
-# Routes in server/admin that answer every key, with its own data.
-OWN_PATHS = frozenset({"/cache/tree"})
 
 CacheScope = Annotated[
     Literal["private", "public"],
@@ -109,29 +108,29 @@ EVERYONE = Tenant("", b"", admin=True, public=True)
 
 def read_keys(path: Path | None) -> list[Tenant]:
     """The tenants of the key file and the environment. Raises BadKeys."""
-    lines = os.environ.get(ENVIRONMENT, "").split(";")
+    given = [(ENVIRONMENT, number, line) for number, line in enumerate(os.environ.get(ENVIRONMENT, "").split(";"), 1)]
     if path is not None:
         try:
-            lines += path.read_text(encoding="utf-8").splitlines()
+            given += [(f"{path}", number, line) for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)]
         except (OSError, UnicodeDecodeError) as error:
             raise BadKeys(
                 f"--api-keys {path} cannot be read: {getattr(error, 'strerror', None) or 'not UTF-8'}"
             ) from None
     tenants: list[Tenant] = []
-    for number, line in enumerate(lines, start=1):
+    for source, number, line in given:
         line = _COMMENT.sub("", line).strip()
         if not line:
             continue
         found = _LINE.fullmatch(line)
         if found is None:
             raise BadKeys(
-                f"API key line {number} is neither `NAME KEY [admin] [public] [quota=PAGES] [max_priority=NUMBER]` "
-                "nor `NAME KEY metrics`, the key with 8 characters or more"
+                f"line {number} of {source} is neither `NAME KEY [admin] [public] [quota=PAGES] "
+                "[max_priority=NUMBER]` nor `NAME KEY metrics`; a key has 8 to 512 characters, the first one no #"
             )
         flags = {name: value for name, _, value in (flag.partition("=") for flag in found["flags"].split())}
         digest = hashlib.sha256(found["key"].encode()).digest()
         if any(tenant.digest == digest or tenant.name == found["name"] for tenant in tenants):
-            raise BadKeys(f"API key line {number} repeats a name or a key")
+            raise BadKeys(f"line {number} of {source} repeats a name or a key")
         tenants.append(
             Tenant(
                 found["name"],
@@ -148,18 +147,22 @@ def read_keys(path: Path | None) -> list[Tenant]:
     return tenants
 
 
-def admin_paths(routers: list[APIRouter]) -> tuple[str, ...]:
-    """Beginnings of the paths of operators' routes: each path up to its first parameter."""
-    paths = {route.path for router in routers for route in router.routes if isinstance(route, APIRoute)}
-    return tuple({path.partition("{")[0] for path in paths - OPEN_PATHS - OWN_PATHS})
+class EveryKey(APIRouter):
+    """A router whose routes answer every key. Those of any other router are for admins' keys."""
 
 
 class Guard:
-    """Checks API keys; every route needs one but OPEN_PATHS, and `admin_paths` an admin's. Without tenants, none."""
+    """Checks API keys: every route needs one but OPEN_PATHS, and one of no `EveryKey` router an admin's.
 
-    def __init__(self, tenants: list[Tenant], admin_paths: tuple[str, ...]):
+    Without tenants, none.
+    """
+
+    def __init__(self, tenants: list[Tenant], routers: Sequence[APIRouter]):
         self.tenants = tenants
-        self.admin_paths = admin_paths
+        self._own, self._closed = (
+            [route for router in routers if isinstance(router, EveryKey) is own for route in _routes(router)]
+            for own in (True, False)
+        )
 
     def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
         """Put the request's tenant into its state. Raises Unauthorized, Forbidden or InvalidRequest."""
@@ -174,9 +177,15 @@ class Guard:
             if path != METRICS_PATH:
                 raise Forbidden(f"this key is for {METRICS_PATH} alone")
             return tenant
-        if path.startswith(self.admin_paths) and path not in OWN_PATHS and not tenant.admin:
+        if not tenant.admin and self._is_closed(path, scope.get("method", "GET")):
             raise Forbidden("this route is for admin keys")
         return tenant
+
+    def _is_closed(self, path: str, method: str) -> bool:
+        if not any(route.path_regex.match(path) for route in self._closed):
+            return False
+        wanted = "GET" if method == "HEAD" else method
+        return not any(wanted in (route.methods or ()) and route.path_regex.match(path) for route in self._own)
 
     def _find(self, sent: list[tuple[bytes, bytes]]) -> Tenant:
         headers = dict(sent)
@@ -192,6 +201,10 @@ class Guard:
         if not found:
             raise Unauthorized("a valid API key is needed: Authorization: Bearer KEY")
         return found[0]
+
+
+def _routes(router: APIRouter) -> list[APIRoute]:
+    return [route for route in router.routes if isinstance(route, APIRoute)]
 
 
 def get_tenant(request: Request) -> Tenant:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import ConfigDict, Field
 
 from radix import Namespace
 from runtime.errors import InvalidRequest
 from runtime.reuse.fusion.prompt import Document
 from server.ahead import Ahead, keep, live_pins, unpin
-from server.auth.keys import Asker, CacheScope
+from server.auth.keys import Asker, CacheScope, EveryKey
 from server.context import Context, Ctx
 from server.documents.store import StoredDocument, make
 from server.documents.wire import Title
@@ -21,7 +21,7 @@ from server.http.answers import JsonAnswer, JsonList
 from server.http.sse import while_there
 from server.http.wire import CacheSalt, Text
 
-router = APIRouter(prefix="/v1/documents", tags=["documents"])
+router = EveryKey(prefix="/v1/documents", tags=["documents"])
 
 ChunkTokens = Annotated[int, Field(ge=16, le=4096, description="as of the requests that will read the document")]
 

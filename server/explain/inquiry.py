@@ -81,10 +81,9 @@ class Inquiry:
             return Explanation(reason, message, length, output.cached_tokens, compared, parting, gone_s)
 
         if lookup is None:
-            placed = isinstance(submission.prompt, PlacedPrompt) or output.reuse is not None
-            never = "the request ended before its prompt was looked up"
-            reused = "this prompt's KV is reused in other ways than by prefix: see `reuse`"
-            return because("unavailable", reused if placed else never)
+            if output.reuse is None:
+                return because("unavailable", "the request ended before its prompt was looked up")
+            return because(*_of_entries(output.reuse, output.cached_tokens))
         if lookup.readable < 0:
             return because("not_stored", "the prefix cache is off")
         if lookup.readable < min(lookup.found, length - 1):
@@ -153,6 +152,18 @@ def _unknown(lookup: Lookup) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.1f}" if seconds < 10 else f"{seconds:.0f}"
+
+
+def _of_entries(reuse: dict[str, Any], cached: int) -> tuple[Reason, str]:
+    """The reason for a prompt whose KV is reused otherwise than by prefix; `reuse`: of its answer."""
+    for kind in ("modules", "documents"):
+        if missing := reuse.get(f"computed_{kind}"):
+            return "entries_missing", f"these {kind} were not in the cache, and were computed: {', '.join(missing)}"
+    if "encoded_tokens" not in reuse or cached:
+        return "hit", f"all that this way of reuse reads was in the cache: {cached} tokens; see `reuse`"
+    if length := reuse["encoded_tokens"]:
+        return "entries_missing", f"the shared prefix of {length} tokens was not in the cache, and was encoded"
+    return "unavailable", "this prompt shares no prefix that is reused"
 
 
 def _left(lookup: Lookup) -> tuple[Reason, str]:

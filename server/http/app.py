@@ -15,8 +15,9 @@ from runtime.config import Config
 from runtime.frontend.async_engine import AsyncEngine
 from server import admin, anthropic, documents, http, openai, responses, schemas
 from server.admin import dashboard
+from server.admin.journal import Journal, Trace
 from server.admin.metrics import Metrics
-from server.auth.keys import Guard, Tenant, admin_paths
+from server.auth.keys import Guard, Tenant
 from server.context import Context
 from server.documents.store import DocumentStore
 from server.explain.answers import Answers
@@ -34,35 +35,39 @@ from server.schemas.store import SchemaStore
 
 
 def find_routers(package: ModuleType) -> list[APIRouter]:
-    """The `router` of each module of a package that defines one: a new route needs no other file than its own."""
+    """The routers of the modules of a package: a new route needs no other file than its own."""
     names = (module.name for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."))
-    return [module.router for module in map(import_module, names) if hasattr(module, "router")]
+    return [found for name in names for found in vars(import_module(name)).values() if isinstance(found, APIRouter)]
 
 
-def create_app(engine: AsyncEngine, config: Config, tenants: list[Tenant], gate: Gate | None = None) -> FastAPI:
-    """The application over a started engine. Without tenants it asks for no API key."""
+def create_app(
+    engine: AsyncEngine, config: Config, tenants: list[Tenant], gate: Gate | None = None, trace: Trace | None = None
+) -> FastAPI:
+    """The application over a started engine. Without tenants it asks for no API key. `trace`: of its requests."""
     app = FastAPI(
         title="Ramet",
         version=version("ramet"),
         summary="A serving runtime for language models whose heart is a radix tree over token sequences.",
         responses={"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}},
+        docs_url=None,  # FastAPI's pages load scripts from elsewhere; ours is in admin/dashboard.py
+        redoc_url=None,
         redirect_slashes=False,  # a redirect would lead where the client's Host header says
     )
     options = config.server
     metrics = Metrics(engine.info.name)
-    stores = (SchemaStore(), DocumentStore(), Answers(), ResponseStore())
+    stores = (SchemaStore(), DocumentStore(), Answers(), ResponseStore(), Journal(trace))
     app.state.context = Context(engine, config, metrics, tenants, gate or Gate(), *stores)
     app.state.feed = dashboard.Feed(app.state.context)
-    operators = find_routers(admin)
-    rooms = (http, openai, responses, anthropic, schemas, documents)
-    for router in [router for room in rooms for router in find_routers(room)] + operators:
+    rooms = (http, openai, responses, anthropic, schemas, documents, admin)
+    routers = [router for room in rooms for router in find_routers(room)]
+    for router in routers:
         app.include_router(router)
         _add_heads(app, router)
     errors.install(app)
     if tenants:
         describe_keys(app)
     origins = _split(options.cors_origins)
-    checks: list[Check] = [Origins(origins).check, Guard(tenants, admin_paths(operators)).check]
+    checks: list[Check] = [Origins(origins).check, Guard(tenants, routers).check]
     if not tenants and "*" not in origins:
         checks.append(Hosts(options.host, _split(options.allowed_hosts)).check)
     # Middleware that is added last runs first.

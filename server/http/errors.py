@@ -141,12 +141,15 @@ def _first_problem(error: RequestValidationError) -> tuple[str, str | None]:
         return "the body must be a JSON object", None
     *path, last = problem["loc"][1:] or ("",)
     names = [str(part) for part in path if _names_a_field(part)]
-    if problem["type"] == "extra_forbidden" or _names_a_field(last):
+    meant = problem.get("ctx", {}).get("meant")  # of a field that is told beside the place
+    if (problem["type"] == "extra_forbidden" and meant is None) or _names_a_field(last):
         names.append(str(last)[:_MAX_NAME])
+    if meant is not None:
+        names.append(str(problem["ctx"]["field"])[:_MAX_NAME])
     # A name may hold a lone surrogate, which no response can encode.
     param = ".".join(names).encode(errors="replace").decode() or None
     if problem["type"] == "extra_forbidden":
-        return f"unknown field {param}", param
+        return f"unknown field {param}{'' if meant is None else f'; did you mean {meant}?'}", param
     message = problem["msg"].removeprefix("Value error, ")
     return (f"{param}: {message}" if param else message), param
 

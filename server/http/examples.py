@@ -62,6 +62,18 @@ _RESPONSE: dict[str, Any] = {
 }
 RESPONSES = _responses(_RESPONSE, {"type": "response.output_text.delta", "sequence_number": 4, "delta": "Hello!"})
 RESPONSE = answers(_RESPONSE)
+INPUT_ITEMS = answers(
+    {
+        "object": "list",
+        "data": [
+            {
+                **{"id": "item_0_resp_98eecf86d5da", "type": "message", "role": "user", "status": "completed"},
+                "content": [{"type": "input_text", "text": "What is a radix tree?"}],
+            }
+        ],
+        **{"first_id": "item_0_resp_98eecf86d5da", "last_id": "item_0_resp_98eecf86d5da", "has_more": False},
+    }
+)
 DELETED = answers({"id": "resp_98eecf86d5da", "object": "response", "deleted": True})
 INPUT_TOKENS = answers({"object": "response.input_tokens", "input_tokens": 12})
 _COUNTS = {
@@ -86,7 +98,7 @@ _MODEL: dict[str, Any] = {
 }
 MODEL = answers(_MODEL)
 MODELS = answers({"object": "list", "data": [_MODEL]})
-_PIN = {"id": "pin-1", "name": "system", "tokens": 512, "hits": 1, "expires_in_s": 3600}
+_PIN = {"id": "pin-1", "name": "system", "tenant": "alice", "tokens": 512, "hits": 1, "expires_in_s": 3600}
 PIN = answers(_PIN)
 _KEPT = {"tenant": "alice", "prefixes": 3, "tokens": 4096}
 PINS = answers({"pins": [_PIN], "kept": [_KEPT], "pinned_tokens": 4608, "budget_tokens": 23296})
@@ -111,11 +123,14 @@ DOCUMENTS = answers({"object": "list", "data": [_DOCUMENT]})
 SUCCESS = answers({"success": True})
 STOPPING = answers({"success": True}, 202)
 UNPINNED = answers({"unpinned": 1})
+NODE = answers({"tokens": 2, "text": "Once upon"})
+_QUOTA = {"quota_pages": 1024, "used_pages": 64, "quota_tokens": 16384, "used_tokens": 1024}
+QUOTA = answers({"tenant": "alice", **_QUOTA})
 EVICTED = answers({"evicted_tokens": 512})
 ERASED = answers({"erased_tokens": 4096, "erased_blocks": {"host": 85, "disk": 85}})
 _TIER = {
     **{"bytes": 93716480, "blocks": 85, "capacity": 8589934592, "queued_bytes": 0, "open": True},
-    **{"latency_s": 0.0002, "bytes_per_s": 2.1e9, "counts": {"hits": 170, "misses": 3, "written": 85}},
+    **{"latency_s": 0.0002, "bytes_per_s": 2.1e9, "counts": {"wanted": 173, "hits": 170, "misses": 3, "written": 85}},
 }
 TIERS = answers({"tiers": {"host": _TIER}, "loaded_tokens_by_tier": {"host": 4096}})
 ATTACHED = answers({"tiers": ["host", "disk"]})
@@ -128,7 +143,7 @@ STATS = answers(_STATE)
 _NODE = {
     **{"id": 0, "parent": None, "depth": 1, "start": 0, "tokens": 512, "pages": 32, "children": 2, "hits": 7},
     **{"idle_s": 3.5, "age_s": 60.0, "cost_s": 0.4, "locked": False, "pinned": True, "meta": None, "tenant": "alice"},
-    "outlook": {"kind": "first turn", "age": 12, "promise": 0.004},
+    **{"outlook": {"kind": "first turn", "age": 12, "promise": 0.004}, "tiers": ["host", "disk"]},
 }
 TREE = answers({"nodes": [_NODE], "next_cursor": None})
 PAUSED = answers({"paused": True})
@@ -145,7 +160,7 @@ MODEL_INFO = answers(
 SERVER_INFO = answers(
     {
         **{"model_path": "smollm2-135m-instruct", "served_model_name": "smollm2-135m-instruct", "version": "0.1.0"},
-        "model_info": {"name": "smollm2-135m-instruct", "dtype": "bfloat16", "pool_tokens": 46592, "page_size": 16},
+        "model_info": {"name": "smollm2-135m-instruct", "model_impl": "ramet", "pool_tokens": 46592},
         "config": {"scheduler": {"max_running": 64}, "server": {"port": 30000}},
         "state": _STATE,
     }

@@ -64,6 +64,12 @@ MODEL: dict[str, Values] = {
     **{"return_hidden_states": _OFF, "return_routed_experts": _OFF, "return_entropy": _OFF, "return_bytes": _OFF},
     **{"token_ids_logprob": EMPTY, "logprob_token_ids": EMPTY, "return_tokens_as_token_ids": _OFF},
 }
+# What a client may do that sends one of these.
+INSTEAD = {
+    "background": ": answers are computed while the client waits; stream them",
+    "conversation": ": previous_response_id goes on with a stored response",
+    "prompt": ": there are no stored templates of prompts; send the text as input",
+}
 COMPLETION: dict[str, Values] = {"suffix": EMPTY, "truncation_side": ("left",)}
 CHAT: dict[str, Values] = {
     **{"functions": EMPTY, "function_call": ("none", "auto"), "modalities": (["text"], []), "audio": EMPTY},

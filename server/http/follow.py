@@ -9,7 +9,6 @@ from fastapi import Request
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import Output, Submission
 from runtime.frontend.stream import OutputStream
-from server.admin.metrics import Metrics
 from server.context import Context
 from server.explain.inquiry import MakeConversation, plain_text, remember
 from server.http.answers import write_logprobs
@@ -52,24 +51,26 @@ async def open_outputs(
     return outputs
 
 
-async def follow(outputs: OutputStream, metrics: Metrics) -> AsyncIterator[Output]:
-    """The Outputs, each recorded in the metrics."""
+async def follow(outputs: OutputStream, context: Context) -> AsyncIterator[Output]:
+    """The Outputs, each recorded in the metrics, and the last of each completion in the journal."""
     last: dict[tuple[int, int], float] = {}
     async for output in outputs:
         key = (output.index, output.choice)
-        metrics.observe(output, last.get(key))
+        context.metrics.observe(output, last.get(key))
+        if output.finish is not None:
+            context.journal.add(outputs.submissions[output.index], output)
         if output.new_token_ids:  # an Output without tokens reports the prompt or a canvas
             last[key] = output.e2e_s
         yield output
 
 
 async def collect(
-    outputs: OutputStream, metrics: Metrics, write: Callable[[Output], None] | None = None
+    outputs: OutputStream, context: Context, write: Callable[[Output], None] | None = None
 ) -> list[Output]:
     """The last Output of every completion, by prompt, then by choice; `write` takes the log-probabilities of each."""
     done: dict[tuple[int, int], Output] = {}
     with outputs:
-        async for output in follow(outputs, metrics):
+        async for output in follow(outputs, context):
             if write is not None:
                 await write_logprobs(outputs, write, output)
             done[output.index, output.choice] = output

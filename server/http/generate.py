@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import ConfigDict, Field
 
 from runtime.errors import InvalidRequest
@@ -16,7 +16,7 @@ from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import ReuseParams, SamplingParams
 from runtime.protocol import TokenLogprob
-from server.auth.keys import Asker, CacheScope, Tenant
+from server.auth.keys import Asker, EveryKey, Tenant
 from server.context import Context, Ctx
 from server.documents.wire import SegmentPrompts, compile_segments, count_characters
 from server.explain.inquiry import Inquiry, ask, explained
@@ -26,29 +26,24 @@ from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone
 from server.http.wire import (
     AnswerId,
-    Body,
-    CacheSalt,
-    CacheUse,
     Diffusion,
-    Explain,
     IdPrompts,
     OneOrMany,
-    Priority,
+    OwnFields,
     Reuse,
     Rid,
     Sampling,
     Text,
-    Timeout,
 )
 
-router = APIRouter(tags=["generate"])
+router = EveryKey(tags=["generate"])
 
 MAX_TOP_LOGPROBS = 128
 # Log-probabilities in an event; each event repeats the earlier ones, and large events delay all streams.
 MAX_REPEATED = 1 << 16
 
 
-class GenerateRequest(Body):
+class GenerateRequest(OwnFields):
     """One prompt or several; exactly one of `text`, `input_ids`, `segments` and `pml`."""
 
     IGNORED = fields.OPERATION
@@ -79,12 +74,6 @@ class GenerateRequest(Body):
     return_text_in_logprobs: bool = False
     return_token_ids: bool = Field(False, description="the prompt's tokens in meta_info")
     rid: OneOrMany[Rid] | None = None
-    priority: Priority = 0
-    cache_salt: CacheSalt | None = None
-    cache_scope: CacheScope = "private"
-    cache: CacheUse = Field(default_factory=CacheUse)
-    timeout_s: Timeout | None = None
-    explain: Explain = False
     comparison_response_id: AnswerId | None = None
     diffusion: Diffusion | None = None
 
@@ -181,7 +170,7 @@ async def _answer(
     body: GenerateRequest, is_list: bool, outputs: OutputStream, context: Context, inquiry: Inquiry | None
 ) -> dict[str, Any] | list[dict[str, Any]]:
     logprobs: dict[tuple[int, int], _Logprobs] = defaultdict(lambda: _Logprobs(body, context.engine.tokenizer))
-    done = await collect(outputs, context.metrics, lambda output: logprobs[output.index, output.choice].add(output))
+    done = await collect(outputs, context, lambda output: logprobs[output.index, output.choice].add(output))
     answers = [_result(o, o.text, o.token_ids, logprobs[o.index, o.choice], outputs.prompts) for o in done]
     for output, answer in zip(done, answers, strict=True):
         answer["meta_info"] |= await explained(inquiry, outputs, output)
@@ -209,7 +198,7 @@ async def _events(
     first = [sum(s.sampling.n for s in submissions[:i]) for i in range(len(submissions))]
     logprobs: dict[int, _Logprobs] = {}
     incremental = context.config.server.incremental_output
-    async for output in follow(outputs, context.metrics):
+    async for output in follow(outputs, context):
         index = first[output.index] + output.choice
         own = logprobs.setdefault(index, _Logprobs(body, context.engine.tokenizer))
         if incremental:

@@ -6,19 +6,19 @@ from importlib.metadata import version
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import PlainTextResponse
 
 from runtime.errors import EngineDead, Overloaded
 from runtime.frontend.output import Submission
 from runtime.params import SamplingParams
-from server.auth.keys import Asker
+from server.auth.keys import Asker, EveryKey
 from server.context import Ctx
 from server.http import examples
 from server.http.follow import collect
 from server.http.sse import unless_gone
 
-router = APIRouter(tags=["server"])
+router = EveryKey(tags=["server"])
 
 # Timeout of `/health_generate`, seconds.
 _PROBE_S = 60.0
@@ -56,7 +56,7 @@ async def health_generate(request: Request, context: Ctx, asker: Asker) -> Respo
     )
 
     async def work() -> dict[str, Any]:
-        await collect(await context.engine.open([probe], _PROBE_S), context.metrics)
+        await collect(await context.engine.open([probe], _PROBE_S), context)
         return {"status": "ok"}
 
     return await unless_gone(request, work())

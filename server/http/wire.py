@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -25,12 +26,13 @@ from pydantic import (
     Tag,
     model_validator,
 )
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_before_validator_function
 
 from runtime.errors import InvalidRequest
 from runtime.params import DiffusionParams, ReasoningParams, ReuseParams, SamplingParams
 from runtime.sampling.json_text import check_unicode
+from server.auth.keys import CacheScope
 from server.http import fields
 
 # Prompts in one request.
@@ -113,8 +115,11 @@ class Body(BaseModel):
                 continue
             if name in cls.NEUTRAL:
                 if not any(value == neutral for neutral in cls.NEUTRAL[name]):
-                    raise InvalidRequest(f"{name} is not supported", param=name)
+                    raise InvalidRequest(f"{name} is not supported{fields.INSTEAD.get(name, '')}", param=name)
             elif (own := cls.ALIASES.get(name)) is None:
+                if meant := get_close_matches(name, own_names, 1):
+                    told = {"field": name, "meant": meant[0]}
+                    raise PydanticCustomError("extra_forbidden", "unknown field {field}; did you mean {meant}?", told)
                 return used | {name: value}
             elif used.setdefault(own, value) is not value and used[own] != value:
                 raise InvalidRequest(f"{name} and {own} are the same field, with two values", param=name)
@@ -198,6 +203,17 @@ class CacheUse(Body):
     """The use of the prefix cache by one request."""
 
     store: bool = Field(True, description="false: nothing that the request computes outlives it, in any tier")
+
+
+class OwnFields(Body):
+    """Ramet's own fields of every route that generates: how urgent a request is, and how it uses the cache."""
+
+    priority: Priority = 0
+    cache_salt: CacheSalt | None = None
+    cache_scope: CacheScope = "private"
+    cache: CacheUse = Field(default_factory=CacheUse)
+    timeout_s: Timeout | None = None
+    explain: Explain = False
 
 
 class Sampling(Body, SamplingParams):

@@ -6,7 +6,7 @@ from collections import defaultdict
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import Output, Prompt, Submission, new_rid
@@ -14,7 +14,7 @@ from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.fusion.prompt import Document, Segments, in_messages
 from runtime.reuse.modules.pml import Prompt as ModuleText
-from server.auth.keys import Asker, Tenant
+from server.auth.keys import Asker, EveryKey, Tenant
 from server.context import Context, Ctx
 from server.documents.wire import find_documents
 from server.explain.inquiry import Inquiry, ask
@@ -24,6 +24,7 @@ from server.http.answers import JsonList, write_logprobs
 from server.http.follow import collect, follow, open_outputs
 from server.http.sse import Events, EventStream, unless_gone, while_there
 from server.openai.caching import Mark, keep_places
+from server.openai.calls import CallReader, lazy_calls, writes_tags
 from server.openai.common import (
     add_prompt_logprobs,
     envelope,
@@ -32,10 +33,10 @@ from server.openai.common import (
     reuse_of,
     usage,
 )
-from server.openai.tools import CallReader, Function, Tool, continue_chat, render_chat, with_tools, writes_tags
+from server.openai.tools import Function, Tool, continue_chat, render_chat, with_tools
 from server.openai.types import ChatRequest
 
-router = APIRouter(prefix="/v1", tags=["openai"])
+router = EveryKey(prefix="/v1", tags=["openai"])
 
 
 @router.post("/chat/completions", response_model=None, responses=examples.CHAT)
@@ -43,7 +44,7 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx, te
     """The assistant's next message in a conversation."""
     context.check_model(body.model)
     body.refuse_unsupported()
-    if body.must_call or body.response_format or body.structured_outputs:  # a schema may be as long as the body
+    if body.offered or body.response_format or body.structured_outputs:  # a schema may be as long as the body
         work = partial(submission_of, body, tenant, context)
         submission = await while_there(request, context.engine.in_turn(tenant.account, body.num_characters, work))
     else:
@@ -59,10 +60,15 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx, te
 
 def submission_of(body: ChatRequest, tenant: Tenant, context: Context) -> Submission:
     """The submission of a conversation, which is rendered later: long ones take their time. Raises InvalidRequest."""
+    sampling, otherwise = body.sampling(body.most_tokens, body.constraint()), None
+    if body.offered and not body.must_call and context.engine.info.diffusion is None:
+        tagged = writes_tags(context.engine.tokenizer)
+        sampling, otherwise = lazy_calls(sampling, body.callable_tools(), tagged)
     return Submission(
         prompt=partial(_render, body, tenant, context),
         num_characters=body.num_characters,
-        sampling=body.sampling(body.most_tokens, body.constraint()),
+        sampling=sampling,
+        otherwise=otherwise,
         rid=body.request_id or new_rid(),
         account=tenant.account,
         namespace=tenant.namespace(body.cache_salt, body.cache_scope),
@@ -161,7 +167,7 @@ async def _answer(
     body: ChatRequest, rid: str, outputs: OutputStream, context: Context, inquiry: Inquiry | None
 ) -> dict[str, Any]:
     logprobs: dict[int, Logprobs] = defaultdict(lambda: Logprobs(body, context.engine.tokenizer))
-    done = await collect(outputs, context.metrics, lambda output: logprobs[output.choice].add(output))
+    done = await collect(outputs, context, lambda output: logprobs[output.choice].add(output))
     choices = []
     for output in done:
         written = logprobs[output.choice]
@@ -203,7 +209,7 @@ async def _events(
         entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **more}
         return {**envelope("chat.completion.chunk", rid, context), "choices": [entry], **extra}
 
-    async for output in follow(outputs, context.metrics):
+    async for output in follow(outputs, context):
         if output.choice not in last:
             shown = {"prompt_token_ids": outputs.prompts[0]} if body.return_token_ids else {}
             yield chunk(output.choice, {"role": "assistant", "content": ""}) | shown

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import Output, Submission, new_rid, prompts_of
 from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
-from server.auth.keys import Asker, Tenant
+from server.auth.keys import Asker, EveryKey, Tenant
 from server.context import Context, Ctx
 from server.explain.inquiry import Inquiry, ask, explained
 from server.http import examples
@@ -21,7 +21,7 @@ from server.openai.common import add_prompt_logprobs, envelope, finish_reason, m
 from server.openai.formats import only
 from server.openai.types import CompletionRequest
 
-router = APIRouter(prefix="/v1", tags=["openai"])
+router = EveryKey(prefix="/v1", tags=["openai"])
 
 
 def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:
@@ -79,7 +79,7 @@ _Writers = dict[tuple[int, int], "_Choice"]
 
 
 async def _answer(rid: str, writers: _Writers, outputs: OutputStream, context: Context) -> dict[str, Any]:
-    done = await collect(outputs, context.metrics, lambda output: writers[output.index, output.choice].add(output))
+    done = await collect(outputs, context, lambda output: writers[output.index, output.choice].add(output))
     choices = [
         await writers[output.index, output.choice].write(output, output.text)
         | (reuse_of(output) if len(done) > 1 else {})
@@ -93,7 +93,7 @@ async def _events(
     body: CompletionRequest, rid: str, writers: _Writers, outputs: OutputStream, context: Context
 ) -> Events:
     last: dict[tuple[int, int], Output] = {}
-    async for output in follow(outputs, context.metrics):
+    async for output in follow(outputs, context):
         key = (output.index, output.choice)
         last[key] = output
         await write_logprobs(outputs, writers[key].add, output)

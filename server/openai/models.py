@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any, NoReturn
 
-from fastapi import APIRouter
-
 from runtime.errors import RametError
 from runtime.models.resolve import served_names
-from server.auth.keys import Asker, Tenant
+from server.auth.keys import Asker, EveryKey, Tenant
 from server.context import Context, Ctx
 from server.http import examples
 
-router = APIRouter(prefix="/v1", tags=["openai"])
+router = EveryKey(prefix="/v1", tags=["openai"])
 
 _STARTED_S = int(time.time())
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import ConfigDict, Field
 
 from runtime.errors import InvalidRequest
 from runtime.models.tokenizer import Tokenizer
-from server.auth.keys import Asker
+from server.auth.keys import Asker, EveryKey
 from server.context import Ctx
 from server.http import examples
 from server.http.sse import unless_gone
@@ -19,7 +19,7 @@ from server.http.wire import Body, IdPrompts, JsonObject, OneOrMany, Text
 from server.openai.tools import MAX_TOOLS, Tool, continue_chat, render_chat
 from server.openai.types import Messages
 
-router = APIRouter(tags=["server"])
+router = EveryKey(tags=["server"])
 
 
 class TokenizeRequest(Body):

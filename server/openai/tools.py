@@ -1,16 +1,12 @@
-"""Tools: their description in the prompt, and the parser of a model's calls.
+"""Tools: bodies, and their description in the prompt.
 
-Three formats are parsed: a JSON object between `<tool_call>` tags (Qwen, Hermes, SmolLM2), a list after `[TOOL_CALLS]`
-(Mistral), and a text that is one JSON object (Llama). For chat templates without tools, a system message describes them
-in the first format.
+For chat templates without tools, a system message describes them, with calls between `<tool_call>` tags.
 """
 
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
@@ -23,10 +19,9 @@ from server.http.wire import Body, JsonObject, JsonText, Text
 
 MAX_TOOLS = 128
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class Function(Body):
@@ -177,7 +172,7 @@ def _without_calls(message: dict[str, Any]) -> dict[str, Any]:
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     if calls := message.get("tool_calls"):
-        texts = [f"{_OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{_CLOSE}" for call in calls]
+        texts = [f"{OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{CLOSE}" for call in calls]
         return {"role": message["role"], "content": "\n".join([*filter(None, [message["content"]]), *texts])}
     return message
 
@@ -187,137 +182,8 @@ def _described(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> l
     text = (
         f"You may call these functions:\n<tools>\n{signatures}\n</tools>\n"
         "To call one, write its name and its arguments as JSON between two tags:\n"
-        f'{_OPEN}\n{{"name": "...", "arguments": {{...}}}}\n{_CLOSE}'
+        f'{OPEN}\n{{"name": "...", "arguments": {{...}}}}\n{CLOSE}'
     )
     if messages and messages[0]["role"] == "system":
         return [{"role": "system", "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
-
-
-def schema_of_call(tools: list[Tool]) -> str:
-    """The JSON schema of a call of one of some tools, as text."""
-    definitions, forms = {}, []
-    for i, tool in enumerate(tools):
-        # Unless its schema allows more, a function takes only the parameters that it names.
-        closed = {"additionalProperties": False} | tool.schema_of_arguments()
-        definitions[f"tool{i}"] = _moved(closed, f"#/$defs/tool{i}/")
-        form = {"name": {"const": tool.function.name}, "arguments": {"$ref": f"#/$defs/tool{i}"}}
-        forms.append(
-            {"type": "object", "properties": form, "required": ["name", "arguments"], "additionalProperties": False}
-        )
-    return json.dumps({"anyOf": forms, "$defs": definitions})
-
-
-def _moved(schema: Any, root: str) -> Any:
-    """A schema whose references to itself start at its new place, `root`."""
-    if isinstance(schema, list):
-        return [_moved(item, root) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {key: _moved(value, root) for key, value in schema.items()}
-    reference = moved.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        moved["$ref"] = root + reference[2:]
-    return moved
-
-
-@dataclass(slots=True)
-class CallReader:
-    """Incremental parser of tool calls.
-
-    Attributes:
-        names: the tools that may be called; calls of others stay text.
-        forced: whether the whole text is one call.
-        single: whether calls after the first are dropped.
-        tagged: whether the model writes calls between tags; else its whole text is one or several calls.
-    """
-
-    names: frozenset[str]
-    forced: bool = False
-    single: bool = False
-    tagged: bool = True
-    num_calls: int = 0
-    _held: str = field(default="", init=False)
-    _plain: bool = field(default=False, init=False)
-
-    def push(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Add text; returns the text to show now, and the complete calls as OpenAI's `tool_calls`."""
-        if not self.names:
-            return text, []
-        self._held += text
-        if self.tagged and not self.forced:
-            shown, found = self._between_tags(last)
-        else:
-            shown, found = self._whole(last)
-        if self.single:
-            found = found[: max(1 - self.num_calls, 0)]
-        calls = [self._numbered(name, arguments) for name, arguments in found]
-        return shown, calls
-
-    def _between_tags(self, last: bool) -> tuple[str, list[tuple[str, str]]]:
-        shown, found = "", []
-        while (start := self._held.find(_OPEN)) >= 0:
-            end = self._held.find(_CLOSE, start)
-            if end < 0 and not last:
-                break
-            inner = self._held[start + len(_OPEN) : end if end >= 0 else None]
-            stop = end + len(_CLOSE) if end >= 0 else len(self._held)
-            calls = self._read(inner)
-            shown += self._held[:start].rstrip("\n") if calls else self._held[:stop]
-            found += calls
-            self._held = self._held[stop:].lstrip("\n") if calls else self._held[stop:]
-        keep = len(self._held) if last else self._settled(start)
-        shown, self._held = shown + self._held[:keep], self._held[keep:]
-        return shown, found
-
-    def _settled(self, start: int) -> int:
-        """Characters of the held text before a tag at `start` (-1: none yet), or before the beginning of a tag."""
-        if start < 0:
-            start = len(self._held) - next(
-                (n for n in range(len(_OPEN) - 1, 0, -1) if self._held.endswith(_OPEN[:n])), 0
-            )
-        return len(self._held[:start].rstrip("\n"))
-
-    def _whole(self, last: bool) -> tuple[str, list[tuple[str, str]]]:
-        text = self._held.lstrip()
-        starts = any(marker.startswith(text[: len(marker)]) for marker in _MARKERS) or text[:1] in ("{", "[")
-        if not last and not self._plain and (starts or not text):
-            return "", []
-        self._plain = True
-        for marker in _MARKERS:
-            text = text.removeprefix(marker)
-        shown, self._held = self._held, ""
-        calls = self._read(text) if starts else []
-        return ("", calls) if calls else (shown, [])
-
-    def _read(self, text: str) -> list[tuple[str, str]]:
-        """The calls in a JSON text, which is one call or a list of calls; none for other text."""
-        try:
-            value = parse_json(text)
-        except ValueError:
-            return []
-        entries = value if isinstance(value, list) else [value]
-        calls = [(entry.get("name"), _arguments(entry)) for entry in entries if isinstance(entry, dict)]
-        known = [(name, arguments) for name, arguments in calls if isinstance(name, str) and name in self.names]
-        return known if len(known) == len(entries) else []
-
-    def _numbered(self, name: str, arguments: str) -> dict[str, Any]:
-        self.num_calls += 1
-        function = {"name": name, "arguments": arguments}
-        return {
-            "index": self.num_calls - 1,
-            "id": f"call_{uuid.uuid4().hex[:24]}",
-            "type": "function",
-            "function": function,
-        }
-
-
-def _arguments(entry: dict[str, Any]) -> str:
-    arguments = entry.get("arguments", entry.get("parameters", {}))
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def writes_tags(tokenizer: Tokenizer) -> bool:
-    """Whether the model's chat template puts calls between tags, or has no tools."""
-    template = tokenizer.chat_template or ""
-    return _OPEN in template or "tools" not in template

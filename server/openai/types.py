@@ -20,31 +20,27 @@ from runtime.errors import InvalidRequest
 from runtime.params import CONSTRAINTS, ReuseParams, SamplingParams
 from runtime.reuse.modules.pml import Import
 from runtime.sampling.json_text import check_texts
-from server.auth.keys import CacheScope
 from server.documents.wire import GivenDocument, GivenDocuments
 from server.http import fields
 from server.http.wire import (
     AnswerId,
     Body,
-    CacheSalt,
-    CacheUse,
     Diffusion,
-    Explain,
     JsonObject,
     LogitBias,
     OneOr,
     OneOrMany,
-    Priority,
+    OwnFields,
     Prompts,
     Reuse,
     Rid,
     Text,
-    Timeout,
     TokenIds,
 )
 from server.openai.caching import Breakpoint, CacheOptions, Mark, Retention
+from server.openai.calls import schema_of_call
 from server.openai.formats import Constrained, Constraint, ResponseFormat, StructuredOutputs, only
-from server.openai.tools import MAX_TOOLS, AllowedTools, NamedTool, Tool, ToolCall, ToolChoice, schema_of_call
+from server.openai.tools import MAX_TOOLS, AllowedTools, NamedTool, Tool, ToolCall, ToolChoice
 
 # Messages in a conversation, and parts in a message.
 MAX_MESSAGES = 4096
@@ -61,7 +57,7 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class SampledRequest(Body):
+class SampledRequest(OwnFields):
     """Fields of OpenAI's three routes: sampling, and whose and how urgent the request is."""
 
     IGNORED = fields.OPERATION | fields.OPENAI
@@ -86,12 +82,6 @@ class SampledRequest(Body):
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     request_id: Rid | None = None
-    priority: Priority = 0
-    cache_salt: CacheSalt | None = None
-    cache: CacheUse = Field(default_factory=CacheUse)
-    cache_scope: CacheScope = "private"
-    timeout_s: Timeout | None = None
-    explain: Explain = False
     comparison_response_id: AnswerId | None = None
     diffusion: Diffusion | None = None
 
@@ -409,7 +399,9 @@ class ChatRequest(CommonRequest):
     @property
     def asks_to_keep(self) -> bool:
         """Whether the prompt, or a beginning of it, is to be kept in the cache for some time."""
-        if self.prompt_cache_options is not None or self.prompt_cache_retention == "24h":
+        options = self.prompt_cache_options
+        wishes = set() if options is None else options.model_fields_set - {"comparison_response_id"}
+        if wishes or self.prompt_cache_retention == "24h":
             return True
         parts = (part for message in self.messages if isinstance(message.content, list) for part in message.content)
         return any(isinstance(part, TextPart) and part.prompt_cache_breakpoint is not None for part in parts)

@@ -10,12 +10,13 @@ from pydantic import TypeAdapter, ValidationError
 from runtime.errors import InvalidRequest
 from server.http.errors import NotFound
 from server.openai.tools import CalledFunction, Function, Tool, ToolCall
-from server.openai.types import ChatRequest, Message, Part, TextPart
+from server.openai.types import ChatRequest, Message, Part, TextPart, ThinkingPart
 from server.responses.types import (
     Item,
     ItemAllowed,
     ItemCall,
     ItemChoice,
+    ItemCustomCall,
     ItemMessage,
     ItemReasoning,
     ItemReference,
@@ -66,13 +67,43 @@ def _turn(item: Item, last: Message | None) -> Message:
         return item
     if isinstance(item, ItemResult):
         return Message(role="tool", tool_call_id=item.call_id, content=item.output)  # type: ignore[arg-type]
-    assert isinstance(item, ItemCall)
-    call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
+    assert isinstance(item, ItemCall | ItemCustomCall)
+    name = item.name if item.namespace is None else f"{item.namespace}.{item.name}"
+    call = ToolCall(id=item.call_id, function=CalledFunction(name=name, arguments=item.arguments))
     if last is None or last.role != "assistant":
         return Message(role="assistant", tool_calls=[call])
     last.tool_calls = last.tool_calls or []
     last.tool_calls.append(call)
     return last
+
+
+def items_of(turns: list[Message], response_id: str) -> list[dict[str, Any]]:
+    """The items that turns stand for, in their order; calls are those of functions, as the model knows them."""
+    items = [item for turn in turns for item in _items_of(turn)]
+    return [{"id": f"item_{i}_{response_id}", "status": "completed", **item} for i, item in enumerate(items)]
+
+
+def _items_of(turn: Message) -> Iterable[dict[str, Any]]:
+    plain = turn.plain()
+    if thoughts := plain.get("reasoning_content"):
+        yield {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": thoughts}]}
+    if turn.role == "tool":
+        yield {"type": "function_call_output", "call_id": turn.tool_call_id, "output": plain["content"]}
+    elif plain["content"]:
+        yield {"type": "message", "role": turn.role, "content": list(_parts_of(turn))}
+    for call in turn.tool_calls or ():
+        given = {"name": call.function.name, "arguments": call.function.arguments}
+        yield {"type": "function_call", "call_id": call.id, **given}
+
+
+def _parts_of(turn: Message) -> Iterable[dict[str, Any]]:
+    for part in [turn.content] if isinstance(turn.content, str) else turn.content or ():
+        if isinstance(part, str | TextPart):
+            text = part if isinstance(part, str) else part.text
+            own = {"type": "output_text", "annotations": [], "logprobs": []}
+            yield {**(own if turn.role == "assistant" else {"type": "input_text"}), "text": text}
+        elif not isinstance(part, ThinkingPart):
+            yield part.model_dump(by_alias=True, exclude_none=True)
 
 
 def chat_of(body: ResponseRequest, turns: list[Message]) -> ChatRequest:
@@ -87,8 +118,8 @@ def chat_of(body: ResponseRequest, turns: list[Message]) -> ChatRequest:
         **{name: getattr(body, name) for name in same},
         "messages": _with_one_system_message(turns),
         "max_tokens": body.max_output_tokens,
-        "tools": [_tool(tool.name, tool.description, tool.parameters) for tool in body.tools] or None,
-        "tool_choice": _choice(body.tool_choice) if body.tools else None,
+        "tools": [_tool(name, told, tool.parameters) for name, tool, told, _ in body.offered] or None,
+        "tool_choice": _choice(body.tool_choice) if body.offered or body.tool_choice not in ("auto", "none") else None,
         "response_format": {"type": form.type, "schema": form.schema_},
         "reasoning_effort": body.reasoning.effort,
         "logprobs": body.with_logprobs,

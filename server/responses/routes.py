@@ -6,29 +6,30 @@ from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Query, Request, Response
 
 from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.output import Submission, new_rid
 from runtime.frontend.stream import OutputStream
 from runtime.params import EXACT
-from server.auth.keys import Asker, Tenant
+from server.auth.keys import Asker, EveryKey, Tenant
 from server.context import Context, Ctx
 from server.explain.inquiry import Inquiry, ask
 from server.http import examples
 from server.http.answers import write_logprobs
+from server.http.errors import NotFound
 from server.http.follow import follow, open_outputs
 from server.http.sse import Events, TypedEventStream, unless_gone, while_there
 from server.openai.chat import Logprobs, find_conversation, reader_of, submission_of
 from server.openai.types import ChatRequest, Message
-from server.responses.items import chat_of, turns_of
+from server.responses.items import chat_of, items_of, turns_of
 from server.responses.store import ResponseStore, StoredResponse
 from server.responses.types import ResponseRequest
 from server.responses.writer import Writer
 
-router = APIRouter(prefix="/v1/responses", tags=["openai"])
+router = EveryKey(prefix="/v1/responses", tags=["openai"])
 
 
 @router.post("", response_model=None, responses=examples.RESPONSES)
@@ -68,6 +69,29 @@ async def retrieve(response_id: str, context: Ctx, tenant: Asker) -> dict[str, A
     return context.responses.get(tenant.account, response_id).body
 
 
+@router.get("/{response_id}/input_items", responses=examples.INPUT_ITEMS)
+async def input_items(
+    response_id: str,
+    context: Ctx,
+    tenant: Asker,
+    limit: Annotated[int, Query(ge=1, le=100, description="most items in the answer")] = 20,
+    order: Annotated[Literal["asc", "desc"], Query(description="desc: the latest one first")] = "desc",
+    after: Annotated[str | None, Query(description="id of the last item of the page before")] = None,
+) -> dict[str, Any]:
+    """The items before the answer of a stored response, those of the responses that it goes on with included."""
+    stored = context.responses.get(tenant.account, response_id)
+    items = items_of(stored.turns[: stored.num_asked], stored.id)
+    if order == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise NotFound(f"there is no item {after!r}", param="after")
+    first = 0 if after is None else ids.index(after) + 1
+    page, ids = items[first : first + limit], ids[first : first + limit]
+    ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
+    return {"object": "list", "data": page, **ends, "has_more": first + limit < len(items)}
+
+
 @router.delete("/{response_id}", responses=examples.DELETED)
 async def delete(response_id: str, context: Ctx, tenant: Asker) -> dict[str, Any]:
     """Forget a stored response; those that went on with it stay."""
@@ -98,7 +122,7 @@ async def _read(
 
 
 def _keep(writer: Writer, turns: list[Message], store: ResponseStore, account: str) -> None:
-    store.add(account, StoredResponse(writer.response, [*turns, *writer.turns()]))
+    store.add(account, StoredResponse(writer.response, [*turns, *writer.turns()], len(turns)))
 
 
 async def _events(
@@ -111,7 +135,7 @@ async def _events(
 ) -> Events:
     for event in writer.begin():
         yield event
-    async for output in follow(outputs, context.metrics):
+    async for output in follow(outputs, context):
         logprobs = Logprobs(chat, context.engine.tokenizer)
         await write_logprobs(outputs, logprobs.add, output)
         if inquiry is not None and output.finish is not None:

@@ -20,10 +20,12 @@ class StoredResponse:
     Attributes:
         body: as clients saw it.
         turns: the conversation with its answer, without instructions.
+        num_asked: turns before the answer.
     """
 
     body: dict[str, Any]
     turns: list[Message]
+    num_asked: int
     lease: Lease = field(default_factory=Lease)
 
     @property

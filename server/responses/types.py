@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
@@ -24,7 +25,25 @@ class ItemCall(Body):
     type: Literal["function_call"]
     call_id: Id
     name: Text
+    namespace: Text | None = None
     arguments: JsonText = ""
+
+
+class ItemCustomCall(Body):
+    """An earlier call of a custom tool."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["custom_tool_call"]
+    call_id: Id
+    name: Text
+    namespace: Text | None = None
+    input: Text = ""
+
+    @property
+    def arguments(self) -> str:
+        """As the function with one text has them."""
+        return json.dumps({"input": self.input}, ensure_ascii=False)
 
 
 class ItemResult(Body):
@@ -32,7 +51,7 @@ class ItemResult(Body):
 
     model_config = ConfigDict(extra="ignore")
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Id
     output: OneOr[Text, Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]]
 
@@ -67,7 +86,10 @@ class ItemMessage(Message):
     type: Literal["message"] = "message"
 
 
-_KINDS = {"function_call": "a call", "function_call_output": "a result", "reasoning": "a thought"}
+_KINDS = {
+    **{"function_call": "a call", "custom_tool_call": "a custom call", "reasoning": "a thought"},
+    **{"function_call_output": "a result", "custom_tool_call_output": "a result"},
+}
 
 
 def _kind(item: Any) -> str:
@@ -81,6 +103,7 @@ def _kind(item: Any) -> str:
 Item = Annotated[
     Annotated[ItemMessage, Tag("a message")]
     | Annotated[ItemCall, Tag("a call")]
+    | Annotated[ItemCustomCall, Tag("a custom call")]
     | Annotated[ItemResult, Tag("a result")]
     | Annotated[ItemReasoning, Tag("a thought")]
     | Annotated[ItemReference, Tag("a reference")],
@@ -99,11 +122,114 @@ class ItemTool(Body):
     description: Text | None = None
     parameters: JsonObject | None = None
 
+    @property
+    def told(self) -> str | None:
+        """The description that the model reads."""
+        return self.description
+
+
+class CustomFormat(Body):
+    """The form of a custom tool's text, which the model is told."""
+
+    type: Literal["text", "grammar"]
+    syntax: Text | None = None
+    definition: Text | None = None
+
+
+class ItemCustom(Body):
+    """A tool that takes a text: for the model, a function whose one argument is `input`."""
+
+    NEUTRAL: ClassVar[Mapping[str, fields.Values]] = ItemTool.NEUTRAL
+
+    type: Literal["custom"]
+    name: Name
+    description: Text | None = None
+    format: CustomFormat | None = None
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        return {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+
+    @property
+    def told(self) -> str | None:
+        """The description that the model reads."""
+        if self.format is None or self.format.type == "text":
+            return self.description
+        form = f"input has the form of this {self.format.syntax or ''} grammar:\n{self.format.definition or ''}"
+        return f"{self.description or ''}\n{form}"
+
+
+OwnTool = Annotated[
+    Annotated[ItemTool, Tag("a function")] | Annotated[ItemCustom, Tag("a custom tool")],
+    Discriminator(lambda tool: "a custom tool" if _type_of(tool) == "custom" else "a function"),
+]
+
+
+class ItemNamespace(Body):
+    """Tools under one name; the model knows them as `namespace.tool`."""
+
+    type: Literal["namespace"]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,63}$")]
+    description: Text | None = None
+    tools: Annotated[list[OwnTool], Field(max_length=MAX_TOOLS)]
+
+
+class ItemHosted(Body):
+    """A tool that OpenAI's servers run, or that their models were trained on; it is not offered to the model."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal[
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+        "file_search",
+        "code_interpreter",
+        "image_generation",
+        "mcp",
+        "computer",
+        "computer_use_preview",
+        "local_shell",
+        "shell",
+        "apply_patch",
+        "tool_search",
+        "programmatic_tool_calling",
+    ]
+
+
+def _type_of(value: Any) -> Any:
+    return value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+
+
+_TOOLS = {"function": "a function", "custom": "a custom tool", "namespace": "a namespace"}
+AnyTool = Annotated[
+    Annotated[ItemTool, Tag("a function")]
+    | Annotated[ItemCustom, Tag("a custom tool")]
+    | Annotated[ItemNamespace, Tag("a namespace")]
+    | Annotated[ItemHosted, Tag("a hosted tool")],
+    Discriminator(lambda tool: _TOOLS.get(str(_type_of(tool)), "a hosted tool")),
+]
+
+
+class Offered(NamedTuple):
+    """A tool that the model may call.
+
+    Attributes:
+        name: the model's name of it.
+        told: its description.
+    """
+
+    name: str
+    tool: ItemTool | ItemCustom
+    told: str | None
+    namespace: str | None = None
+
 
 class ItemNamed(Body):
-    """A function that a choice of tools names."""
+    """A tool that a choice of tools names."""
 
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: Name
 
 
@@ -151,7 +277,7 @@ class Reasoning(Body):
 class ResponseRequest(SampledRequest):
     """`POST /v1/responses`."""
 
-    IGNORED = (SampledRequest.IGNORED | {"max_tool_calls"}) - {
+    IGNORED = (SampledRequest.IGNORED | {"max_tool_calls", "client_metadata"}) - {
         *("store", "metadata", "user", "background", "prompt_cache_key", "prompt_cache_retention")
     }
     ALIASES: ClassVar[Mapping[str, str]] = {**SampledRequest.ALIASES, "max_tokens": "max_output_tokens"}
@@ -179,7 +305,7 @@ class ResponseRequest(SampledRequest):
     previous_response_id: Id | None = Field(None, description="a stored response that the input goes on with")
     store: bool = Field(True, description="keep the response for later requests, and for GET")
     max_output_tokens: NewTokens | None = None
-    tools: Annotated[list[ItemTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: ItemChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = Field(default_factory=TextConfig)
@@ -197,6 +323,25 @@ class ResponseRequest(SampledRequest):
     prompt_cache_retention: Retention | None = None
     chat_template_kwargs: JsonObject | None = Field(None, description="variables of the chat template")
     enable_thinking: bool | None = Field(None, description="the chat template's variable")
+
+    @property
+    def offered(self) -> list[Offered]:
+        """The tools in the prompt."""
+        found = []
+        for tool in self.tools:
+            if isinstance(tool, ItemNamespace):
+                words = [tool.description, *[None] * len(tool.tools)]  # of the namespace, before the first tool's
+                for one, word in zip(tool.tools, words, strict=False):
+                    told = "\n".join(filter(None, [word, one.told])) or None
+                    found.append(Offered(f"{tool.name}.{one.name}", one, told, tool.name))
+            elif not isinstance(tool, ItemHosted):
+                found.append(Offered(tool.name, tool, tool.told))
+        return found
+
+    @property
+    def not_offered(self) -> list[str]:
+        """Types of tools that this server does not have."""
+        return [tool.type for tool in self.tools if isinstance(tool, ItemHosted)]
 
     @property
     def is_prewarming(self) -> bool:

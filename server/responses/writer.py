@@ -12,9 +12,10 @@ from runtime.frontend.output import Output, new_rid
 from server.explain.reason import Explanation
 from server.http.answers import JsonList
 from server.openai.caching import cache_usage
-from server.openai.tools import CallReader
+from server.openai.calls import CallReader
+from server.openai.tools import ToolCall
 from server.openai.types import Message
-from server.responses.types import ResponseRequest
+from server.responses.types import ItemCustom, ItemHosted, ItemNamespace, ItemTool, ResponseRequest
 
 Event = dict[str, Any]
 
@@ -34,6 +35,8 @@ class Writer:
         self._reader = reader
         self._message: dict[str, Any] | None = None
         self._number = -1
+        self._offered = {offered.name: offered for offered in body.offered}
+        self._calls: list[ToolCall] = []
         self.response = _beginning(body, rid, model)
 
     @property
@@ -86,17 +89,22 @@ class Writer:
 
     def _call(self, call: dict[str, Any]) -> Iterator[Event]:
         arguments = call["function"]["arguments"]
-        item = {
-            **{"id": f"fc_{new_rid()}", "type": "function_call", "status": "in_progress", "arguments": ""},
-            **{"call_id": call["id"], "name": call["function"]["name"]},
-        }
+        self._calls.append(ToolCall.model_validate({key: call[key] for key in ("id", "function")}))
+        _, tool, _, namespace = self._offered[call["function"]["name"]]
+        item = {"call_id": call["id"], "name": tool.name} | ({"namespace": namespace} if namespace else {})
+        if isinstance(tool, ItemCustom):
+            kind, key, told = "custom_tool_call_input", "input", {}
+            arguments = _input_of(arguments)
+            item |= {"id": f"ctc_{new_rid()}", "type": "custom_tool_call", "input": ""}
+        else:
+            kind, key, told = "function_call_arguments", "arguments", {"name": tool.name}
+            item |= {"id": f"fc_{new_rid()}", "type": "function_call", "status": "in_progress", "arguments": ""}
         self.output.append(item)
         yield self._of_item("response.output_item.added", item=dict(item))
         named = {"item_id": item["id"]}
-        yield self._of_item("response.function_call_arguments.delta", **named, delta=arguments)
-        item |= {"arguments": arguments, "status": "completed"}
-        self.output[-1] = item
-        yield self._of_item("response.function_call_arguments.done", **named, arguments=arguments, name=item["name"])
+        yield self._of_item(f"response.{kind}.delta", **named, delta=arguments)
+        item |= {key: arguments} | ({"status": "completed"} if "status" in item else {})
+        yield self._of_item(f"response.{kind}.done", **named, **{key: arguments}, **told)
         yield self._of_item("response.output_item.done", item=item)
 
     def _end(self, output: Output) -> Iterator[Event]:
@@ -125,13 +133,8 @@ class Writer:
     def turns(self) -> list[Message]:
         """The answer as a message of a chat."""
         texts = [item["content"][0]["text"] for item in self.output if item["type"] == "message"]
-        calls = [
-            {"id": item["call_id"], "function": {"name": item["name"], "arguments": item["arguments"]}}
-            for item in self.output
-            if item["type"] == "function_call"
-        ]
-        turn = {"role": "assistant", "content": "\n".join(texts) or None, "tool_calls": calls or None}
-        return [Message.model_validate(turn)] if self.output else []
+        turn = Message(role="assistant", content="\n".join(texts) or None, tool_calls=self._calls or None)
+        return [turn] if self.output else []
 
     def explain(self, explanation: Explanation) -> None:
         """Tell why the prompt missed the cache."""
@@ -149,19 +152,27 @@ class Writer:
         return {"type": kind, "sequence_number": self._number, **more}
 
 
+def _input_of(arguments: str) -> str:
+    """The text for a custom tool in a function's arguments."""
+    given = msgspec.json.decode(arguments)
+    text = given.get("input") if isinstance(given, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+def _described(tool: ItemTool | ItemCustom | ItemNamespace) -> dict[str, Any]:
+    if not isinstance(tool, ItemTool):
+        return tool.model_dump(exclude_none=True)
+    described = {"type": "function", "name": tool.name, "description": tool.description, "strict": None}
+    return {**described, "parameters": tool.parameters}
+
+
 def _beginning(body: ResponseRequest, rid: str, model: str) -> dict[str, Any]:
     """A response of which nothing is known but its request."""
     form, options = body.text.format, body.prompt_cache_options
     shown: dict[str, Any] = {"type": "text" if form is None else form.type}
     if form is not None and form.schema_ is not None:
         shown |= {"name": "answer", "schema": form.schema_, "strict": True}
-    tools = [
-        {
-            **{"type": "function", "name": tool.name, "description": tool.description, "strict": None},
-            "parameters": tool.parameters,
-        }
-        for tool in body.tools
-    ]
+    tools = [_described(tool) for tool in body.tools if not isinstance(tool, ItemHosted)]
     choice = body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump()
     return {
         **{"id": rid, "object": "response", "created_at": int(time.time()), "status": "in_progress"},
@@ -174,4 +185,5 @@ def _beginning(body: ResponseRequest, rid: str, model: str) -> dict[str, Any]:
         **{"truncation": body.truncation, "usage": None, "user": body.user, "prompt_cache_key": body.prompt_cache_key},
         "prompt_cache_options": None if options is None else options.model_dump(exclude={"prewarm"}),
         "prompt_cache_retention": body.prompt_cache_retention,
+        **({"tools_not_offered": body.not_offered} if body.not_offered else {}),
     }

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
 from pydantic import ConfigDict, Field
 
 from runtime.errors import InvalidRequest
 from runtime.reuse.modules.markup import MAX_CHARACTERS
 from runtime.reuse.modules.schema import Mode
 from server.ahead import Ahead, keep, live_pins, unpin
-from server.auth.keys import Asker, CacheScope
+from server.auth.keys import Asker, CacheScope, EveryKey
 from server.context import Context, Ctx
 from server.http import examples
 from server.http.answers import JsonAnswer
@@ -20,7 +20,7 @@ from server.http.sse import while_there
 from server.http.wire import CacheSalt, Text
 from server.schemas.store import StoredSchema, make
 
-router = APIRouter(prefix="/v1/schemas", tags=["schemas"])
+router = EveryKey(prefix="/v1/schemas", tags=["schemas"])
 
 Paths = Annotated[list[Text], Field(max_length=1024)]
 

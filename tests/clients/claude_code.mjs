@@ -1,5 +1,5 @@
 // Claude Code: one prompt over messages.
-import { execFileSync } from "node:child_process";
+import { spawnSync } from "node:child_process";
 import { mkdtempSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
@@ -11,8 +11,8 @@ const env = {
   ANTHROPIC_SMALL_FAST_MODEL: model, CLAUDE_CODE_MAX_OUTPUT_TOKENS: "32", DISABLE_TELEMETRY: "1",
   CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC: "1",
 };
-const text = execFileSync("claude", ["-p", "Say hello.", "--tools", "", "--system-prompt", "Be brief."], {
+const done = spawnSync("claude", ["-p", "Say hello.", "--tools", "", "--system-prompt", "Be brief."], {
   env, cwd: home, timeout: 600_000, input: "",
-}).toString();
-if (!text.trim()) throw new Error("no answer");
+});
+if (done.status !== 0 || !done.stdout.toString().trim()) throw new Error(`no answer: ${done.stderr.toString().slice(-600)}`);
 console.log("one prompt");

@@ -1,5 +1,5 @@
 // OpenCode: one prompt over chats.
-import { execFileSync } from "node:child_process";
+import { spawnSync } from "node:child_process";
 import { mkdtempSync, writeFileSync } from "node:fs";
 import { tmpdir } from "node:os";
 import { join } from "node:path";
@@ -9,8 +9,8 @@ const home = mkdtempSync(join(tmpdir(), "opencode-"));
 const limit = { context: 8192, output: 64 };
 const provider = { npm: "@ai-sdk/openai-compatible", options: { baseURL: `${url}/v1`, apiKey: "none" }, models: { [model]: { limit } } };
 writeFileSync(join(home, "opencode.json"), JSON.stringify({ provider: { ramet: provider } }));
-const text = execFileSync("opencode", ["run", "--model", `ramet/${model}`, "Say hello."], {
+const done = spawnSync("opencode", ["run", "--model", `ramet/${model}`, "Say hello."], {
   env: { ...process.env, HOME: home, XDG_CONFIG_HOME: home, XDG_DATA_HOME: home }, cwd: home, timeout: 600_000, input: "",
-}).toString();
-if (!text.trim()) throw new Error("no answer");
+});
+if (done.status !== 0 || !done.stdout.toString().trim()) throw new Error(`no answer: ${done.stderr.toString().slice(-600)}`);
 console.log("one prompt");

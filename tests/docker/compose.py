@@ -15,7 +15,7 @@ STACKS = {
     "gpu": ["docker-compose.yml", "compose.gpu.yml"],
     "scale": ["docker-compose.yml", "compose.scale.yml"],
 }
-_VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
+_VARIABLE = re.compile(r"\$\{(\w+):?-([^}]*)\}")
 
 
 def load(name: str) -> dict[str, Any]:

@@ -44,7 +44,8 @@ def test_volumes_secrets_and_services_that_are_used_are_declared(name):
     for service in composed["services"].values():
         named = {volume.split(":")[0] for volume in service.get("volumes", [])}
         assert {volume for volume in named if not volume.startswith(".")} <= composed["volumes"].keys()
-        assert set(service.get("secrets", [])) <= composed["secrets"].keys()
+        secrets = [*service.get("secrets", []), *service.get("build", {}).get("secrets", [])]
+        assert set(secrets) <= composed["secrets"].keys()
         assert set(service.get("depends_on", [])) <= composed["services"].keys()
         own = {other["image"] for other in composed["services"].values() if "build" in other}
         assert service["image"] in own or re.search(r":v?\d", service["image"]), "not pinned"
@@ -56,6 +57,10 @@ def test_build_arguments_are_the_dockerfiles_own(name):
             text = (DOCKER / build["context"] / build["dockerfile"]).read_text()
             assert set(build["args"]) <= set(re.findall(r"^ARG (\w+)", text, re.MULTILINE))
             assert f" AS {build['target']}\n" in text
+            assert build["secrets"] == ["pip"], "other indexes, and their passwords"
+            assert "target=/etc/pip.conf" in text
+            # An empty index leaves torch to pip's configuration.
+            assert "${TORCH_INDEX_URL:-" not in (DOCKER / "docker-compose.yml").read_text()
 
 
 def test_everything_is_limited_and_starts_again(name):
@@ -82,7 +87,7 @@ def test_the_example_shows_every_variable_with_its_default(name):
     shown = dict(re.findall(r"^#(\w+)=(.*)$", (DOCKER / ".env.example").read_text(), re.MULTILINE))
     used = {}
     for file in (*STACKS[name], "replica.yml"):
-        used |= dict(re.findall(r"\$\{(\w+):-([^}]*)\}", (DOCKER / file).read_text()))
+        used |= dict(re.findall(r"\$\{(\w+):?-([^}]*)\}", (DOCKER / file).read_text()))
     images = {"RAMET_IMAGE", "RAMET_CUDA_IMAGE"}
     memory = {"RAMET_MEMORY"} if name == "gpu" else set()  # the GPU's machine gets more of it
     assert {key: value for key, value in used.items() if key not in images | memory} == {
@@ -94,6 +99,8 @@ def test_the_load_generator_finds_the_server(name):
     loadgen = stack(name)["services"]["loadgen"]
     assert loadgen["profiles"] == ["load"]
     assert loadgen["environment"]["LOADGEN_URL"] == "http://server:30000"
+    server = stack(name)["services"]["server"]
+    assert f"--model {loadgen['environment']['LOADGEN_MODEL']} " in server["command"]
     script = loadgen["entrypoint"][2].replace("$$", "$")
     assert subprocess.run(["sh", "-n", "-c", script]).returncode == 0
 

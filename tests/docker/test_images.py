@@ -41,7 +41,7 @@ def copied() -> set[str]:
 def test_stages_are_those_that_are_used():
     assert list(STAGES)[-1] == "cpu", "the last one is what `docker build` makes"
     assert STAGES.keys() >= {"cuda", "router"}
-    used = [found for text in STAGES.values() for found in re.findall(r"^COPY .*--from=(\w+)", text, re.MULTILINE)]
+    used = [found for text in STAGES.values() for found in re.findall(r"^(?:COPY|RUN) .*[-,]from=(\w+)", text, re.M)]
     below = [instructions(text, "FROM")[0].split()[0] for text in STAGES.values()]
     assert {*used, *below, "cpu", "cuda", "router"} == STAGES.keys() | {"${BASE_IMAGE}"}
 

@@ -57,9 +57,9 @@ def test_every_event_of_a_short_life():
     tree.lock_match(tree.match(tokens[:1].tobytes()))
     assert log.take() == [], "a cut is none"
     tree.evict(1)
-    assert log.take() == [Removed(second.hashes[1:])]
+    assert log.take() == [Removed(second.hashes[1:], Namespace())]
     tree.flush()
-    assert log.take() == [Removed(second.hashes[:1]), Removed(first.hashes[1:])]
+    assert log.take() == [Removed(second.hashes[:1], Namespace()), Removed(first.hashes[1:], Namespace())]
     assert log.take() == []
 
 
@@ -114,7 +114,7 @@ def test_events_by_hand():
     tree.insert(tokens[:8] + branch, array("i", [0, 3]), namespace)
     assert log.take() == [Stored((d,), a, branch, namespace)]
     tree.evict(1)
-    assert log.take() == [Removed((c,))]
+    assert log.take() == [Removed((c,), namespace)]
     below = array("i", [9, 9]).tobytes()
     (e,) = block_hashes(below, 8, b, namespace)
     tree.insert(tokens[:16] + below, array("i", [0, 1, 4]), namespace)

@@ -18,6 +18,17 @@ def key(*tokens: int) -> bytes:
     return array("i", tokens).tobytes()
 
 
+def chain_of(node):
+    """A node and those below it that an outline shows as one with it."""
+    chain = [node]
+    while len(node.children) == 1:
+        (child,) = node.children.values()
+        if (node.hits, node.pins > 0) != (child.hits, child.pins > 0) or node.meta is not child.meta:
+            break
+        chain.append(node := child)
+    return chain
+
+
 def finish(walk):
     """All of a walk; its result and how many steps it took."""
     steps = 0
@@ -75,10 +86,13 @@ def test_everything_is_shown_where_there_is_room(filled):
     shown, _ = finish(outline(tree, 10**6, preview_tokens=2))
     nodes = {node.pages[0]: node for node in tree.nodes()}
     blocks = [block for block in shown if block.id >= 0]
-    assert {block.id for block in blocks} == set(nodes)
+    chains = {block.id: chain_of(nodes[block.id]) for block in blocks}
+    assert sorted(node.pages[0] for chain in chains.values() for node in chain) == sorted(nodes)
     for block in blocks:
-        node = nodes[block.id]
-        assert block.tokens == len(node.pages) * PAGE
+        node, end = chains[block.id][0], chains[block.id][-1]
+        assert block.tokens == sum(len(one.pages) for one in chains[block.id]) * PAGE
+        assert block.chained == len(chains[block.id])
+        assert block.end == (end.pages[0], block.start + block.tokens - len(end.pages) * PAGE)
         assert block.preview == node.key[:8]
         assert (block.namespace, block.hits) == (node.namespace, node.hits)
         assert block.meta == (None if node.meta is None else node.meta.describe())
@@ -292,7 +306,7 @@ def test_one_lock_is_a_lock_and_none_is_none():
     assert [(one.locked, one.pinned) for one in view(tree)] == [(True, False), (True, False), (False, False)]
     tree.unlock(node)
     tree.pin(node)
-    assert [(one.locked, one.pinned) for one in view(tree)] == [(True, True), (True, True), (False, False)]
+    assert [(one.locked, one.pinned) for one in view(tree)] == [(False, True), (False, True), (False, False)]
     tree.lock(node)
     blocks = {block.id: (block.locked, block.pinned) for block in finish(outline(tree, 9))[0]}
     assert blocks == {-1: (True, False), 0: (True, True), 1: (True, True), 2: (False, False)}
@@ -316,3 +330,49 @@ def test_of_many_children_the_heaviest_are_shown():
         (-1, sum(block.total for block in finish(outline(tree, 99))[0][1:]), None),
         *((700, 20, 0), (0, 12, 0), (100, 11, 0)),
     ]
+
+
+def test_a_run_that_came_in_chunks_is_one_block(filled):
+    tree, tokens = filled.tree, list(range(12))
+    chunks = [filled.add(tokens[:stop]) for stop in (4, 8, 12)]
+    for node, cost in zip(chunks, (1.0, 2.0, 4.0), strict=True):
+        node.cost = cost
+    (root, block), _ = finish(outline(tree, 9, preview_tokens=6))
+    assert (block.id, block.end, block.tokens, block.chained, block.nodes) == (0, (chunks[2].pages[0], 8), 12, 3, 3)
+    assert (block.cost_s, block.preview, root.hits) == (7.0, key(*tokens[:6]), 0)
+    tree.use(chunks[1])
+    shown, _ = finish(outline(tree, 9))
+    assert [(one.tokens, one.hits) for one in shown] == [(0, 1), (8, 1), (4, 0)], "parted where a use ended"
+    tree.pin(chunks[0])
+    shown, _ = finish(outline(tree, 9))
+    assert [(one.tokens, one.pinned) for one in shown] == [(0, False), (4, True), (4, False), (4, False)]
+    filled.add([0, 1, 2, 3, 9, 9, 9, 9])
+    shown, _ = finish(outline(tree, 9))
+    assert sorted(one.tokens for one in shown) == [0, 4, 4, 4, 4]
+
+
+def test_hits_of_a_root_are_those_of_all_below(filled):
+    tree = filled.tree
+    for tokens, times in ((range(4), 2), (range(10, 14), 3)):
+        node = filled.add(list(tokens))
+        for _ in range(times):
+            tree.use(node)
+    assert finish(outline(tree, 9))[0][0].hits == 5
+
+
+def test_an_outline_of_one_tenant(filled):
+    filled.add([1, 2, 3, 4], A)
+    filled.add([1, 2, 3, 4], B)
+    shown, _ = finish(outline(filled.tree, 9, wanted=lambda namespace: namespace == B))
+    assert [block.namespace for block in shown] == [B, B]
+
+
+def test_a_view_tells_locks_from_pins(filled):
+    tree = filled.tree
+    upper, lower = filled.add([1, 2, 3, 4]), filled.add([1, 2, 3, 4, 5, 6, 7, 8])
+    tree.pin(upper)
+    assert [(node.locked, node.pinned) for node in view(tree)] == [(False, True), (False, False)]
+    tree.lock(lower)
+    assert [(node.locked, node.pinned) for node in view(tree)] == [(True, True), (True, False)]
+    tree.unlock(lower)
+    assert [node.locked for node in view(tree)] == [False, False]

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config import CacheConfig, Config, ServerConfig
+from runtime import Engine
+from runtime.config import CacheConfig, Config, ServerConfig, make_config, unusable
+from runtime.errors import ModelError
 from server.cli import main
 from server.options import add_options, options_table
 from server.serve import _bind
@@ -40,6 +42,10 @@ def test_every_option_of_the_configuration_is_there_and_explained(capsys):
         (["generate", "x", "--temperature", "-1"], "argument --temperature: "),
         (["generate", "x", "--max-new-tokens", "many"], "argument --max-new-tokens: "),
         ([], "COMMAND"),
+        (["serve", "--pool-memry", "2"], "unrecognized arguments: --pool-memry 2; did you mean --pool-memory?"),
+        (["serve", "--xyz"], "unrecognized arguments: --xyz"),
+        (["bench", "policies", "--capacitis=3"], "did you mean --capacities?"),
+        (["profile", "--out", "missing/t.json"], "argument --out: there is no directory missing"),
     ],
 )
 def test_a_wrong_value_is_one_line_and_status_2(arguments, words, capsys):
@@ -131,6 +137,36 @@ def test_a_model_that_is_not_there_is_one_line_and_status_1(capsys):
     assert main(["generate", "x", "--model", "/no/such/model"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("ramet: --model /no/such/model: ")
+    assert main(["generate", "x", "--model", "smollm2-135m-instuct"]) == 1
+    assert capsys.readouterr().err.endswith("; did you mean smollm2-135m-instruct?\n")
+
+
+@pytest.mark.parametrize(("option", "value"), [("depth_table", "t.json"), ("bicache", False)])
+def test_options_that_the_model_cannot_use_are_refused(tiny_dir, option, value):
+    with pytest.raises(ModelError, match=f"--{option.replace('_', '-')}: {tiny_dir.name} is a causal model"):
+        Engine(model=str(tiny_dir), dtype="float32", pool_tokens=1024, **{option: value})
+    config = make_config(reasoning_cache=True, depth_table="t.json")
+    assert [unusable(config, is_diffusion) for is_diffusion in (True, False)] == ["reasoning-cache", "depth-table"]
+    assert [unusable(Config(), is_diffusion) for is_diffusion in (True, False)] == [None, None]
+
+
+def test_a_file_that_cannot_be_opened_is_one_line(tmp_path, capsys, monkeypatch):
+    def fail(*_):
+        raise PermissionError(13, "Permission denied", "some/file")
+
+    monkeypatch.setattr("server.cli.options_table", fail)
+    assert main(["options"]) == 1
+    assert capsys.readouterr().err == "ramet: some/file: Permission denied\n"
+
+
+def test_the_doctor_tells_what_there_is(capsys, tmp_path):
+    assert main(["doctor", "--cache-dir", str(tmp_path / "none"), "--pool-memory", "3"]) == 0
+    told = capsys.readouterr().out
+    rows = {line.split("  ")[0].strip(): line for line in told.splitlines()}
+    assert {"processor", "cores", "kernels", "memory", "disk", "model", "Python", "packages"} <= rows.keys()
+    assert "3 GiB (--pool-memory)" in rows["pool"]
+    assert "fetched at the first start" in rows["model"]
+    assert "torch " in told
 
 
 def test_the_server_process_does_without_torch(server):

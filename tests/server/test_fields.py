@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from runtime.errors import InvalidRequest
 from server.fields import BODIES, fields_table
+from server.http.errors import _first_problem
 from server.http.fields import EMPTY
 from server.http.generate import GenerateRequest
 from server.http.wire import Body
@@ -39,7 +41,13 @@ def test_every_body_with_fields_of_others_is_in_the_table():
     described = set(BODIES.values())
     small = {body for body in every_body() if body.IGNORED or body.ALIASES or body.NEUTRAL} - described
     named = {base for body in described for base in body.__mro__}
-    assert {body.__name__ for body in small - named} <= {"ItemTool", "Function", "ItemMessage", "ItemReasoning"}
+    assert {body.__name__ for body in small - named} <= {
+        "ItemTool",
+        "ItemCustom",
+        "Function",
+        "ItemMessage",
+        "ItemReasoning",
+    }
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
@@ -174,3 +182,24 @@ def test_allowed_tools():
 
 def test_the_empty_values():
     assert EMPTY == ([], {}, "", False)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"txt": "x"}, ("unknown field txt; did you mean text?", "txt")),
+        (
+            {"text": "x", "sampling_params": {"max_new_token": 3}},
+            (
+                "unknown field sampling_params.max_new_token; did you mean max_new_tokens?",
+                "sampling_params.max_new_token",
+            ),
+        ),
+        ({"text": "x", "zzz": 1}, ("unknown field zzz", "zzz")),
+    ],
+)
+def test_an_unknown_field_is_told_what_was_meant(body, told):
+    with pytest.raises(ValidationError) as found:
+        GenerateRequest.model_validate(body)
+    problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in found.value.errors()]
+    assert _first_problem(RequestValidationError(problems)) == told

@@ -20,8 +20,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 import pytest
 
+from runtime.config import make_config
 from runtime.logs import set_up_logs
+from server.auth.keys import Tenant
 from server.http.access import AccessLog
+from server.serve import _warn
 from tests.server.conftest import start, stop
 from tests.server.test_faults import LONG, read_stream, streams
 
@@ -431,6 +434,23 @@ def test_traces_go_to_a_collector(tiny_dir, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+@pytest.mark.parametrize(
+    ("host", "has_keys", "events", "warnings"),
+    [
+        ("127.0.0.1", False, None, 0),
+        ("0.0.0.0", False, None, 1),
+        ("0.0.0.0", True, None, 0),
+        ("127.0.0.1", True, "public", 1),
+        ("127.0.0.1", True, "all", 0),
+        ("0.0.0.0", False, "public", 1),
+    ],
+)
+def test_an_operator_is_told_who_may_ask_and_whom_events_leave_out(caplog, host, has_keys, events, warnings):
+    options = {} if events is None else {"kv_events": "tcp://127.0.0.1:1", "kv_events_of": events}
+    _warn(make_config(host=host, **options), [Tenant("a", b"")] if has_keys else [])
+    assert len(caplog.records) == warnings
+
+
 def test_https(tiny_dir, tmp_path):
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     files = ["-keyout", str(tmp_path / "key"), "-out", str(tmp_path / "cert")]

@@ -27,9 +27,11 @@ class Workload(ABC):
 
     Attributes:
         TIMED: whether its sessions say at which time they begin (`Session.at_s`).
+        API: the route to which they go, unless the user says another.
     """
 
     TIMED: ClassVar[bool] = False
+    API: ClassVar[str] = "completions"
 
     @abstractmethod
     def sessions(self, source: Source) -> Iterator[Session]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from loadgen.http.lengths import Distribution
 from loadgen.http.prose import CHARS_PER_TOKEN
@@ -25,6 +25,8 @@ class File(Workload):
     shuffle: bool = False
     output_tokens: Distribution = length("128")
     think: Distribution = length("0")
+
+    API: ClassVar[str] = "chat"
 
     def __post_init__(self) -> None:
         need_file(self.file)

@@ -1,4 +1,4 @@
-"""Recorded traffic: Mooncake's traces (times, lengths, block hashes) and Azure's (times and lengths)."""
+"""Recorded traffic: traces of `--record-trace` and Mooncake's (times, lengths, block hashes), and Azure's."""
 
 from __future__ import annotations
 
@@ -16,16 +16,21 @@ from loadgen.http.prose import Prose
 from loadgen.http.session import Message, Session, Turn
 from loadgen.http.workloads.base import Source, Workload, need_file
 
-_BLOCK_TOKENS = 512  # of Mooncake's hashes
+_BLOCK_TOKENS = 512  # of Mooncake's hashes; other traces say how many
 
 
 class Row(NamedTuple):
-    """One recorded request: seconds since the first of the trace, prompt and output tokens, hashes of prompt blocks."""
+    """One recorded request: seconds since the first of the trace, prompt and output tokens, hashes of prompt blocks.
+
+    `tenant`: whose it was, where the trace says so; `block_tokens`: of each hash.
+    """
 
     at_s: float
     input_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
+    block_tokens: int = _BLOCK_TOKENS
+    tenant: str = ""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Trace(Workload):
     """A recorded trace.
 
     Attributes:
-        trace: Mooncake's JSONL or Azure's CSV.
+        trace: JSONL of `--record-trace` or as Mooncake's, or Azure's CSV.
         speed: factor on the recorded speed.
         window_start: seconds into the trace at which the replay begins.
         window: seconds of the trace that are replayed; 0: all.
@@ -78,7 +83,7 @@ class Trace(Workload):
     def _parts(self, row: Row, tokens: int, prose: Prose, key: tuple[float, int]) -> tuple[str, ...]:
         if not row.blocks:
             return (prose.reseeded(key, "prompt").text(tokens),)
-        size = self._shrunk(_BLOCK_TOKENS)
+        size = self._shrunk(row.block_tokens)
         parts = []
         for i, block in enumerate(row.blocks):
             # The last block may be filled in part; its hash is that of the filled part.
@@ -89,7 +94,7 @@ class Trace(Workload):
 
 
 def _group(row: Row) -> str:
-    return f"block {row.blocks[0]}" if row.blocks else ""
+    return row.tenant or (f"block {row.blocks[0]}" if row.blocks else "")
 
 
 def read_trace(path: Path) -> list[Row]:
@@ -112,7 +117,9 @@ def _mooncake(lines: Iterator[str]) -> Iterator[Row]:
         try:
             entry = json.loads(line)
             blocks = tuple(entry.get("hash_ids") or ())
-            yield Row(entry["timestamp"] / 1000, int(entry["input_length"]), int(entry["output_length"]), blocks)
+            size, tenant = int(entry.get("block_tokens", _BLOCK_TOKENS)), str(entry.get("tenant", ""))
+            lengths = int(entry["input_length"]), int(entry["output_length"])
+            yield Row(entry["timestamp"] / 1000, *lengths, blocks, size, tenant)
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"line {number} is not a request of a Mooncake trace: {error!r}") from None
 

@@ -18,6 +18,26 @@ from runtime.models.rope import RotaryEmbedding, rotate
 _VIEW_FROM_ROWS = 128
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Differences of a layer's scores from q k^T / sqrt(head_dim).
+
+    Attributes:
+        scale: in place of 1 / sqrt(head_dim).
+        cap: scores become cap * tanh(score / cap).
+        sinks: [heads], a score of each head whose value is 0.
+        kv_heads: key-value heads of the layer, where the pool has more.
+    """
+
+    scale: float | None = None
+    cap: float | None = None
+    sinks: torch.Tensor | None = None
+    kv_heads: int | None = None
+
+
+PLAIN = Scores()
+
+
 @dataclass(slots=True)
 class Part:
     """One kernel call: query rows against some pool rows.
@@ -44,7 +64,8 @@ class CPUAttention(AttentionBackend):
 
     name = "cpu"
 
-    def __init__(self, pool: KVPool, rope: RotaryEmbedding):
+    def __init__(self, pool: KVPool, rope: RotaryEmbedding | None = None):
+        """`rope`: needed for spans with a shift."""
         self.pool = pool
         self.rope = rope
         self.device = pool.k.device
@@ -65,24 +86,35 @@ class CPUAttention(AttentionBackend):
         """The part of the span that all rows see, and the rest: a square where it is causal, else under a mask."""
         span, visible = plan.spans[edge.span], visible_of(edge, plan)
         least, most = int(visible.min()), int(visible.max())
-        if not most:
+        # Rows before `first` are seen by none, rows [low, least) by all.
+        first, low = (0, 0) if edge.hidden is None else (int(edge.hidden.min()), int(edge.hidden.max()))
+        if first == most:
             return []
-        cos_sin = self.rope.shift(torch.tensor([-span.shift], device=self.device)) if span.shift else None
+        cos_sin = None
+        if span.shift:
+            assert self.rope is not None
+            cos_sin = self.rope.shift(torch.tensor([-span.shift], device=self.device))
 
         def part(slots: slice | torch.Tensor, causal: bool = False, bias: torch.Tensor | None = None) -> Part:
             return Part(edge.rows, slots, causal, cos_sin, bias, first=False)
 
+        def masked(start: int, stop: int) -> Part:
+            seen = visible_pairs(edge, plan)[:, start:stop].to(self.device)
+            bias = torch.zeros(seen.shape, dtype=self.bias_dtype, device=self.device).masked_fill_(~seen, -math.inf)
+            return part(self._gathered(span, start, stop), bias=bias)
+
+        if span.keep is not None or low >= least:
+            return [masked(first, most)]
         rest: list[Part] = []
-        if len(visible) > 1 and span.keep is None and is_causal(visible):
+        if len(visible) > 1 and is_causal(visible):
             least -= 1  # the square begins with the last key that the first row sees
             own = self._pieces(span, least, most)
             rest = [part(own[0] if len(own) == 1 else self._gathered(span, least, most), causal=True)]
-        elif least < most or span.keep is not None:
-            least = least if span.keep is None else 0
-            seen = visible_pairs(edge, plan)[:, least:most].to(self.device)
-            bias = torch.zeros(seen.shape, dtype=self.bias_dtype, device=self.device).masked_fill_(~seen, -math.inf)
-            rest = [part(self._gathered(span, least, most), bias=bias)]
-        return rest + [part(slots) for slots in self._pieces(span, 0, least)]
+        elif least < most:
+            rest = [masked(least, most)]
+        if first < low:
+            rest.append(masked(first, low))
+        return rest + [part(slots) for slots in self._pieces(span, low, least)]
 
     def _pieces(self, span: Span, start: int, stop: int) -> list[slice | torch.Tensor]:
         """Pool rows of a part of a span: slices of its extents, or all its slots if these are short."""
@@ -105,25 +137,27 @@ class CPUAttention(AttentionBackend):
         rows = torch.arange(self.pool.page_size, device=self.device)
         return (pages[:, None] * self.pool.page_size + rows).flatten()[start:stop]
 
-    def run(self, prepared: list[Part], q: torch.Tensor, layer: int) -> torch.Tensor:
-        k, v = self.pool.k[layer], self.pool.v[layer]
+    def run(self, prepared: list[Part], q: torch.Tensor, layer: int, scores: Scores = PLAIN) -> torch.Tensor:
+        k, v = self.pool.k[layer, :, : scores.kv_heads], self.pool.v[layer, :, : scores.kv_heads]
         out = torch.zeros_like(q)
-        if all(part.first for part in prepared):
+        if scores.sinks is None and all(part.first for part in prepared):
             for part in prepared:
-                out[part.rows] = self._attend(part, q, k, v)[0]
+                out[part.rows] = self._attend(part, q, k, v, scores)[0]
             return out
         wide = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
         for part in prepared:
-            part_out, part_lse = self._attend(part, q, k, v)
+            part_out, part_lse = self._attend(part, q, k, v, scores)
             if part.first:
                 wide[part.rows], lse[part.rows] = part_out.float(), part_lse
             else:
                 wide[part.rows], lse[part.rows] = merge(wide[part.rows], lse[part.rows], part_out, part_lse)
+        if scores.sinks is not None:
+            wide *= (lse - torch.logaddexp(lse, scores.sinks.float())).exp()[..., None]
         return out.copy_(wide)
 
     def _attend(
-        self, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, part: Part, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         q = q[part.rows]
         if part.cos_sin is not None:
@@ -142,13 +176,18 @@ class CPUAttention(AttentionBackend):
         else:
             grouped = grouped.reshape(kv_heads, 1, groups * n, dim)
             bias = None if bias is None else bias.repeat(groups, 1)
-        out, lse = attend(grouped, keys, values, part.causal, bias)
+        out, lse = attend(grouped, keys, values, part.causal, bias, scores)
         out = out.reshape(kv_heads, groups, n, dim).permute(2, 0, 1, 3).reshape(n, heads, dim)
         return out, lse.reshape(kv_heads, groups, n).permute(2, 0, 1).reshape(n, heads)
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, bias: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    bias: torch.Tensor | None,
+    how: Scores = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scaled dot-product attention with log-sum-exp.
 
@@ -156,15 +195,21 @@ def attend(
         q: [batch, heads, n, dim]; k, v: [batch, heads, m, dim].
         causal: row i sees keys 0..i (n == m).
         bias: [n, m], added to the scores.
+        how: scale and cap of the scores.
 
     Returns:
         out [batch, heads, n, dim], and lse float32 [batch, heads, n] (natural logarithm); zeros and -inf for a row
         without visible keys.
     """
-    if q.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
+    scale = q.shape[-1] ** -0.5 if how.scale is None else how.scale
+    if q.device.type == "cpu" and how.cap is None:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=bias, scale=scale
+        )
     else:
-        scores = (q.float() @ k.float().transpose(-1, -2)) / math.sqrt(q.shape[-1])
+        scores = (q.float() @ k.float().transpose(-1, -2)) * scale
+        if how.cap is not None:
+            scores = torch.tanh(scores / how.cap) * how.cap
         if causal:
             scores.masked_fill_(torch.ones(scores.shape[-2:], device=q.device).triu(1).bool(), -math.inf)
         if bias is not None:

@@ -81,9 +81,12 @@ def is_causal(visible: np.ndarray) -> bool:
 
 
 def visible_pairs(edge: Edge, plan: AttentionPlan) -> torch.Tensor:
-    """Mask of an edge, bool [rows, length of the span], by `visible` and `keep`."""
+    """Mask of an edge, bool [rows, length of the span], by `hidden`, `visible` and `keep`."""
     span = plan.spans[edge.span]
-    seen = torch.arange(span.length) < torch.from_numpy(visible_of(edge, plan))[:, None]
+    rows = torch.arange(span.length)
+    seen = rows < torch.from_numpy(visible_of(edge, plan))[:, None]
+    if edge.hidden is not None:
+        seen &= rows >= torch.from_numpy(edge.hidden)[:, None]
     return seen if span.keep is None else seen & span.keep
 
 
@@ -97,14 +100,14 @@ def by_call(plan: AttentionPlan, page_size: int) -> dict[str, AttentionPlan]:
     found: dict[str, AttentionPlan] = {}
     for edge in sorted(plan.edges, key=lambda edge: first_row(edge, plan.num_rows)):
         for call, span, visible in _cut(edge, plan, page_size):
-            found.setdefault(call, AttentionPlan(plan.num_rows)).add(edge.rows, span, visible)
+            found.setdefault(call, AttentionPlan(plan.num_rows)).add(edge.rows, span, visible, edge.hidden)
     return {call: found[call] for call in ("full", "causal", "masked") if call in found}
 
 
 def _cut(edge: Edge, plan: AttentionPlan, page_size: int) -> Iterator[tuple[str, Span, np.ndarray | None]]:
     """Parts of an edge: the call, a part of the span, and `Edge.visible` for it."""
     span = plan.spans[edge.span]
-    if edge.visible is None and span.keep is None:
+    if edge.visible is None and edge.hidden is None and span.keep is None:
         yield "causal" if len(rows_of(edge, plan.num_rows)) == 1 else "full", span, None
         return
     visible = visible_of(edge, plan)
@@ -116,7 +119,7 @@ def _cut(edge: Edge, plan: AttentionPlan, page_size: int) -> Iterator[tuple[str,
 
     if not most:
         return
-    if span.keep is not None:
+    if span.keep is not None or edge.hidden is not None:
         yield "masked", part(0, most), visible
     elif is_causal(visible):
         yield "causal", part(0, most), visible

@@ -82,8 +82,8 @@ class NativeDecoder:
     """The decoder stack and head over a paged pool on the CPU.
 
     Weights and pool are float32 or bfloat16; arithmetic is float32 with two exceptions: `avx512bf16` rounds
-    activations to bfloat16 for products with bfloat16 weights, and `int8` rounds weights and activations to 8 bits,
-    with a scale for each 64 of a row.
+    activations, queries and attention's weights to bfloat16 for products with bfloat16 weights, keys and values, and
+    `int8` rounds weights and activations to 8 bits, with a scale for each 64 of a row.
 
     Attributes:
         name: `native-` and the instruction set.
@@ -290,6 +290,8 @@ class NativePlan:
             to.span = edge.span
             if edge.visible is not None:
                 to.visible = self._array(edge.visible, np.int32)
+            if edge.hidden is not None:
+                to.hidden = self._array(edge.hidden, np.int32)
         self.grow()
 
     def grow(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2")
 
 # Result of `ramet_interface` in libraries with these declarations.
-_INTERFACE = 4
+_INTERFACE = 5
 
 
 def _fields(integers: str = "", pointers: str = "") -> list[tuple[str, type]]:
@@ -37,7 +37,7 @@ class Span(Structure):
 
 
 class Edge(Structure):
-    _fields_ = (("rows", c_void_p), ("num_rows", c_int64), ("span", c_int64), ("visible", c_void_p))
+    _fields_ = (*_fields("num_rows span"), *_fields(pointers="rows visible hidden"))
 
 
 class Shape(Structure):
@@ -127,11 +127,12 @@ class Library:
 
     Attributes:
         isa: one of `ISAS`.
+        path: its file.
     """
 
     def __init__(self, isa: str, path: Path):
         """Raises OSError if the library cannot be opened, AttributeError if it lacks a function."""
-        self.isa = isa
+        self.isa, self.path = isa, path
         self._library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _INTO_LIBRARY.items():
             function = getattr(self._library, f"ramet_{name}")
@@ -151,6 +152,11 @@ def load(isa: str) -> Library | None:
             break
     else:
         return None
+    return open_library(isa, path)
+
+
+def open_library(isa: str, path: Path) -> Library | None:
+    """The library in a file; None if it is of another version or this processor does not support it."""
     try:
         library = Library(isa, path)
     except (OSError, AttributeError):  # of another system, or of a build that lacks a function

@@ -25,8 +25,8 @@ from runtime.execution.executor import Executor
 from runtime.execution.parallel.group import Group, rank_device
 from runtime.execution.parallel.orders import CopyRows, Order, ReadPages, WritePages, encode_order
 from runtime.execution.parallel.worker import LENGTH, Boot
+from runtime.models.implementation import own_spec
 from runtime.models.shards import split_spec
-from runtime.models.spec import ModelSpec
 
 log = logging.getLogger("ramet.engine")
 
@@ -134,7 +134,9 @@ class ParallelExecutor(Executor):
     def __init__(self, config: Config, path: Path):
         """Start the other ranks and load the model directory `path` with them. Raises ModelError."""
         size = config.model.tensor_parallel
-        split_spec(ModelSpec.load(path), size)
+        if (spec := own_spec(config.model, path)) is None:
+            raise ModelError(f"--tensor-parallel is {size}, which is not served with transformers' code")
+        split_spec(spec, size)
         device = rank_device(choose_device(config.model), 0, size)
         store = Group.open_store(size)
         self.workers = Workers(config, path, size, store.port)

@@ -12,6 +12,7 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
+import numpy as np
 from xxhash import xxh3_128
 
 from radix import Namespace
@@ -57,6 +58,13 @@ class Block(NamedTuple):
     key: BlockKey
     namespace: Namespace
     tokens: bytes
+
+
+class Frame(NamedTuple):
+    """Memory of a stored block without encryption, and its end, into which the payload is written."""
+
+    memory: memoryview
+    payload: memoryview
 
 
 class Head(NamedTuple):
@@ -108,14 +116,17 @@ class Format:
     """Names, writes and reads blocks of one model with one layout.
 
     Args:
-        fingerprint: `Fingerprint.digest()`.
+        fingerprint: `Fingerprint.digest()`; empty: it comes later, before any block.
         cipher: None: bodies are not encrypted.
     """
 
-    def __init__(self, fingerprint: bytes, cipher: Cipher | None = None):
+    def __init__(self, fingerprint: bytes = b"", cipher: Cipher | None = None):
         self.fingerprint = fingerprint
         self.cipher = cipher
-        self._secret = fingerprint + (cipher.name_secret if cipher else b"")
+
+    @property
+    def _secret(self) -> bytes:
+        return self.fingerprint + (self.cipher.name_secret if self.cipher else b"")
 
     def key(self, parent: BlockKey, namespace: Namespace, tokens: bytes) -> BlockKey:
         """The key of a block behind `parent`, which is `ROOT` for the first one of a namespace."""
@@ -128,8 +139,20 @@ class Format:
             parent = self.key(parent, namespace, own)
             yield Block(parent, namespace, own)
 
+    def frame(self, block: Block, num_bytes: int) -> Frame:
+        """Room for a block with a payload of `num_bytes`."""
+        begin = _HEAD.size + 16 + len(_utf8(block.namespace.tenant)) + len(block.tokens)
+        memory = np.empty(begin + num_bytes, np.uint8).data
+        return Frame(memory, memory[begin:])
+
+    def close(self, block: Block, frame: Frame) -> memoryview:
+        """A stored block without encryption, for all who keep it so: nothing is copied, nobody may change it."""
+        *before, payload = self.encode(block, frame.payload, sealed=False)
+        frame.memory[: -len(payload)] = b"".join(before)
+        return frame.memory.toreadonly()
+
     def encode(self, block: Block, payload: Buffer, *, sealed: bool = True) -> list[Buffer]:
-        """The buffers of a stored block, in order; without a cipher, the payload is one of them and is not copied.
+        """The buffers of a stored block, in order; without a cipher, the last one is the payload, not copied.
 
         Args:
             sealed: False: not encrypted, for memory that ends with the process.

@@ -11,18 +11,19 @@ from threading import Lock
 import torch
 
 from runtime.kv.pool import KVPool
-from runtime.kv.tiers.block import Block, BlockKey
+from runtime.kv.tiers.block import Block, BlockKey, Frame
 from runtime.kv.tiers.worker import TierWorker
 
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A block of pages; whoever copies them holds `lock`. `data`: uint8, the copy, on any device."""
+    """A block of pages; whoever copies them holds `lock`. `data`: uint8, a copy on the device; `frame`: one here."""
 
     block: Block
     pages: array[int]
     lock: Lock = field(default_factory=Lock)
     data: torch.Tensor | None = None
+    frame: Frame | None = None
 
 
 class Copies:
@@ -58,7 +59,7 @@ class Copies:
                 for page in pages:
                     self._by_page.setdefault(page, []).append(copy)
         done = partial(self._done, copy)
-        if self._worker.write(block, partial(self._gather, copy), len(pages) * self._pool.page_bytes, reason, done):
+        if self._worker.write(block, partial(self._read, copy), len(pages) * self._pool.page_bytes, reason, done):
             return True
         done()
         return False
@@ -72,15 +73,16 @@ class Copies:
         for copy in copies:
             self._read(copy)
 
-    def _read(self, copy: Copy) -> torch.Tensor:
+    def _read(self, copy: Copy) -> Frame:
         with copy.lock:
-            if copy.data is None:
-                copy.data = self._pool.read_pages(copy.pages)
-                self._forget(copy)
-            return copy.data
-
-    def _gather(self, copy: Copy) -> memoryview:
-        return self._read(copy).cpu().numpy().data
+            if copy.frame is None:
+                copy.frame = self._worker.form.frame(copy.block, len(copy.pages) * self._pool.page_bytes)
+                if copy.data is not None:
+                    copy.frame.payload[:] = copy.data.cpu().flatten().numpy().data
+                else:
+                    self._pool.read_pages(copy.pages, copy.frame.payload)
+                    self._forget(copy)
+            return copy.frame
 
     def _forget(self, copy: Copy) -> None:
         """The pages may be written from now on."""
@@ -94,4 +96,4 @@ class Copies:
         with self._lock:
             self._waiting.discard(copy.block.key)
         self._forget(copy)
-        copy.data = None
+        copy.data = copy.frame = None

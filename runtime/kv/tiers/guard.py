@@ -83,8 +83,8 @@ class GuardedStore:
     come until it opens again are answered at once. Tenants whose erasure failed are erased before anything else.
 
     Attributes:
-        counts: of `hits`, `misses`, `written`, `refused` (no room), `failed` and `skipped` calls, `bytes_read`,
-            `bytes_written`, and what its users count.
+        counts: of blocks that were `wanted` here (no tier before it had them), `hits`, `misses`, `written`, `refused`
+            (no room), of `failed` and `skipped` calls, `bytes_read`, `bytes_written`, and what its users count.
     """
 
     def __init__(self, store: BlockStore, clock: Callable[[], float] = time.monotonic):
@@ -106,11 +106,15 @@ class GuardedStore:
 
     def contains_many(self, keys: Sequence[BlockKey]) -> list[bool]:
         begun = self._clock()
-        found = self._call(self._reads, lambda: self.store.contains_many(keys))
+        found = self.peek(keys)
         if found is None:
             return [False] * len(keys)
         self.rate.measure(latency_s=self._clock() - begun)
         return found
+
+    def peek(self, keys: Sequence[BlockKey]) -> list[bool] | None:
+        """`contains_many` of any number of keys, which says nothing of the rate; None if the store fails."""
+        return self._call(self._reads, lambda: self.store.contains_many(keys))
 
     def get(self, key: BlockKey) -> Buffer | None:
         begun = self._clock()

@@ -9,18 +9,18 @@ from threading import Lock
 from typing import NamedTuple
 
 from runtime.kv.tiers.block import BlockKey, Buffer
-from runtime.kv.tiers.store import Entry, Limits, Usage
+from runtime.kv.tiers.store import Entry, Limits, Usage, joined
 
 
 class _Held(NamedTuple):
-    data: bytes
+    data: Buffer
     entry: Entry
 
 
 class HostStore:
     """The most recently used blocks.
 
-    A block is one immutable object, so that a reader needs no copy, and eviction takes nothing from it.
+    A block is one object that nobody changes, so that a reader needs no copy, and eviction takes nothing from it.
     """
 
     name = "host"
@@ -40,7 +40,7 @@ class HostStore:
         with self._lock:
             return [key in self._tenants for key in keys]
 
-    def get(self, key: BlockKey) -> bytes | None:
+    def get(self, key: BlockKey) -> Buffer | None:
         with self._lock:
             return self._use(key, hits=1)
 
@@ -49,7 +49,7 @@ class HostStore:
             for key in keys:
                 self._use(key, hits=0)
 
-    def _use(self, key: BlockKey, hits: int) -> bytes | None:
+    def _use(self, key: BlockKey, hits: int) -> Buffer | None:
         if (tenant := self._tenants.get(key)) is None:
             return None
         blocks = self._blocks[tenant]
@@ -64,7 +64,7 @@ class HostStore:
         quota = self._limits.of(tenant)
         if size > quota:
             return False
-        data = b"".join(buffers)
+        data = joined(buffers)
         with self._lock:
             self._drop(key)
             while self._bytes[tenant] + size > quota:

@@ -13,7 +13,7 @@ from redis.retry import Retry
 
 from runtime.errors import ModelError
 from runtime.kv.tiers.block import HEAD_BYTES, BlockKey, Buffer, Head, Mismatch, read_head
-from runtime.kv.tiers.store import Entry, Usage
+from runtime.kv.tiers.store import Entry, Usage, joined
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ class RedisStore:
 
     def put(self, key: BlockKey, buffers: Sequence[Buffer], tenant: str, reason: str) -> bool:
         try:
-            _as_os_error(lambda: self._redis.set(_PREFIX + key, b"".join(buffers)))
+            _as_os_error(lambda: self._redis.set(_PREFIX + key, joined(buffers)))
         except _NoRoom:
             return False
         return True

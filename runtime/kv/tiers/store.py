@@ -69,6 +69,11 @@ class BlockStore(Protocol):
     def close(self) -> None: ...
 
 
+def joined(buffers: Sequence[Buffer]) -> Buffer:
+    """The bytes of all buffers; a single one that cannot be changed is not copied."""
+    return buffers[0] if len(buffers) == 1 and memoryview(buffers[0]).readonly else b"".join(buffers)
+
+
 @dataclass(frozen=True)
 class Limits:
     """Bytes of a store, and within it those of tenants; tenants that are not named have `default`, None: any."""

@@ -51,6 +51,7 @@ class Tiers:
         loads: that have not ended.
         counters: of the engine's side; `worker.stats()` has those of the stores.
         loaded_tokens: by store.
+        keys: by the pages of the tree whose blocks are known to have been written or loaded.
     """
 
     def __init__(self, cache: PagedCache, worker: TierWorker, clock: Callable[[], float] = time.monotonic):
@@ -61,6 +62,7 @@ class Tiers:
         self._rows = self._seconds = 0.0
         self.counters = dict.fromkeys(("tier_loads", "tier_loads_late"), 0)
         self.loaded_tokens = Counter[str]()
+        self.keys: dict[int, BlockKey] = {}
         self.worker = worker
         self._cache, self._pool, self._clock = cache, pool, clock
         self._page_bytes = pool.page_size * TOKEN_BYTES
@@ -70,7 +72,7 @@ class Tiers:
         self._filler = ThreadPoolExecutor(1, thread_name_prefix="kv-fill")
         self._news = threading.Event()
         cache.tree.watch(self)
-        cache.on_distrust = self.forget
+        cache.on_use, cache.on_distrust = self.used, self.forget
         pool.before_write = self._copies.settle
 
     # -- out -------------------------------------------------------------------------------------------------
@@ -85,8 +87,11 @@ class Tiers:
         """Keep the blocks that end in the pages that leave, unless these are to be gone."""
         if cause != "flush":
             self._write(node, kept_pages, "evicted")
+        if self.keys:
+            for page in node.pages[kept_pages:]:
+                self.keys.pop(page, None)
 
-    def used(self, node: Node | None) -> None:
+    def used(self, node: Node) -> None:
         """Write the path that ends in a node, as far as it is used a second time."""
         for above in path(node):
             if above.hits == 1:
@@ -98,7 +103,7 @@ class Tiers:
 
     def _write(self, node: Node, first_page: int, reason: str) -> None:
         """Write the blocks that end in the pages of a node from `first_page` on."""
-        if node.namespace.entry.startswith(_APPROXIMATE) or not self.worker.names:
+        if not self.worker.names or node.namespace.entry.startswith(_APPROXIMATE):
             return
         size, end = self.block_pages, sum(len(above.pages) for above in path(node))
         is_end = node.meta is not None and node.meta.tokens <= end * self._pool.page_size
@@ -110,12 +115,14 @@ class Tiers:
         pages = array("i", b"".join(above.pages.tobytes() for above in nodes))
         blocks = self._blocks(b"".join(above.key for above in nodes), node.namespace, is_end)
         for number in range(first, last):
-            block = blocks[number]
+            block, own = blocks[number], pages[number * size : (number + 1) * size]
             if reason == "evicted" or block.key not in self._written:
-                accepted = self._copies.add(block, pages[number * size : (number + 1) * size], reason)
+                accepted = self._copies.add(block, own, reason)
                 self._absent.pop(block.key, None)
                 if accepted and reason != "evicted":
                     _remember(self._written, block.key, None, _MOST_WRITTEN)
+            if reason != "evicted":
+                self.keys.update(dict.fromkeys(own, block.key))
 
     def _path_of(self, node: Node) -> tuple[bytes, Namespace, bool]:
         """The tokens up to the end of a node, their namespace, and whether they are an entry."""
@@ -291,6 +298,8 @@ class Tiers:
 
     def forget(self, node: Node) -> None:
         """Delete the blocks of a node's path and of all below it, as they may be damaged."""
+        if not self.worker.names:
+            return
         self._written.clear()
         below = [node]
         for above in below:
@@ -310,9 +319,12 @@ class Tiers:
             pages = part.kept.pages + part.fresh.pages
             tokens = part.run.tokens.tobytes()[: len(pages) * self._page_bytes]
             cost = len(part.fresh.pages) * self._pool.page_size * self.token_s
-            cache.insert(tokens, pages, part.run.namespace, cost, part.run.meta, load.owner)
+            _, held = cache.insert(tokens, pages, part.run.namespace, cost, part.run.meta, load.owner)
             part.fresh.pages = array("i")
+            at = part.first_page
             for block, loaded in zip(part.blocks, part.found, strict=False):
+                begin, at = at, at + self._num_pages([block])
+                self.keys.update(dict.fromkeys(held[begin:at], block.key))
                 load.tokens[loaded.tier] = load.tokens.get(loaded.tier, 0) + len(block.tokens) // TOKEN_BYTES
         for segment in (part.kept, part.fresh):
             cache.held = [other for other in cache.held if other is not segment]

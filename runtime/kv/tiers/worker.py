@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from threading import Lock
+from threading import Lock, get_native_id
 from typing import Any, NamedTuple
 
-from runtime.kv.tiers.block import Block, BlockKey, Buffer, Format, Mismatch
+from runtime.kv.tiers.block import Block, BlockKey, Buffer, Format, Frame, Mismatch
 from runtime.kv.tiers.guard import GuardedStore
 from runtime.kv.tiers.store import BlockStore
 
@@ -18,6 +20,10 @@ logger = logging.getLogger(__name__)
 
 QUEUE_BYTES = 256 << 20
 USAGE_EVERY_S = 5.0
+# Time for a store to say what it has, to somebody who looks on.
+_LOOK_S = 1.0
+# Of threads that write.
+_NICE = 19
 
 
 class Loaded(NamedTuple):
@@ -27,11 +33,17 @@ class Loaded(NamedTuple):
     tier: str
 
 
+def _stand_back() -> None:
+    """Let this thread run where the kernels leave a core idle: they wait for each other."""
+    if sys.platform == "linux":  # elsewhere it would be the whole process
+        os.setpriority(os.PRIO_PROCESS, get_native_id(), _NICE)
+
+
 class _Lane:
     """One thread that runs tasks in order; those that its queue has no room for are refused."""
 
     def __init__(self, name: str, queue_bytes: int):
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"kv-{name}")
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"kv-{name}", initializer=_stand_back)
         self._room = queue_bytes
         self._lock = Lock()
         self.queued_bytes = 0
@@ -137,7 +149,7 @@ class TierWorker:
     def write(
         self,
         block: Block,
-        gather: Callable[[], Buffer],
+        gather: Callable[[], Frame],
         num_bytes: int,
         reason: str,
         done: Callable[[], None] = lambda: None,
@@ -146,7 +158,7 @@ class TierWorker:
 
         Args:
             block: what is written.
-            gather: returns the payload, which nobody changes later; called in another thread.
+            gather: returns a frame with the payload, which nobody changes later; called in another thread.
             num_bytes: size of the payload.
             reason: a word that is kept with the block.
             done: called once, in another thread, when the source of the payload is needed no more; not after `close`.
@@ -156,21 +168,23 @@ class TierWorker:
         self._num_dropped += 1
         return False
 
-    def _gather(self, block: Block, gather: Callable[[], Buffer], reason: str, done: Callable[[], None]) -> None:
+    def _gather(self, block: Block, gather: Callable[[], Frame], reason: str, done: Callable[[], None]) -> None:
         try:
-            payload = gather()
+            frame = gather()
         finally:
             done()
+        stored, size = self.form.close(block, frame), len(frame.payload)
         for store, lane in self._tiers.values():
-            if not lane.offer(memoryview(payload).nbytes, partial(self._store, store, block, payload, reason)):
+            if not lane.offer(size, partial(self._store, store, block, frame, stored, reason)):
                 store.count("dropped")
 
-    def _store(self, store: GuardedStore, block: Block, payload: Buffer, reason: str) -> None:
+    def _store(self, store: GuardedStore, block: Block, frame: Frame, stored: memoryview, reason: str) -> None:
         if store.contains_many([block.key])[0]:
             store.touch([block.key])
             return
         try:
-            buffers = self.form.encode(block, payload, sealed=store.outlives)
+            is_sealed = store.outlives and self.form.cipher is not None
+            buffers = self.form.encode(block, frame.payload) if is_sealed else [stored]
         except OSError as error:
             store.fail(error)
         else:
@@ -196,12 +210,15 @@ class TierWorker:
             before = len(found)
             for store, _ in self._tiers.values():
                 for block in self._worth(store, blocks[len(found) :], num_bytes, compute_s):
-                    payload = self._read(store, block) if self._clock() < until else None
-                    if payload is None:
+                    loaded = self._read(store, block) if self._clock() < until else None
+                    if loaded is None:
                         break
+                    data, payload = loaded
                     found.append(Loaded(payload, store.name))
                     if store.outlives:
-                        self._promote(block, payload, num_erasures)
+                        is_sealed = self.form.cipher is not None
+                        plain = self.form.encode(block, payload, sealed=False) if is_sealed else [data]
+                        self._promote(block, plain, num_erasures)
         return found if num_erasures == self._num_erasures else []
 
     def _worth(self, store: GuardedStore, blocks: list[Block], num_bytes: int, compute_s: float | None) -> list[Block]:
@@ -212,6 +229,7 @@ class TierWorker:
         if store.outlives:
             for host in (tier.store for tier in self._tiers.values() if not tier.store.outlives):
                 keys = keys[: [*host.contains_many(keys), True].index(True)]
+        store.count("wanted", len(keys))
         number = [*store.contains_many(keys), False].index(False)
         latency_s, s_per_byte = store.rate.now()
         if compute_s is not None and number and latency_s + number * num_bytes * s_per_byte > number * compute_s:
@@ -219,7 +237,8 @@ class TierWorker:
             return []
         return blocks[:number]
 
-    def _read(self, store: GuardedStore, block: Block) -> memoryview | None:
+    def _read(self, store: GuardedStore, block: Block) -> tuple[Buffer, memoryview] | None:
+        """A stored block and its payload."""
         if (data := store.get(block.key)) is None:
             return None
         payload = self.form.decode(data, block, sealed=store.outlives)
@@ -227,15 +246,29 @@ class TierWorker:
             store.count(f"mismatch_{payload}")
             store.delete([block.key])
             return None
-        return payload
+        return data, payload
 
-    def _promote(self, block: Block, payload: memoryview, num_erasures: int) -> None:
+    def _promote(self, block: Block, buffers: Sequence[Buffer], num_erasures: int) -> None:
         """Keep a block in the host's memory, unless something was erased since it was asked for."""
         for store in (tier.store for tier in self._tiers.values() if not tier.store.outlives):
-            buffers = self.form.encode(block, payload, sealed=False)
             with self._promoting:
                 if num_erasures == self._num_erasures:
                     store.put(block.key, buffers, block.namespace.tenant, "loaded")
+
+    def where(self, keys: Sequence[BlockKey | None]) -> Future[list[list[str]]]:
+        """The names of the stores that have each block, in their order; a store that does not answer has none."""
+        return self._loaders.submit(self._where, keys)
+
+    def _where(self, keys: Sequence[BlockKey | None]) -> list[list[str]]:
+        known = list({key for key in keys if key is not None})
+        asking = {name: self._loaders.submit(tier.store.peek, known) for name, tier in self._tiers.items()}
+        done, _ = wait(asking.values(), _LOOK_S)
+        found: dict[BlockKey | None, list[str]] = {key: [] for key in known}
+        for name, future in asking.items():
+            for key, has in zip(known, (future in done and future.result()) or (), strict=False):
+                if has:
+                    found[key].append(name)
+        return [found.get(key, []) for key in keys]
 
     def erase(self, tenant: str | None, limit_s: float = 30.0) -> Future[dict[str, int | None]]:
         """Erase a tenant, or all (None), everywhere, with all that was queued and is being loaded.

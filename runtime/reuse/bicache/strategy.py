@@ -200,7 +200,7 @@ class BiCache(Strategy):
         if fresh is None:
             cache.tree.unlock(node)
             return False
-        cache.tree.use(node)
+        cache.use(node)
         pages = fresh[:missing] if is_encoding else behind
         layers = range(share.depth)
         request.segments = [Segment(pages, share.length, layers=layers, node=node)] if share.encoding else []
@@ -208,6 +208,9 @@ class BiCache(Strategy):
         request.cached_tokens = 0 if is_encoding else len(behind) * cache.page_size
         share.is_encoding = is_encoding
         share.boundary = self.boundaries.get(share.encoding, share.length, share.depth)
+        return True
+
+    def grow(self, request: Request, ahead: int = 0) -> bool:
         return True
 
     def work(self, request: Request, limit: int) -> Work:

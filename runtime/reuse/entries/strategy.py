@@ -133,7 +133,7 @@ class EntryStrategy(PrefixStrategy):
             request.cached_tokens += found.tokens - own.tokens
             imports.computed = [entry for entry, _ in missing]
         for (entry, match), node in zip(pairs, nodes, strict=True):
-            cache.tree.use(node)
+            cache.use(node)
             if self._all(entry, match):
                 request.segments.append(Segment(match.pages, entry.length, node=node))
                 self._there(request, entry, match.pages)

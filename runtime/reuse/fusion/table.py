@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from runtime.errors import ModelError
-from runtime.models.spec import ModelSpec, read_json
+from runtime.models.spec import LlamaSpec, Unsupported, read_json
 from runtime.params import DocumentMethod, ReuseParams
 
 TABLE_FILE = "fusion.json"
@@ -30,9 +30,13 @@ def read_table(directory: Path) -> list[Measured] | None:
     Raises:
         ModelError: if the model's own table is broken or for another model.
     """
+    try:
+        identity = LlamaSpec.load(directory).identity
+    except Unsupported:  # its documents are computed where they stand
+        return None
     own = directory / TABLE_FILE
     for path in [own] if own.exists() else sorted(_PUBLISHED.glob("*.json")):
-        value, identity = read_json(path), ModelSpec.load(directory).identity
+        value = read_json(path)
         if value.get("model") == identity:
             return _read(value, path)
         if path == own:

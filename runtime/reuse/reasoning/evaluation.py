@@ -35,18 +35,16 @@ class Life:
 
 @dataclass(slots=True, frozen=True)
 class Table:
-    """A request's own pages at one moment: the page at place `first + i` of the sequence is `pages[i]`."""
+    """A request's pages at one moment, by their places in the sequence; those before place `first` lie in the tree."""
 
     life: Life
     first: int
     pages: array[int]
     shifts: dict[int, int]
 
-    def page(self, place: int, page_size: int) -> Page | None:
-        """The page at a place; None where the request has none of its own."""
-        if not 0 <= place - self.first < len(self.pages):
-            return None
-        key = place, self.pages[place - self.first]
+    def page(self, place: int, page_size: int) -> Page:
+        """The page at a place."""
+        key = place, self.pages[place]
         if (page := self.life.measured.get(key)) is None:
             page = self.life.measured[key] = Page(key[1], place * page_size - self.shifts.get(place, 0))
         return page
@@ -112,10 +110,12 @@ class Evaluation:
 
         Args:
             thoughts: of the request.
-            table: its pages now.
+            table: its pages now. In a new life the tokens are all of the output, and steps are looked for again.
             tokens: int32, those of the output that are new and whose KV is computed.
             others: requests whose steps count as earlier ones, too.
         """
+        if thoughts.table is not None and thoughts.table.life is not table.life:
+            thoughts.splitter, thoughts.output, thoughts.steps = Splitter(), [], []
         thoughts.table = table
         tokenizer = self._tokenizer = self._tokenizer or self._load_tokenizer()
         thoughts.output.extend(tokens)
@@ -130,9 +130,12 @@ class Evaluation:
         return matches
 
     def _matches(self, thoughts: Thoughts, step: Step, others: Sequence[Thoughts]) -> Iterator[Match]:
+        assert thoughts.table is not None
         places = self._places(thoughts, step)
-        candidates = self._candidates(thoughts, step, others) if places else []
-        for at, place in enumerate(places):
+        own = range(max(places.start, thoughts.table.first), places.stop)
+        candidates = self._candidates(thoughts, step, others) if own else []
+        for place in own:
+            at = place - places.start
             found = [m for owner, other in candidates for m in self._measure(thoughts, step, place, at, owner, other)]
             if found:
                 yield min(found, key=lambda match: match.distance or 0.0)
@@ -161,9 +164,13 @@ class Evaluation:
         places = self._places(owner, other)
         begins = (one.prompt_len + s.start for one, s in ((thoughts, step), (owner, other)))
         in_phase = len({begin % self._page_size for begin in begins}) == 1
+        # The lock of another request on pages of the tree may end before this one.
+        first = 0 if owner is thoughts else owner.table.first
         for near in places[max(at - 1, 0) : at + 2]:
+            if near < first:
+                continue
             source = owner.table.page(near, self._page_size)
-            if page is not None and source is not None and source is not page:
+            if source is not page:
                 distance = self._distances.between(page, source, thoughts.params.rotation == "moved")
                 lives = thoughts.table.life, owner.table.life
                 yield Match(thoughts, place, page.id, lives[0], owner, near, source.id, lives[1], distance, in_phase)
@@ -177,10 +184,10 @@ class Evaluation:
         """Matches at random among earlier pages of the output: the control of the paper's evaluation."""
         table = thoughts.table
         assert table is not None
-        first = max(-(-thoughts.prompt_len // self._page_size), table.first)
+        first = -(-thoughts.prompt_len // self._page_size)
         draw = random.Random(thoughts.prompt_len + step.start)
         for place in self._places(thoughts, step):
-            if place > first and draw.random() < thoughts.random_share:
+            if place > first and draw.random() < thoughts.random_share and place >= table.first:
                 near = draw.randrange(first, place)
-                page, source = (table.pages[at - table.first] for at in (place, near))
+                page, source = table.pages[place], table.pages[near]
                 yield Match(thoughts, place, page, table.life, thoughts, near, source, table.life, None)

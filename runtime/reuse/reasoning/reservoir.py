@@ -12,21 +12,25 @@ _MOST = 4096
 
 
 class Reservoir:
-    """The latest distances of pages to their best candidates, of all requests."""
+    """The latest distances of pages to their best candidates, of all requests.
+
+    Attributes:
+        latest: in the order in which they came.
+    """
 
     def __init__(self, warm_up: int = WARM_UP, most: int = _MOST):
         """`warm_up`: distances before which there is no percentile; `most`: that are kept."""
         self._warm_up, self._most = warm_up, most
-        self._latest: deque[float] = deque()
+        self.latest: deque[float] = deque()
         self._sorted: SortedList = SortedList()
 
     def __len__(self) -> int:
-        return len(self._latest)
+        return len(self.latest)
 
     def add(self, distance: float) -> None:
-        if len(self._latest) == self._most:
-            self._sorted.remove(self._latest.popleft())
-        self._latest.append(distance)
+        if len(self.latest) == self._most:
+            self._sorted.remove(self.latest.popleft())
+        self.latest.append(distance)
         self._sorted.add(distance)
 
     def threshold(self, percentile: float) -> float:
@@ -36,7 +40,7 @@ class Reservoir:
         """
         if percentile >= 100:
             return math.inf
-        if len(self._latest) < self._warm_up:
+        if len(self.latest) < self._warm_up:
             return -math.inf
         place = percentile / 100 * (len(self._sorted) - 1)
         low = self._sorted[int(place)]

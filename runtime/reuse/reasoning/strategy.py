@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,6 @@ from runtime.kv.cache import PagedCache
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import ReasoningParams
 from runtime.request import Request, Work
-from runtime.request import Sequence as Own
 from runtime.reuse.build import Read, Stage
 from runtime.reuse.prefix import PrefixStrategy
 from runtime.reuse.reasoning.background import Background
@@ -33,9 +33,10 @@ class Reasoning(Thoughts):
     """A request whose reasoning steps are compared.
 
     Attributes:
+        request: itself.
         life: while it is admitted.
         num_full: full pages when it was last given some.
-        given: tokens of the output that the evaluation was given.
+        given: tokens of the output that the evaluation was given in this life.
         first_substituted: the token of the output with which the first page begins that was ever substituted.
         exact_tokens: tokens of the output that were chosen before; both are None where no page was.
         num_recomputed: admissions that computed again, exactly, what had been substituted before.
@@ -43,7 +44,7 @@ class Reasoning(Thoughts):
         reported: substituted pages and all pages, as last reported.
     """
 
-    sequence: Own
+    request: Request
     life: Life | None = None
     num_full: int = 0
     given: int = 0
@@ -91,14 +92,14 @@ class ReasonCache(PrefixStrategy):
         fields = {name: value for name, value in asked.items() if name in ReasoningParams.model_fields}
         share = float(asked.get("random_share", 0.0))
         params = ReasoningParams.model_validate(fields)
-        num_full = request.prompt_len // self.cache.page_size
-        request.reuse = Reasoning(request.prompt_len, params, share, sequence=request.sequence, num_full=num_full)
+        request.reuse = Reasoning(request.prompt_len, params, share, request=request)
 
     def admit(self, request: Request, found: Found, headroom: int) -> bool:
         if not super().admit(request, found, headroom):
             return False
         reasoning: Reasoning = request.reuse
         reasoning.life = Life()
+        reasoning.given, reasoning.num_full = 0, request.prompt_len // self.cache.page_size
         reasoning.num_recomputed += reasoning.is_lost
         reasoning.is_lost = False
         if reasoning.params.across and request.store:
@@ -125,7 +126,8 @@ class ReasonCache(PrefixStrategy):
         reasoning.num_full = ready // self.cache.page_size
         tokens = sequence.tokens[reasoning.prompt_len + reasoning.given : ready]
         life = reasoning.life
-        table = Table(life, sequence.start // self.cache.page_size, sequence.pages[:], dict(life.shifts))
+        pages = _in_tree(request) + sequence.pages
+        table = Table(life, len(pages) - len(sequence.pages), pages, dict(life.shifts))
         others = [other for other in self._across if self._may_share(reasoning, other)]
         if self.background.offer(partial(self._evaluation.evaluate, reasoning, table, tokens, others)):
             reasoning.given += len(tokens)
@@ -162,21 +164,24 @@ class ReasonCache(PrefixStrategy):
         self.substitute(taker, match.place, source, match.source_place)
 
     def _holds(self, reasoning: Reasoning, life: Life, place: int, page: int) -> bool:
-        at = place - reasoning.sequence.start // self.cache.page_size
-        return reasoning.life is life and reasoning.sequence.pages[at] == page
+        return reasoning.life is life and self._page(reasoning, place) == page
+
+    def _page(self, reasoning: Reasoning, place: int) -> int:
+        before = _in_tree(reasoning.request)
+        return before[place] if place < len(before) else reasoning.request.sequence.pages[place - len(before)]
 
     def substitute(self, taker: Reasoning, place: int, source: Reasoning, source_place: int) -> None:
         """Read another page in place of one, which is freed, unless it is shared itself.
 
         Args:
             taker, place: a request, and the place in its sequence of a whole page of its output that it owns.
-            source, source_place: likewise; of the same request, an earlier one.
+            source, source_place: likewise; of the same request, an earlier one, which the tree may own.
         """
         page_size, allocator = self.cache.page_size, self.cache.allocator
         assert taker.life is not None
         assert source.life is not None
-        mine, at = taker.sequence.pages, place - taker.sequence.start // page_size
-        page = source.sequence.pages[source_place - source.sequence.start // page_size]
+        sequence = taker.request.sequence
+        mine, at, page = sequence.pages, place - sequence.start // page_size, self._page(source, source_place)
         if mine[at] == page or allocator.refs[mine[at]] > 1:
             return
         allocator.retain([page])
@@ -187,7 +192,7 @@ class ReasonCache(PrefixStrategy):
         first = place * page_size - taker.prompt_len
         taker.first_substituted = first if taker.first_substituted is None else min(first, taker.first_substituted)
         if taker.exact_tokens is None:
-            taker.exact_tokens = len(taker.sequence.tokens) - taker.prompt_len
+            taker.exact_tokens = len(sequence.tokens) - taker.prompt_len
         self.num_saved += 1
         self.counters["substituted_pages"] += 1
 
@@ -209,6 +214,11 @@ class ReasonCache(PrefixStrategy):
         return [stage]
 
     # -- the end ---------------------------------------------------------------------------------------------
+
+    def _sure(self, request: Request) -> int:
+        """Pages of the output stay the request's own as long as it lives: its steps are compared."""
+        computed: int = super()._sure(request)
+        return computed if request.reuse.life is None else min(computed, request.prompt_len)
 
     def release(self, request: Request, keep: bool) -> None:
         reasoning: Reasoning = request.reuse
@@ -254,3 +264,8 @@ class ReasonCache(PrefixStrategy):
 
     def figures(self) -> dict[str, float]:
         return {"saved_pages": self.num_saved, "reasoning_seconds": self.background.seconds}
+
+
+def _in_tree(request: Request) -> array[int]:
+    """Pages of the tree that a request reads, which are its first ones."""
+    return request.segments[0].pages if request.segments else array("i")

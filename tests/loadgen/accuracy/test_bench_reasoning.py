@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from array import array
 
 import pytest
+import torch
 
 from loadgen.accuracy import bench_reasoning
 from loadgen.accuracy.chains import WRITTEN, Chain, problems, read_chains
@@ -91,6 +93,27 @@ def test_pages_that_are_shared_are_counted_by_page_tables(thinker, tokenizer):
     assert shared.evaluation_s > 0
     assert exact.tokens == shared.tokens == sum(len(task.forced) for task in tasks)
     assert 1 < exact.running <= 2
+    assert 0 < exact.step_ms[0] <= exact.step_ms[1]
+
+
+def test_drafts_are_forced_up_to_a_wrong_token(tiny_dir, tokenizer, thinker):
+    task = Task.of(WRITTEN["alike"](random.Random(0), 60), tokenizer, 1000)
+    drafting = Thinker(tiny_dir, True, dtype="float32", pool_tokens=2048, page_size=4, drafts="auto")
+    drafter = drafting.core.drafter
+
+    def propose(requests, room):
+        for request in requests:
+            drafter._find(request)  # makes the state of its books
+        return {one: array("i", [*task.forced[one.num_output :][:2], 5]) for one in requests}
+
+    drafter.propose = propose
+    seen: list[dict[int, torch.Tensor]] = [{}, {}]
+    for one, logits in zip((thinker, drafting), seen, strict=True):
+        one.predict([task], None, lambda _, number, row, logits=logits: logits.update({number: row.clone()}))
+    assert drafting.core.counters["accepted_tokens"] > len(task.forced) / 2
+    assert list(seen[0]) == list(seen[1]) == list(range(len(task.forced)))
+    assert all(torch.allclose(seen[0][number], seen[1][number], atol=2e-3) for number in seen[0])
+    drafting.close()
 
 
 def test_the_model_writes_chains_of_the_wanted_length(thinker, tokenizer):
@@ -113,7 +136,7 @@ def test_it_measures_and_writes(tiny_dir, tmp_path):
     times = ["--json", str(tmp_path / "r.json")]
     assert bench_reasoning.run(parser.parse_args([*small, "--texts", "alike", *times])) == 0
     found = json.loads((tmp_path / "r.json").read_text())
-    assert list(found) == ["speed", "settings"]
+    assert list(found) == ["page_size", "speed", "settings", "warm"]
     for ways in found["speed"].values():
         assert {name: len(rounds) for name, rounds in ways.items()} == dict(exact=1, stale=1, moved=1, random=1)
         assert [one["saved"] for one in ways["exact"]] == [0]

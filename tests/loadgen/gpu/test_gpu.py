@@ -13,7 +13,7 @@ from loadgen.gpu.figures import markdown, measure
 from loadgen.gpu.gaps import busy_and_rests
 from loadgen.gpu.shapes import SHAPES, write_shape
 from runtime.errors import ModelError
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 
 
 def recorded(path):
@@ -82,9 +82,9 @@ def test_server(bench, default_model_dir):
 
 def test_shapes_are_models_we_know(tmp_path):
     for name in SHAPES:
-        spec = ModelSpec.load(write_shape(name, tmp_path))
+        spec = LlamaSpec.load(write_shape(name, tmp_path))
         assert (spec.diffusion is None) == name.startswith("llama")
-    spec = ModelSpec.load(tmp_path / "llama-8b")
+    spec = LlamaSpec.load(tmp_path / "llama-8b")
     billions = sum(torch.Size(shape).numel() for shape in spec.expected_tensors().values()) / 1e9
     assert 8.02 < billions < 8.04
 

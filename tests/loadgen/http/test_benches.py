@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib.util import find_spec
 
+import httpx
 import pytest
 
 from loadgen.__main__ import main
@@ -76,7 +78,10 @@ def test_serve_writes_everything(bench, ramet, tmp_path, api):
         assert data["summary"]["latency"]["queue"]["max"] >= 0
     with files["csv"].open() as lines:
         assert [int(row["output_tokens"]) for row in csv.DictReader(lines)] == [5] * 12
-    page = Page(files["html"].read_text())
+    text = files["html"].read_text()
+    assert '<p class="verdict">Half of the requests had their first token within' in text
+    assert "cold start" in text
+    page = Page(text)
     assert page.loads == []
     assert page.tags.count("svg") == 6
     assert "script" not in page.tags
@@ -93,15 +98,38 @@ def test_prefix_measures_cold_and_warm(bench, ramet, tmp_path):
     assert min(min(values) for values in seconds.values()) > 0
 
 
+def test_agents_reads_the_longest_prefix_whatever_their_habit(bench, ramet, tmp_path):
+    path, plot = tmp_path / "a.json", tmp_path / "a.png"
+    sizes = ("--requests", 5, "--sessions", 1, "--system-tokens", 12, "--step-tokens", 12)
+    code, out, _ = bench("agents", "--url", ramet.url, *sizes, "--json", path, "--plot", plot)
+    httpx.post(f"{ramet.url}/flush_cache?pins=true").raise_for_status()
+    assert code == 0
+    assert "billing line first" in out
+    assert plot.stat().st_size > 1000
+    measured = {habit: one for habit, (one,) in json.loads(path.read_text())["sessions"].items()}
+    for counts in measured.values():
+        assert [count["read"] for count in counts] == [count["exact"] for count in counts]
+    spent = {habit: sum(count["prompt"] - count["read"] for count in one) for habit, one in measured.items()}
+    assert spent["billing line first"] > 2 * spent["billing line last"] > 2 * spent["none"] * 0.9
+    assert min(spent["tools reordered"], spent["keys reordered"], spent["thoughts stripped"]) > spent["none"]
+
+
 def test_compare_sets_runs_side_by_side(bench, ramet, tmp_path):
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
     for path in paths:
         assert (
             bench("serve", "--url", ramet.url, "--workload", "unique", *SMALL, "--requests", 8, "--json", path)[0] == 0
         )
-    code, out, _ = bench("compare", *paths, "--draws", 50)
+    code, out, _ = bench("compare", *paths, "--draws", 50, "--html", tmp_path / "both.html")
     assert code == 0
     assert "TTFT p90 ms" in out
+    page = (tmp_path / "both.html").read_text()
+    verdict = re.search(r'<p class="verdict">(.*?)</p>', page)[1]
+    assert "b.json) is " in verdict
+    assert "to the first token" in verdict
+    assert verdict.replace("&#x27;", "'") in " ".join(out.split())
+    shown = Page(page)
+    assert (shown.loads, shown.tags.count("svg"), shown.tags.count("h1")) == ([], 12, 2)
     assert "differ" not in out
     assert bench("compare", paths[0], tmp_path / "none.json")[0] == 2
 

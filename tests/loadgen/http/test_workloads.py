@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import os.path
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from loadgen.http import options
 from loadgen.http.prose import CHARS_PER_TOKEN, Prose, corpus_sentences, vocabulary
 from loadgen.http.session import Conversation, Message
 from loadgen.http.workloads import WORKLOADS
@@ -233,3 +235,29 @@ def test_the_published_traces_are_read_whole():
             recorded = list(csv.DictReader(lines))
         assert [row.input_tokens for row in rows] == [int(entry["ContextTokens"]) for entry in recorded]
         assert 3000 < rows[-1].at_s < 3700
+
+
+def test_a_file_goes_to_the_chat_route_and_other_workloads_where_they_did(tmp_path):
+    parser = argparse.ArgumentParser()
+    options.add_target(parser)
+    options.add_workload(parser)
+
+    def api(*arguments: str) -> str:
+        return options.target(parser.parse_args(arguments), "name", "http://127.0.0.1").api
+
+    assert api("--workload", "file", "--file", str(tmp_path)) == "chat"
+    assert api("--workload", "file", "--file", str(tmp_path), "--api", "generate") == "generate"
+    assert api() == api("--workload", "trace", "--trace", str(tmp_path)) == "completions"
+
+
+def test_a_recorded_trace_says_its_blocks_and_tenants(tmp_path):
+    path = tmp_path / "own.jsonl"
+    entry = {"timestamp": 5000, "input_length": 40, "output_length": 3, "hash_ids": [1, 2, 3], "block_tokens": 16}
+    path.write_text(json.dumps(entry | {"tenant": "alice"}) + "\n")
+    (row,) = read_trace(path)
+    assert (row.block_tokens, row.tenant, row.blocks) == (16, "alice", (1, 2, 3))
+    (session,) = sessions(Trace(path), 1)
+    assert session.group == "alice"
+    (message,) = session.turns[0].messages
+    assert len(message.parts) == 3, "two whole blocks, and one of 8 tokens"
+    assert len(message.parts[2]) < len(message.parts[0])

@@ -9,7 +9,7 @@ import pytest
 
 from loadgen.micro import bench_growth
 from loadgen.micro.drive import Drive, matrix_weights
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_drive_adds_requests_and_decodes_to_the_end(tiny_dir):
 
 
 def test_matrix_weights_are_those_of_the_checkpoint(tiny_dir):
-    spec = ModelSpec.load(tiny_dir)
+    spec = LlamaSpec.load(tiny_dir)
     shapes = spec.expected_tensors().values()
     body = sum(rows * columns for rows, *rest in shapes for columns in rest if rows != spec.vocab_size)
     assert matrix_weights(spec) == (body, spec.vocab_size * spec.hidden_size)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.micro.bench_policies import capacities_of, offline_bound, operations, read_trace, replay, run
+from loadgen.micro.bench_policies import capacities_of, offline_bound, operations, replay, run
 from loadgen.micro.stress import STRESS, stress_trace
+from loadgen.micro.traffic import read_trace, read_traffic, reuse_gaps
 from radix import POLICIES
 
 CAPACITIES = (60, 150, 400)
@@ -121,7 +122,7 @@ def test_a_run_prints_and_writes_what_it_found(tmp_path, trace, capsys):
         "\n".join(json.dumps({"timestamp": 1000 * s, "hash_ids": list(blocks)}) for s, blocks in trace[:80])
     )
     options = argparse.Namespace(
-        traces=[str(path)], capacities=[60, 150], stress=["chats"], seed=0,
+        traces=[str(path)], capacities=[60, 150], stress=["chats"], seed=0, tokenizer=None,
         plot=str(tmp_path / "plot.png"), json=str(tmp_path / "found.json"),
     )  # fmt: skip
     assert run(options) == 0
@@ -138,3 +139,34 @@ def test_hashes_of_any_size_are_read(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(json.dumps({"timestamp": 500 * i, "hash_ids": [1 << 60, 5 + i]}) for i in range(3)))
     assert [(s, list(blocks)) for s, blocks in read_trace(path)] == [(0.0, [0, 1]), (0.5, [0, 2]), (1.0, [0, 3])]
+
+
+def test_traffic_of_one_s_own_is_read_and_told_what_to_change(tmp_path, default_model_dir, capsys):
+    path = tmp_path / "own.jsonl"
+    line = {"input_length": 40, "output_length": 1, "block_tokens": 16, "tenant": "alice"}
+    lines = [line | {"timestamp": 60_000 * (3 - i), "hash_ids": [7, 8, 100 + i]} for i in range(4)]
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    traffic = read_traffic(path)
+    assert traffic.block_tokens == 16
+    assert [s for s, _ in traffic.trace] == [0.0, 60.0, 120.0, 180.0], "in the order of arrival"
+    assert reuse_gaps(traffic.trace) == [60.0] * 6
+    options = argparse.Namespace(traces=[str(path)], capacities=None, stress=[], seed=0, tokenizer=None)
+    options.plot = options.json = None
+    assert run(options) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "50.0 % of the prompt tokens were there before" in said
+    assert "A pool of 48 tokens (--pool-tokens) finds 50.0 %" in said
+    assert "Nine of ten uses come within 60 s" in said
+    # Prompts and a tokenizer.
+    prompts = tmp_path / "prompts.jsonl"
+    asked = [{"messages": [{"role": "user", "content": "Tell me of the sea. " * 9 + end}]} for end in "ab"]
+    prompts.write_text("\n".join(json.dumps(line) for line in [*asked, {"text": "Once upon a time " * 9}]))
+    (_, first), (_, second), (_, third) = read_traffic(prompts, default_model_dir).trace
+    shared = sum(a == b for a, b in zip(first, second, strict=True))
+    assert first[:shared] == second[:shared]
+    assert (3 <= shared < len(first), third[0] in first) == (True, False)
+    # A bad line is named.
+    for text in ("5", "{", '{"timestamp": 1}'):
+        path.write_text(json.dumps(lines[0]) + "\n\n" + text)
+        assert run(options) == 2
+        assert "own.jsonl, line 3: not a request with timestamp and hash_ids" in capsys.readouterr().err

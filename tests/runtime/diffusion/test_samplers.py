@@ -26,9 +26,9 @@ def plain(tmp_path_factory):
 
 def denoiser(algorithm="low_confidence", seed=0, sampling=None, shift=0, **params):
     sampling = SamplingParams(**{"temperature": 0, **(sampling or {})})
-    filled = DiffusionParams(**params).filled(algorithm, sampling)
-    filled.check(sampling, 4, len(PROMPT))
     spec = DiffusionSpec(MASK, shift, algorithm)
+    filled = DiffusionParams(**params).filled(spec, sampling)
+    filled.check(spec, sampling, 4, len(PROMPT))
     return Canvas(np.array(PROMPT), filled, sampling, spec, torch.Generator().manual_seed(seed))
 
 

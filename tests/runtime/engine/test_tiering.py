@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import time
 
-import pytest
 import torch
 
 from radix import Namespace
-from runtime.protocol import AddPin, AttachTier, DetachTier, EraseTenant, FlushCache, GetPins
-from tests.runtime.engine.driver import Driver
+from runtime.protocol import (
+    AddPin,
+    AttachTier,
+    DetachTier,
+    EraseTenant,
+    FlushCache,
+    GetOutline,
+    GetPins,
+    GetTree,
+)
+from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.kv.tiers.engines import NEW, draw, evict, loaded, open_core, options_of
 
 PROMPTS = [draw(0, 150) + draw(i, 60) for i in range(3)]
@@ -142,12 +150,66 @@ def test_tiers_come_and_go_while_requests_are_served(tiny_dir, tmp_path):
     core.close()
 
 
-@pytest.mark.parametrize("message", [AttachTier(1, {"host_memory": 1.0}), DetachTier(1, "host")])
-def test_an_engine_without_tiers_says_so(tiny_dir, message):
-    from tests.runtime.engine.driver import make_core
+def test_an_engine_without_tiers_takes_one(tiny_dir, tmp_path):
+    first = open_core(tiny_dir)
+    driver = Driver(first)
+    assert first.handle(DetachTier(1, "disk")).result == {"found": False}
+    expected = driver.together(PROMPTS[:1], max_new_tokens=NEW)
+    evict(first)
+    assert answer(first, AttachTier(2, {"disk_cache": str(tmp_path / "disk")})) == {"tiers": ["disk"]}
+    driver.together(PROMPTS[:1], max_new_tokens=NEW)
+    evict(first)
+    assert driver.together(PROMPTS[:1], max_new_tokens=NEW) == expected
+    assert [loaded(driver, rid) for rid in ("r0", "r1", "r2")] == [{}, {}, {"disk": 192}]
+    driver.together(PROMPTS[:1], max_new_tokens=NEW)
+    first.close()
+    second = open_core(tiny_dir, **options_of("disk", tmp_path))
+    Driver(second).run()
+    assert second.tiers.loaded_tokens == {"disk": 192}, "it was noted, and is named alike"
+    second.close()
 
-    result = make_core(tiny_dir).handle(message).result
-    assert result.get("failed") or result == {"found": False}
+
+def test_a_tenant_fills_no_more_than_its_share_of_a_tier(tiny_dir, tmp_path):
+    space = 10_000 / (1 << 30)
+    core = open_core(tiny_dir, host_memory=space, tier_quota=0.5)
+    answer(core, AttachTier(1, {"disk_cache": str(tmp_path / "disk"), "disk_space": space}))
+    for name in ("host", "disk"):
+        store = core.tiers.worker._tiers[name].store
+        done = [store.put(bytes([i]) * 16, [bytes(size)], tenant, "") for i, (tenant, size) in enumerate(
+            [("a", 5001), ("a", 3000), ("b", 3000), ("a", 2500)]
+        )]  # fmt: skip
+        assert done == [False, True, True, True]
+        assert store.contains_many([bytes([i]) * 16 for i in range(4)]) == [False, False, True, True], "its own goes"
+    core.close()
+
+
+def test_an_engine_without_a_prefix_cache_takes_none(tiny_dir):
+    core = make_core(tiny_dir, prefix_cache=False)
+    assert core.handle(AttachTier(1, {"host_memory": 1.0})).result["failed"]
+    core.close()
+
+
+def test_the_tree_says_which_tiers_hold_a_node(tiny_dir, tmp_path):
+    def places():
+        return [node["tiers"] for node in answer(core, GetTree(1))["nodes"]]
+
+    core = open_core(tiny_dir, **options_of("host", tmp_path), **options_of("disk", tmp_path))
+    driver = Driver(core)
+    driver.together(PROMPTS[:1], max_new_tokens=NEW)
+    assert places() == [[]]
+    driver.together(PROMPTS[:1], max_new_tokens=NEW)
+    core.tiers.worker.drain()
+    assert places()[0] == ["host", "disk"], "what is used twice is written"
+    while (blocks := answer(core, GetOutline(2, 10, 0))["blocks"]) is None:
+        pass
+    assert [block["tiers"] for block in blocks[:2]] == [[], ["host", "disk"]], "a root has none"
+    assert answer(core, DetachTier(3, "host")) == {"found": True}
+    assert places()[0] == ["disk"]
+    driver.flush()
+    assert core.tiers.keys == {}
+    driver.together(PROMPTS[:1], max_new_tokens=NEW)
+    assert places()[0] == ["disk"], "it has come from there"
+    core.close()
 
 
 def test_kv_that_is_distrusted_leaves_the_tiers(tiny_dir, tmp_path):

@@ -14,7 +14,7 @@ from runtime.execution.graphs import DecodeGraphs
 from runtime.execution.llama import LlamaModel
 from runtime.execution.ops import FlashInferOps
 from runtime.kv.pool import KVPool
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
 from tests.runtime.execution.attention.stand_in import stand_in
 from tests.runtime.execution.attention.whole_engines import check_whole_engines
@@ -42,7 +42,7 @@ def recorded(compute, memory, device):
 
 class World:
     def __init__(self, path, device, sizes):
-        self.spec = ModelSpec.load(path)
+        self.spec = LlamaSpec.load(path)
         weights = load_weights(path, self.spec, torch.float32)
         self.model = LlamaModel(self.spec, weights, device, FlashInferOps(512))
         spec = self.spec

@@ -9,7 +9,7 @@ from runtime.engine.offline import Engine
 from runtime.errors import ModelError
 from runtime.execution.device import choose_attention
 from runtime.execution.sizing import check_weights, pool_pages
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 from runtime.models.weights import random_weights
 
 CUDA = torch.device("cuda")
@@ -24,7 +24,7 @@ def memory(monkeypatch):
 
 
 def test_weights_that_do_not_fit_are_refused(tiny_dir, memory):
-    spec = ModelSpec.load(tiny_dir)
+    spec = LlamaSpec.load(tiny_dir)
     count = sum(torch.Size(shape).numel() for shape in spec.expected_tensors().values())
     gib = 2 * count / 2**30
     memory(1.01 * gib + 0.1, 1.0)

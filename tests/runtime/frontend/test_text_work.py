@@ -130,6 +130,30 @@ def test_a_prompt_is_rendered_in_its_turn_and_so_is_an_answer(engine, slow):
     asyncio.run(main())
 
 
+def test_where_a_grammar_cannot_be_followed_another_one_may_do(engine, monkeypatch):
+    good, bad = SamplingParams(regex="a+"), SamplingParams(regex="(unclosed")
+    checked, check = [], engine._work._processes.check
+    monkeypatch.setattr(engine._work._processes, "check", lambda params: (checked.append(params.regex), check(params)))
+
+    async def ask(sampling, otherwise):
+        submission = Submission("x", sampling, otherwise=otherwise)
+        await engine._work.encode(engine._frontend, submission)
+        return submission.sampling
+
+    async def run():
+        assert await ask(bad, good) is good
+        assert await ask(bad, good) is good
+        assert checked == ["(unclosed"], "what is known is not checked again"
+        for _ in range(2):
+            with pytest.raises(InvalidRequest):
+                await ask(bad, None)
+        assert await ask(good, None) is good
+        assert await ask(good, bad) is good
+        assert checked == ["(unclosed"] * 3 + ["a+"]
+
+    asyncio.run(run())
+
+
 def test_a_grammar_without_end_is_its_keys_alone(engine):
     """Neither the wait for a turn nor the start of a process counts as compiling."""
 

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from radix import Namespace, Removed, Stored
+from runtime.config import CacheConfig
 from runtime.errors import ModelError
 from runtime.kv.publisher import EventPublisher
 
@@ -23,10 +24,10 @@ END = -1
 class Wire:
     """A publisher, a subscriber that is there from the second message on, and a socket that asks for replays."""
 
-    def __init__(self, tmp_path, with_tokens: bool = True):
+    def __init__(self, tmp_path, **options):
         events, replay = f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r"
         self.context = zmq.Context()
-        self.publisher = EventPublisher(events, replay, 2, "GPU", with_tokens)
+        self.publisher = EventPublisher(CacheConfig(kv_events=events, kv_events_replay=replay, page_size=2, **options))
         self.heard = self.context.socket(zmq.SUB)
         self.heard.setsockopt(zmq.SUBSCRIBE, b"")
         self.heard.connect(events)
@@ -35,8 +36,8 @@ class Wire:
 
     def receive(self, socket: zmq.Socket) -> tuple[int, list]:
         assert socket.poll(5000)
-        empty, number, payload = socket.recv_multipart()
-        assert (empty, len(number)) == (b"", 8)
+        self.topic, number, payload = socket.recv_multipart()
+        assert len(number) == 8
         events = msgspec.msgpack.decode(payload)[1] if payload else []
         return int.from_bytes(number, "big", signed=True), events
 
@@ -72,21 +73,88 @@ def listen(wire: Wire) -> None:
         wire.heard.recv_multipart()
 
 
+def stored(hashes: list[int], parent: int | None, tokens: list[int], **more) -> dict:
+    """A block on the wire."""
+    common = {"type": "BlockStored", "lora_id": None, "medium": "GPU", "lora_name": None, "block_size": 2}
+    return {**common, "block_hashes": hashes, "parent_block_hash": parent, "token_ids": tokens, **more}
+
+
+def removed(*hashes: int) -> dict:
+    return {"type": "BlockRemoved", "block_hashes": [*hashes], "medium": "GPU"}
+
+
 def test_every_field_of_a_message(wire):
     listen(wire)
     number = wire.publisher._next
-    wire.publisher.publish([STORED, CHILD, Removed((6, 7))])
+    wire.publisher.publish([STORED, CHILD, Removed((6, 7), Namespace())])
     wire.publisher.publish([])
-    wire.publisher.publish([Removed((5,))])
-    assert wire.receive(wire.heard) == (
-        number,
-        [
-            ["BlockStored", [5, 6], None, [0, 1, 2, 3], 2, None, "GPU"],
-            ["BlockStored", [7], 6, [8, 9], 2, None, "GPU"],
-            ["BlockRemoved", [6, 7], "GPU"],
-        ],
-    )
-    assert wire.receive(wire.heard) == (number + 1, [["BlockRemoved", [5], "GPU"]]), "no message is empty"
+    wire.publisher.publish([Removed((5,), Namespace())])
+    blocks = [stored([5, 6], None, [0, 1, 2, 3]), stored([7], 6, [8, 9])]
+    assert wire.receive(wire.heard) == (number, [*blocks, removed(6, 7)])
+    assert wire.topic == b""
+    assert wire.receive(wire.heard) == (number + 1, [removed(5)]), "no message is empty"
+
+
+def test_the_form_before_maps(tmp_path):
+    wire = Wire(tmp_path, kv_events_format="array")
+    listen(wire)
+    wire.publisher.publish([STORED, Removed((6, 7), Namespace())])
+    _, events = wire.receive(wire.heard)
+    assert events == [
+        ["BlockStored", [5, 6], None, [0, 1, 2, 3], 2, None, "GPU"],
+        ["BlockRemoved", [6, 7], "GPU"],
+    ]
+    assert msgspec.msgpack.decode(wire.publisher._kept[0][1])[1] == [["AllBlocksCleared"]]
+    wire.close()
+
+
+# Blocks of one tenant, of a salt, and of an entry, beside everybody's.
+OWN, SALTED = Namespace("acme", "s"), Namespace("", "s")
+ENTRY = Namespace("public", "", "module:1")
+BLOCKS = [
+    Stored((n, n + 1), None, array("i", [n] * 4).tobytes(), space)
+    for n, space in ((10, OWN), (20, SALTED), (30, ENTRY))
+]
+LATER = Stored((12,), 11, array("i", [9, 9]).tobytes(), OWN)
+
+
+def test_tokens_of_tenants_and_of_salts_stay_here(wire):
+    listen(wire)
+    number = wire.publisher._next
+    wire.publisher.publish([*BLOCKS[:2], LATER, Removed((12,), OWN), Removed((20,), SALTED)])
+    wire.publisher.publish([STORED, BLOCKS[0], BLOCKS[2]])
+    heard = [stored([5, 6], None, [0, 1, 2, 3])]
+    assert wire.receive(wire.heard) == (number, heard)
+    shared = stored([30, 31], None, [30] * 4, extra_keys=[["public/#module:1"], None], cache_salt="public/#module:1")
+    assert wire.receive(wire.heard) == (number + 1, [shared])
+    assert wire.topic == b"public"
+    assert wire.replayed(number) == [number, number + 1, END], "nor are they replayed"
+
+
+def test_those_who_may_know_all_get_a_topic_for_each_tenant(tmp_path):
+    wire = Wire(tmp_path, kv_events_of="all")
+    listen(wire)
+    number = wire.publisher._next
+    wire.publisher.publish([STORED, BLOCKS[0], LATER, Removed((12,), OWN), BLOCKS[1]])
+    assert wire.receive(wire.heard) == (number, [stored([5, 6], None, [0, 1, 2, 3])])
+    first = stored([10, 11], None, [10] * 4, extra_keys=[["acme/s#"], None], cache_salt="acme/s#")
+    later = stored([12], 11, [9, 9], cache_salt="acme/s#")
+    assert wire.receive(wire.heard) == (number + 1, [first, later, removed(12)])
+    assert wire.topic == b"acme"
+    salted = stored([20, 21], None, [20] * 4, extra_keys=[["s"], None], cache_salt="s")
+    assert wire.receive(wire.heard) == (number + 2, [salted]), "a salt is as the client sent it"
+    wire.close()
+
+
+def test_hashes_alone_tell_neither_tokens_nor_salts_nor_tenants(tmp_path):
+    wire = Wire(tmp_path, kv_events_of="hashes")
+    listen(wire)
+    number = wire.publisher._next
+    wire.publisher.publish([STORED, BLOCKS[0], Removed((10,), OWN)])
+    blocks = [stored([5, 6], None, []), stored([10, 11], None, [])]
+    assert wire.receive(wire.heard) == (number, [*blocks, removed(10)])
+    assert wire.topic == b""
+    wire.close()
 
 
 def test_a_message_tells_its_time(wire):
@@ -101,17 +169,9 @@ def test_an_error_gives_the_first_endpoint_free():
         taken.bind(("127.0.0.1", 0))
         free = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises(ModelError) as failed:  # whose traceback keeps the publisher
-        EventPublisher(free, "ipc:///no/such/place", 2, "CPU", True)
-    EventPublisher(free, None, 2, "CPU", True).close()
+        EventPublisher(CacheConfig(kv_events=free, kv_events_replay="ipc:///no/such/place"))
+    EventPublisher(CacheConfig(kv_events=free)).close()
     assert failed.value.message.startswith("--kv-events-replay")
-
-
-def test_without_tokens_nobody_learns_any(tmp_path):
-    wire = Wire(tmp_path, with_tokens=False)
-    wire.publisher.publish([STORED])
-    wire.replay((1).to_bytes(8, "big"))
-    assert wire.receive(wire.asks) == (1, [["BlockStored", [5, 6], None, [], 2, None, "GPU"]])
-    wire.close()
 
 
 def test_replays_begin_where_they_are_asked_to(wire):
@@ -123,7 +183,7 @@ def test_replays_begin_where_they_are_asked_to(wire):
     wire.replay((-1).to_bytes(8, "big", signed=True))
     assert [wire.receive(wire.asks)[0] for _ in range(5)] == [0, 1, 2, 3, END]
     wire.replay((0).to_bytes(8, "big"))
-    assert wire.receive(wire.asks) == (0, [["AllBlocksCleared"]]), "consumers forget an earlier engine's first"
+    assert wire.receive(wire.asks) == (0, [{"type": "AllBlocksCleared"}]), "consumers forget an earlier engine's first"
 
 
 def test_a_malformed_request_is_passed_over(wire):
@@ -160,10 +220,10 @@ def test_old_messages_are_forgotten(wire):
 
 
 def test_no_replays_without_an_endpoint_and_a_clear_error_for_a_bad_one(tmp_path):
-    publisher = EventPublisher(f"ipc://{tmp_path}/only", None, 2, "CPU", True)
+    publisher = EventPublisher(CacheConfig(kv_events=f"ipc://{tmp_path}/only"))
     publisher.publish([STORED])
     publisher.close()
     with pytest.raises(ModelError, match="--kv-events-replay ipc://"):
-        EventPublisher(f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/no/such/place", 2, "CPU", True)
+        EventPublisher(CacheConfig(kv_events=f"ipc://{tmp_path}/e", kv_events_replay=f"ipc://{tmp_path}/no/such/place"))
     with pytest.raises(ModelError, match="--kv-events ipc://"):
-        EventPublisher(f"ipc://{tmp_path}/no/such/place", None, 2, "CPU", True)
+        EventPublisher(CacheConfig(kv_events=f"ipc://{tmp_path}/no/such/place"))

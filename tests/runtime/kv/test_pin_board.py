@@ -47,7 +47,7 @@ def board() -> Board:
 def test_a_pin_is_described(board):
     made = board.pin(1, 1, 2, 2, name="one", ttl_s=5.0)
     (pin,) = board.pins.pins.values()
-    assert made == {"pin": {"id": pin.id, "name": "one", "tokens": 4, "hits": 0, "expires_in_s": 5.0}}
+    assert made == {"pin": {"id": pin.id, "name": "one", "tenant": "", "tokens": 4, "hits": 0, "expires_in_s": 5.0}}
     board.now += 3.5
     assert board.pins.describe(pin)["expires_in_s"] == 1.5
     board.now += 3.5
@@ -55,7 +55,7 @@ def test_a_pin_is_described(board):
     board.tree.use(pin.node)
     assert board.pins.describe(pin)["hits"] == 1
     other = board.pin(5, 5)["pin"]
-    assert other == {"id": other["id"], "name": None, "tokens": 2, "hits": 0, "expires_in_s": None}
+    assert other == {"id": other["id"], "name": None, "tenant": "", "tokens": 2, "hits": 0, "expires_in_s": None}
 
 
 def test_no_pin_is_called_like_one_of_another_engine():

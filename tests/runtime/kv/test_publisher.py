@@ -12,6 +12,7 @@ import zmq
 
 from radix import Namespace, Stored
 from runtime import Engine
+from runtime.config import CacheConfig
 from runtime.errors import ModelError
 from runtime.kv.publisher import EventPublisher
 
@@ -31,18 +32,18 @@ class Consumer:
             return  # came by both ways
         self.numbers.append(int.from_bytes(number, "big"))
         _, events, _ = msgspec.msgpack.decode(payload)
-        for name, *fields in events:
-            if name == "AllBlocksCleared":
+        for event in events:
+            if event["type"] == "AllBlocksCleared":
                 self.blocks.clear()
-            elif name == "BlockStored":
-                hashes, parent, tokens, size, _, medium = fields
-                assert medium == "CPU"
-                assert len(tokens) == size * len(hashes)
-                for i, value in enumerate(hashes):
+            elif event["type"] == "BlockStored":
+                parent, tokens, size = event["parent_block_hash"], event["token_ids"], event["block_size"]
+                assert event["medium"] == "GPU"
+                assert len(tokens) == size * len(event["block_hashes"])
+                for i, value in enumerate(event["block_hashes"]):
                     self.blocks[value] = (parent, tuple(tokens[i * size : (i + 1) * size]))
                     parent = value
             else:
-                for value in fields[0]:
+                for value in event["block_hashes"]:
                     del self.blocks[value]
 
     def drain(self, wait_ms: int = 300) -> None:
@@ -117,7 +118,7 @@ def test_a_process_that_published_events_ends(tiny_dir, tmp_path):
 
 
 def test_the_padding_of_a_module_is_no_token():
-    publisher = EventPublisher("inproc://events", None, 4, "CPU", with_tokens=True)
+    publisher = EventPublisher(CacheConfig(kv_events="inproc://events", page_size=4))
     wire = publisher._wire(Stored((1, 2), None, array("i", [5, 6, 7, 8, 9, -1, -1, -1]).tobytes(), Namespace()))
     publisher.close()
     assert (wire.token_ids, wire.block_hashes) == ([5, 6, 7, 8, 9], [1, 2])

@@ -10,7 +10,7 @@ from loadgen.accuracy.lora import LoraLlama
 from loadgen.accuracy.plain_llama import LINEARS
 from runtime.errors import ModelError
 from runtime.models.adapters.merge import MASK_TOKEN_ID, merge_adapter
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 from tests.full_disk import little_room
 from tests.runtime.reuse.bicache.reference import PlainModel
 
@@ -56,10 +56,10 @@ def test_the_merged_model_computes_what_was_trained(trained, adapter, tiny_dir, 
 def test_it_is_a_diffusion_model_with_the_base_models_tokenizer(adapter, tiny_dir, tmp_path):
     (tmp_path / "models").mkdir()
     path = merge_adapter(tiny_dir, adapter, tmp_path / "models", "merged")
-    spec = ModelSpec.load(path)
+    spec = LlamaSpec.load(path)
     assert spec.diffusion is not None
     assert (spec.diffusion.mask_token_id, spec.diffusion.logits_shift) == (MASK_TOKEN_ID, 1)
-    assert spec.eos_token_ids == ModelSpec.load(tiny_dir).eos_token_ids
+    assert spec.eos_token_ids == LlamaSpec.load(tiny_dir).eos_token_ids
     assert (path / "tokenizer.json").read_bytes() == (tiny_dir / "tokenizer.json").read_bytes()
 
 

@@ -13,7 +13,7 @@ from runtime.config import make_config
 from runtime.errors import ModelError
 from runtime.execution.executor import Executor
 from runtime.models.diffusion import DiffusionSpec
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 from tests.runtime.reuse.bicache.models import EOS, KINDS, MASK, save_tiny
 from tests.runtime.reuse.bicache.reference import PlainModel
 
@@ -45,7 +45,7 @@ def test_logits_and_kv_are_the_references(kind, native, tmp_path):
 
 @pytest.mark.parametrize(("kind", "shift"), [("llada", 0), ("dream", 1), ("llama_diffusion", 1)])
 def test_what_the_configuration_says(kind, shift, tmp_path):
-    spec = ModelSpec.load(save_tiny(kind, tmp_path / kind))
+    spec = LlamaSpec.load(save_tiny(kind, tmp_path / kind))
     algorithm = "entropy" if kind == "dream" else "low_confidence"
     assert spec.diffusion == DiffusionSpec(MASK, shift, algorithm)
     assert spec.eos_token_ids == (EOS,)
@@ -72,19 +72,19 @@ def edited(tmp_path, kind, **changes):
 )
 def test_what_is_not_supported_is_refused(tmp_path, kind, changes):
     with pytest.raises(ModelError, match=next(iter(changes))):
-        ModelSpec.load(edited(tmp_path, kind, **changes))
+        LlamaSpec.load(edited(tmp_path, kind, **changes))
 
 
 def test_the_published_models_shapes(tmp_path):
     """The sizes of LLaDA-8B and Dream-7B, and that LLaDA's checkpoint has 291 tensors."""
     llada = edited(tmp_path, "llada", d_model=4096, n_layers=32, n_heads=32, n_kv_heads=32, mlp_hidden_size=12288,
                    vocab_size=126464, embedding_size=126464, mask_token_id=126336, eos_token_id=126081)  # fmt: skip
-    spec = ModelSpec.load(llada)
+    spec = LlamaSpec.load(llada)
     assert len(spec.expected_tensors()) == 291
     assert spec.eos_token_ids == (126081, 126348)
     assert len({spec.stored_name(name) for name in spec.expected_tensors()}) == 291
     assert sum(np.prod(shape) for shape in spec.expected_tensors().values()) == pytest.approx(8.0e9, rel=0.01)
     dream = edited(tmp_path, "dream", hidden_size=3584, num_hidden_layers=28, num_attention_heads=28,
                    num_key_value_heads=4, intermediate_size=18944, vocab_size=152064, mask_token_id=151666)  # fmt: skip
-    spec = ModelSpec.load(dream)
+    spec = LlamaSpec.load(dream)
     assert sum(np.prod(shape) for shape in spec.expected_tensors().values()) == pytest.approx(7.6e9, rel=0.01)

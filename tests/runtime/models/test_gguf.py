@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import gguf
 import numpy as np
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from runtime.errors import ModelError
+from tests.runtime.execution.transformers.architectures import save_small
 from tests.runtime.models.test_gguf_files import convert
 from tests.tiny import save_tiny
 
@@ -48,8 +50,11 @@ def write_gguf(source, path, architecture, quantised=False, **metadata):
     writer.add_token_merges([" ".join(m) if isinstance(m, list) else m for m in vocabulary["merges"][:20]])
     writer.add_eos_token_id(2)
     writer.add_bos_token_id(1)
-    # Qwen3's names include those of the other architectures.
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    if "sliding_window" in config and architecture == "gemma3":
+        writer.add_sliding_window(config["sliding_window"])
+    # Qwen3's names include those of the other architectures of Ramet's own code.
+    kind = gguf.MODEL_ARCH.GEMMA3 if architecture == "gemma3" else gguf.MODEL_ARCH.QWEN3
+    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
     for name, tensor in load_file(source / "model.safetensors").items():
         data = tensor.float().numpy()
         module, kind = name.rsplit(".", 1)
@@ -58,6 +63,8 @@ def write_gguf(source, path, architecture, quantised=False, **metadata):
             data = permute(data, heads)
         if architecture == "llama" and module.endswith(".k_proj"):
             data = permute(data, kv_heads)
+        if architecture == "gemma3" and module.endswith("norm"):
+            data = data + 1
         if quantised and data.ndim == 2 and data.shape[1] % 32 == 0:
             quantity = gguf.GGMLQuantizationType.Q8_0
             writer.add_tensor(target, gguf.quants.quantize(data, quantity), raw_dtype=quantity)
@@ -91,6 +98,20 @@ def test_a_converted_model_is_its_original(sources, tmp_path, kind, architecture
     source = sources(kind)
     target = convert(write_gguf(source, tmp_path / "m.gguf", architecture), tmp_path / "converted")
     assert torch.equal(logits(target), logits(source))
+
+
+def test_gemma_is_converted_by_transformers(tmp_path, default_model_dir):
+    windows = ["sliding_attention"] * 3  # of six layers, the last one has none
+    source = save_small("Gemma3", tmp_path / "gemma3", vocab_size=300, layer_types=windows)
+    shutil.copy(default_model_dir / "tokenizer.json", source)
+    target = convert(write_gguf(source, tmp_path / "m.gguf", "gemma3"), tmp_path / "converted")
+    model, other = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (source, target))
+    with torch.inference_mode():
+        torch.testing.assert_close(*(one(torch.arange(30)[None]).logits for one in (model, other)))
+    assert other.config.sliding_window == 9
+    path = write_gguf(source, tmp_path / "n.gguf", "gemma3", gemma3__rope__scaling__type="linear")
+    with pytest.raises(ModelError, match=r"gemma3\.rope\.scaling\.type"):
+        convert(path, tmp_path / "d")
 
 
 def test_quantised_tensors_mean_what_the_file_says(sources, tmp_path):

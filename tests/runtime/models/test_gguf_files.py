@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from runtime.errors import ModelError
 from runtime.models.gguf import convert_gguf
 from runtime.models.publishing import provide
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
 from tests.full_disk import little_room
 
@@ -77,7 +77,7 @@ def test_number_formats_keep_every_bit(tmp_path, kind, stored):
     wanted = value if kind is None else gguf.quants.dequantize(gguf.quants.quantize(value, kind), kind)
     dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[stored]
     assert load_file(out / "model.safetensors")[name].dtype == dtype
-    loaded = load_weights(out, ModelSpec.load(out), torch.float32)
+    loaded = load_weights(out, LlamaSpec.load(out), torch.float32)
     np.testing.assert_array_equal(loaded[name].numpy(), wanted.reshape(value.shape))
     np.testing.assert_array_equal(loaded["model.norm.weight"].numpy(), tensors()["output_norm.weight"])
 
@@ -138,7 +138,7 @@ def test_a_disk_that_is_full_at_some_point(tmp_path, room):
     with little_room(room), pytest.raises(ModelError, match=r"^cannot write .*/out: File too large"):
         convert(path, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"], "nothing half-written stays"
-    load_weights(convert(path, tmp_path / "out"), ModelSpec.load(tmp_path / "out"), torch.float32)
+    load_weights(convert(path, tmp_path / "out"), LlamaSpec.load(tmp_path / "out"), torch.float32)
 
 
 def test_several_processes_convert_at_once(tmp_path):
@@ -146,12 +146,12 @@ def test_several_processes_convert_at_once(tmp_path):
     with multiprocessing.get_context("spawn").Pool(3) as pool:
         assert pool.starmap(convert, [(path, out)] * 3) == [out] * 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.gguf", "out"]
-    load_weights(out, ModelSpec.load(out), torch.float32)
+    load_weights(out, LlamaSpec.load(out), torch.float32)
 
 
 def test_ends_and_windows_come_from_the_file(tmp_path):
     fields = {"tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 7}
     out = convert(write(tmp_path / "m.gguf", **fields, **{"llama.attention.sliding_window": 50}), tmp_path / "out")
-    spec = ModelSpec.load(out)
-    assert (spec.eos_token_ids, spec.context_length) == ((2, 7), 50)
+    spec = LlamaSpec.load(out)
+    assert (spec.eos_token_ids, spec.context_length, set(spec.windows)) == ((2, 7), 99, {50})
     assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == [2, 7]

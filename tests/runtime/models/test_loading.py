@@ -13,7 +13,7 @@ from runtime.config import ModelConfig
 from runtime.errors import ModelError
 from runtime.models.default_model import _verify
 from runtime.models.resolve import model_name, resolve_model
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
 from tests.tiny import save_tiny
 
@@ -29,7 +29,7 @@ def edit(directory, **fields):
 
 
 def load(directory):
-    return load_weights(directory, ModelSpec.load(directory), torch.float32)
+    return load_weights(directory, LlamaSpec.load(directory), torch.float32)
 
 
 def test_every_expected_tensor_comes_from_one_file_or_from_shards(tmp_path, default_model_dir):
@@ -37,7 +37,7 @@ def test_every_expected_tensor_comes_from_one_file_or_from_shards(tmp_path, defa
     shards = save_tiny("qwen2", tmp_path / "shards", default_model_dir, max_shard_size="1MB")
     assert len(list(shards.glob("*.safetensors"))) > 2
     one, many = load(whole), load(shards)
-    assert set(one) == set(many) == set(ModelSpec.load(whole).expected_tensors())
+    assert set(one) == set(many) == set(LlamaSpec.load(whole).expected_tensors())
     assert all(torch.equal(one[name], many[name]) for name in one)
     (shards / "model.safetensors.index.json").unlink()
     assert set(load(shards)) == set(one)
@@ -67,13 +67,13 @@ def test_missing_fields_and_files(copy):
     del config["num_hidden_layers"]
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="num_hidden_layers"):
-        ModelSpec.load(copy)
+        LlamaSpec.load(copy)
     (copy / "config.json").write_text("{ broken")
     with pytest.raises(ModelError, match=r"config\.json"):
-        ModelSpec.load(copy)
+        LlamaSpec.load(copy)
     (copy / "config.json").unlink()
     with pytest.raises(ModelError, match="missing"):
-        ModelSpec.load(copy)
+        LlamaSpec.load(copy)
 
 
 def test_a_missing_tensor_is_named(copy):
@@ -99,24 +99,17 @@ def test_a_pickle_is_never_loaded(copy):
 
 def test_an_index_stays_within_its_directory(copy):
     for file, words in (("../else.safetensors", "not in the model's directory"), ("gone.safetensors", "is missing")):
-        names = ModelSpec.load(copy).expected_tensors()
+        names = LlamaSpec.load(copy).expected_tensors()
         index = {"weight_map": dict.fromkeys(names, file)}
         (copy / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(ModelError, match=words):
             load(copy)
 
 
-def test_a_sliding_window_limits_the_context(copy):
-    edit(copy, architectures=["MistralForCausalLM"], sliding_window=128)
-    assert ModelSpec.load(copy).context_length == 128
-    edit(copy, architectures=["Qwen2ForCausalLM"], sliding_window=128, use_sliding_window=False)
-    assert ModelSpec.load(copy).context_length == 512
-
-
 def test_end_of_sequence_ids_are_joined(copy):
     edit(copy, eos_token_id=[2, 0])
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
-    assert ModelSpec.load(copy).eos_token_ids == (2, 0, 7)
+    assert LlamaSpec.load(copy).eos_token_ids == (2, 0, 7)
 
 
 @pytest.mark.parametrize("name", ["/no/such/dir", "./nothing", "missing.gguf", "neither-this", "a/b/c"])

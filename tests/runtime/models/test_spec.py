@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from runtime.errors import ModelError
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
 
 
@@ -43,32 +43,39 @@ def edit(directory, drop=(), **fields):
 )
 def test_what_cannot_be_computed_is_named(copy, fields, words):
     with pytest.raises(ModelError) as error:
-        ModelSpec.load(edit(copy, **fields))
+        LlamaSpec.load(edit(copy, **fields))
     assert all(word in error.value.message for word in words)
 
 
 def test_both_spellings_of_rope(copy):
     scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     new = edit(copy, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
-    spec = ModelSpec.load(new)
+    spec = LlamaSpec.load(new)
     old = edit(copy, drop=["rope_parameters"], rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
-    assert ModelSpec.load(old) == spec
+    assert LlamaSpec.load(old) == spec
     assert (spec.rope.kind, spec.rope.theta, spec.rope.original_context) == ("llama3", 5e5, 64)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "fields", "context"),
+    ("architecture", "fields", "windows"),
     [
-        ("MistralForCausalLM", {}, 4096),
-        ("MistralForCausalLM", {"sliding_window": None}, 9000),
-        ("Qwen3ForCausalLM", {"use_sliding_window": True}, 4096),
-        ("Qwen3ForCausalLM", {"sliding_window": 128}, 9000),
-        ("LlamaForCausalLM", {"sliding_window": 128}, 9000),
+        ("MistralForCausalLM", {}, (4096,) * 3),
+        ("MistralForCausalLM", {"sliding_window": None}, ()),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True}, ()),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "max_window_layers": 1}, (None, 4096, 4096)),
+        ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 128, "max_window_layers": 0}, ()),
+        (
+            "Qwen2ForCausalLM",
+            {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+            (4096, None, 4096),
+        ),
+        ("LlamaForCausalLM", {"sliding_window": 128}, ()),
     ],
 )
-def test_sliding_windows(copy, architecture, fields, context):
+def test_sliding_windows(copy, architecture, fields, windows):
     edit(copy, architectures=[architecture], max_position_embeddings=9000, **fields)
-    assert ModelSpec.load(copy).context_length == context
+    spec = LlamaSpec.load(copy)
+    assert (spec.windows, spec.context_length) == (windows, 9000)
 
 
 def test_quantised_tensors_without_their_scales_are_refused(copy):
@@ -76,11 +83,11 @@ def test_quantised_tensors_without_their_scales_are_refused(copy):
     tensors = load_file(path)
     save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, path)
     with pytest.raises(ModelError, match=r"up_proj\.weight is stored as F8_E4M3"):
-        load_weights(copy, ModelSpec.load(copy), torch.float32)
+        load_weights(copy, LlamaSpec.load(copy), torch.float32)
 
 
 def test_an_index_that_names_the_wrong_file(copy):
-    spec = ModelSpec.load(copy)
+    spec = LlamaSpec.load(copy)
     tensors = load_file(copy / "model.safetensors")
     save_file({"other": torch.zeros(1)}, copy / "b.safetensors")
     names = dict.fromkeys(tensors, "model.safetensors") | {"lm_head.weight": "b.safetensors"}
@@ -91,4 +98,4 @@ def test_an_index_that_names_the_wrong_file(copy):
 
 def test_the_head_of_a_tied_model_stays_in_the_file(copy):
     edit(copy, tie_word_embeddings=True)
-    assert "lm_head.weight" not in load_weights(copy, ModelSpec.load(copy), torch.bfloat16)
+    assert "lm_head.weight" not in load_weights(copy, LlamaSpec.load(copy), torch.bfloat16)

@@ -72,9 +72,38 @@ def test_neighbours_of_a_grammar_are_left_alone(engine):
     assert set(together[1].text) <= set("0123456789")
 
 
+COUNT = "Count: 1, 2, 3, 4, 5, 6,"
+
+
+def test_a_lazy_grammar_holds_from_each_trigger_to_its_end(engine):
+    plain = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+    lazy = {**plain, "grammar": 'start: " 8" /[a-c]{3}/ "!"', "lazy": {"triggers": [" 8"]}}
+    never = {**plain, "regex": "x", "lazy": {"triggers": ["x"]}}
+    free, found, untouched = engine.generate([COUNT] * 3, [plain, lazy, never])
+    before = free.text[: free.text.index(" 8")]
+    assert untouched.token_ids == free.token_ids
+    assert re.match(re.escape(before) + " 8[abc]{3}!", found.text)
+    assert len(found.token_ids) == 24, "what follows is free"
+    assert all(re.match(" 8[abc]{0,3}(!|$)", found.text[place.start() :]) for place in re.finditer(" 8", found.text))
+
+
+def test_a_lazy_grammar_may_be_that_of_the_whole_output_or_of_none(engine):
+    plain = {"temperature": 0, "max_new_tokens": 12}
+    lazy = {"lazy": {"triggers": ["7"], "at_start": True}}
+    free, whole, none = engine.generate(
+        [COUNT, COUNT, "The capital of France is"],
+        [plain, {**plain, **lazy, "regex": " 7, [x-z]{3}"}, {**plain, **lazy, "regex": "7"}],
+    )
+    assert re.fullmatch(" 7, [xyz]{3}", whole.text)
+    assert whole.finish.type == "stop"
+    assert "7" in free.text
+    assert none.token_ids == engine.generate("The capital of France is", plain)[0].token_ids
+
+
 @pytest.mark.parametrize(
     "params",
     [
+        {"lazy": {"triggers": ["a"]}},
         {"regex": "(unclosed"},
         {"regex": "(?=look)ahead"},
         {"regex": "((" * 4000},

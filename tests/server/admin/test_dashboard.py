@@ -44,7 +44,7 @@ SAYING = (
 )
 
 
-@pytest.mark.parametrize("path", ["/", "/dashboard"])
+@pytest.mark.parametrize("path", ["/", "/dashboard", "/docs"])
 def test_the_page_loads_nothing_from_elsewhere(client, path):
     answer = client.get(path)
     assert answer.status_code == 200
@@ -146,14 +146,67 @@ def test_without_an_admins_key_the_page_stands_and_the_stream_does_not(guarded):
     events = f"{guarded.url}/dashboard/events"
     assert httpx.get(events).status_code == 401
     alice, boss = ({"Authorization": f"Bearer {name}-secret-key"} for name in ("alice", "boss"))
-    assert httpx.get(events, headers=alice).status_code == 403
     for method, path in (("POST", "/cache/nodes/0/pin?start=0"), ("DELETE", "/cache/nodes/0?start=0")):
         assert httpx.request(method, guarded.url + path, headers=alice).status_code == 403
     httpx.post(f"{guarded.url}/generate", headers=alice, timeout=60,
                json={"text": SAYING, "sampling_params": {"max_new_tokens": 1}}).raise_for_status()  # fmt: skip
     told, block = blocks(guarded.url, headers=boss)
-    assert block["namespace"] == told[block["parent"]]["namespace"] == "alice"
+    assert block["tenant"] == told[block["parent"]]["tenant"] == "alice"
     assert block["preview"].startswith("Five lighthouse")
+
+
+def test_a_key_sees_its_own_alone(guarded):
+    """Its nodes without their text, its requests and its quota; not those of others, and no figures of the server."""
+    alice, boss = ({"Authorization": f"Bearer {name}-secret-key"} for name in ("alice", "boss"))
+    for headers, text in ((alice, SAYING), (boss, "Nobody may see this. " * 9)):
+        body = {"text": text, "sampling_params": {"max_new_tokens": 1}}
+        httpx.post(f"{guarded.url}/generate", headers=headers, timeout=60, json=body).raise_for_status()
+    event = listen(guarded.url, lambda e: "figures" in e, alice)
+    assert {request["tenant"] for request in event["figures"]["finished"]} == {"alice"}
+    assert event["figures"]["quota"]["tenant"] == "alice"
+    assert "pages_total" not in event["figures"]
+    shown, _ = blocks(guarded.url, headers=alice)
+    assert {(block["tenant"], block["preview"]) for block in shown} == {("alice", "")}
+    everything, _ = blocks(guarded.url, headers=boss)
+    assert {block["tenant"] for block in everything} == {"alice", "boss"}
+    assert httpx.get(f"{guarded.url}/cache/nodes/0?start=0", headers=alice).status_code == 403
+
+
+def test_the_server_keeps_the_figures_of_an_hour(server):
+    server.wait(lambda state: state["requests"] > 0)
+    history = listen(server.url, lambda e: e.get("history"))["history"]
+    figures = listen(server.url, lambda e: "figures" in e)["figures"]
+    assert all(sample.keys() == figures.keys() - {"requests", "finished"} for sample in history)
+    assert [one["at_s"] for one in history] == sorted(one["at_s"] for one in history)
+    assert history[-1]["pages_total"] == figures["pages_total"]
+
+
+def test_a_node_s_text_is_read(client, server):
+    client.post("/flush_cache")
+    generate(client, SAYING * 2)
+    _, block = blocks(server.url, lambda b: b["start"] == 0)
+    end, start = block["end"]
+    whole = client.get(f"/cache/nodes/{end}", params={"start": start, "from": 0}).raise_for_status().json()
+    assert whole["tokens"] == block["tokens"]
+    assert (SAYING * 2).startswith(whole["text"])
+    assert client.get(f"/cache/nodes/{end}", params={"start": start + 1}).status_code == 404
+
+
+def test_misses_are_counted_by_reason_and_salts_are_named(client, server):
+    client.post("/flush_cache")
+    blocks_seen = listen(server.url, lambda e: "tree" in e)
+    assert blocks_seen
+    before = client.get("/cache/stats").json()["missed_tokens_by_reason"]
+    for _ in range(2):
+        tokens = generate(client, SAYING * 2, cache_salt="pepper")["meta_info"]["prompt_tokens"]
+    client.post("/flush_cache")
+    generate(client, SAYING * 2, cache_salt="pepper")
+    after = client.get("/cache/stats").json()["missed_tokens_by_reason"]
+    grown = {reason: after[reason] - before.get(reason, 0) for reason in after if after[reason] != before.get(reason)}
+    assert grown == {"new": tokens, "flush": tokens}
+    told, block = blocks(server.url, lambda b: b["preview"].startswith("Five lighthouse"))
+    assert block["salt"] == told[block["parent"]]["salt"] == "pepper"
+    client.post("/flush_cache")
 
 
 def test_sigterm_does_not_wait_for_those_who_look(tiny_dir, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 
@@ -53,6 +54,12 @@ def generate(url, text, key=None):
     httpx.post(f"{url}/generate", json=body, headers=headers, timeout=120).raise_for_status()
 
 
+def open_plain(page, url):
+    """The page with the playground's form for plain text."""
+    page.goto(url)
+    page.get_by_label("plain text").check()
+
+
 def block(page, text):
     """The tree's rectangle whose label begins with a text."""
     page.locator("#icicle text", has_text=text).first.wait_for()
@@ -83,11 +90,11 @@ def test_the_tree_is_drawn_and_a_node_pinned_unpinned_and_evicted(page, server, 
 
 
 def test_figures_and_requests_move(page, server):
-    page.goto(server.url)
+    open_plain(page, server.url)
     page.locator("#chart-pool .value", has_text="% in use").wait_for()
     page.locator("#prompt").fill("Once upon a time there lived")
     page.locator("#tokens").fill("300")
-    page.get_by_role("button", name="Generate").click()
+    page.get_by_role("button", name="Send").click()
     page.locator("#requests td", has_text="decode").first.wait_for()
     page.locator("#chart-requests .value", has_text="1 running").wait_for()
     page.get_by_role("button", name="Stop").click()
@@ -99,13 +106,14 @@ def test_figures_and_requests_move(page, server):
 def test_the_playground_shows_what_was_reused(page, server, stream):
     httpx.post(f"{server.url}/flush_cache")
     prompt = SAYING + "So what did they eat?"
-    page.goto(server.url)
+    open_plain(page, server.url)
+    page.locator("#more").evaluate("(more) => more.open = true")
     page.locator("#prompt").fill(prompt)
     page.locator("#tokens").fill("5")
     page.locator("#stream").set_checked(stream)
     shown = []
     for _ in range(2):
-        page.get_by_role("button", name="Generate").click()
+        page.get_by_role("button", name="Send").click()
         page.locator("#told", has_text="5 generated").wait_for()
         page.locator("#stop:disabled").wait_for()
         shown.append([page.locator(f"#answer .{kind}").text_content() for kind in ("reused", "computed")])
@@ -127,14 +135,14 @@ TRIPS = """<schema name="page-trips">You plan.<module name="plan"> For <paramete
 def test_the_playground_says_why_a_prompt_was_computed(page, server):
     httpx.post(f"{server.url}/flush_cache")
     generate(server.url, f"Monday <b>it</b> is. {SAYING}")
-    page.goto(server.url)
+    open_plain(page, server.url)
     page.locator("#tokens").fill("1")
     for day, words in (
         ("Monday <b>it</b> was", "goes on with “was"),
         ("Tuesday", "Nothing of this prompt is in"),
     ):
         page.locator("#prompt").fill(f"{day}. {SAYING}")
-        page.get_by_role("button", name="Generate").click()
+        page.get_by_role("button", name="Send").click()
         page.locator("#why", has_text=words).wait_for()
     assert page.locator("#why b").count() == 0
 
@@ -142,7 +150,7 @@ def test_the_playground_says_why_a_prompt_was_computed(page, server):
 def test_the_playground_imports_modules_which_the_tree_shows_under_their_schema(page, server):
     httpx.post(f"{server.url}/flush_cache")
     httpx.post(f"{server.url}/v1/schemas", json={"pml": TRIPS}).raise_for_status()
-    page.goto(server.url)
+    open_plain(page, server.url)
     page.locator("#schema option", has_text="page-trips").wait_for(state="attached")
     page.locator("#schema").select_option("page-trips")
     page.get_by_label("/plan/rome", exact=True).check()
@@ -154,7 +162,7 @@ def test_the_playground_imports_modules_which_the_tree_shows_under_their_schema(
     shown = []
     for text in (" Where & when?" * 8, " And then?" * 8):
         page.locator("#prompt").fill(text)
-        page.get_by_role("button", name="Generate").click()
+        page.get_by_role("button", name="Send").click()
         page.locator("#told", has_text="2 generated").wait_for()
         page.locator("#stop:disabled").wait_for()
         shown.append([page.locator(f"#answer .chip.{kind}").all_inner_texts() for kind in ("reused", "computed")])
@@ -176,7 +184,8 @@ def test_the_playground_imports_modules_which_the_tree_shows_under_their_schema(
 def test_the_canvas_is_shown_as_it_denoises(page, denoiser, scheme):
     httpx.post(f"{denoiser.url}/flush_cache")
     page.emulate_media(color_scheme=scheme)
-    page.goto(denoiser.url)
+    open_plain(page, denoiser.url)
+    page.locator("#more").evaluate("(more) => more.open = true")
     page.locator("#steps").wait_for()
     assert page.locator("#algorithm").input_value() == "low_confidence", "the model's own"
     prompt = SAYING + "So what did they eat?"
@@ -189,7 +198,7 @@ def test_the_canvas_is_shown_as_it_denoises(page, denoiser, scheme):
     )).observe(document.getElementById("told"), { childList: true })""")
     for cached in (0, 16):
         page.evaluate("() => { window.seen = [] }")
-        page.get_by_role("button", name="Generate").click()
+        page.get_by_role("button", name="Send").click()
         page.locator("#told", has_text="after 48 steps").wait_for()
         page.locator("#stop:disabled").wait_for()
         told = page.locator("#told").text_content()
@@ -223,9 +232,22 @@ def test_the_canvas_is_shown_as_it_denoises(page, denoiser, scheme):
     assert colours[0] != colours[1]
     assert page.locator("#canvas").get_attribute("aria-label") == "96 of 96 positions decided"
     page.locator("#stream").set_checked(False)
-    page.get_by_role("button", name="Generate").click()
+    page.get_by_role("button", name="Send").click()
     page.locator("#told", has_text="after 48 steps").wait_for()
     assert page.locator("#canvas").is_hidden()
+
+
+def test_a_diffusion_model_has_a_chat(page, denoiser):
+    page.goto(denoiser.url)
+    page.locator("#examples button").first.click()
+    page.locator("#more summary").click()
+    for name, value in {"tokens": "16", "steps": "4", "block": "8"}.items():
+        page.locator(f"#{name}").fill(value)
+    page.get_by_role("button", name="Send").click()
+    page.locator(".turn .figures", has_text="16 generated after 4 steps").wait_for()
+    assert page.locator("#canvas .cell:not(.mask)").count() == 16
+    page.locator(".turn details summary").click()
+    page.locator(".turn pre", has_text="<|im_start|>user").wait_for()
 
 
 def test_fields_of_diffusion_models_are_theirs_alone(page, server):
@@ -240,11 +262,11 @@ def test_text_is_never_markup(page, server):
     httpx.post(f"{server.url}/flush_cache")
     evil = "<img src=x onerror=alert(1)><script>document.title='owned'</script> " + SAYING
     generate(server.url, evil)
-    page.goto(server.url)
+    open_plain(page, server.url)
     block(page, "<img").click()
     page.locator("#prompt").fill(evil)
     page.locator("#tokens").fill("3")
-    page.get_by_role("button", name="Generate").click()
+    page.get_by_role("button", name="Send").click()
     page.locator("#told", has_text="3 generated").wait_for()
     assert "<img src=x" in page.locator("#answer").text_content()
     assert page.locator("img").count() == 0
@@ -255,11 +277,17 @@ def test_text_is_never_markup(page, server):
 def test_no_text_without_an_admins_key(page, guarded):
     generate(guarded.url, SAYING, "alice-secret-key")
     page.goto(guarded.url)
-    page.locator("#status", has_text="admin's API key is needed").wait_for()
+    page.locator("#status", has_text="an API key is needed").wait_for()
     assert "bakers" not in page.content()
     page.locator("#key").fill("alice-secret-key")
     page.get_by_role("button", name="Use").click()
-    page.locator("#status", has_text="no admin").wait_for()
+    page.locator("#quota", has_text="Cache of alice").wait_for()
+    page.locator("#icicle text", has_text="alice").first.wait_for()
+    page.locator("#finished td", has_text="alice").first.wait_for()
+    block(page, "tokens").click()
+    page.locator("#node dt", has_text="hits").wait_for()
+    assert page.get_by_role("button", name="Evict").count() == 0
+    assert page.locator("#figures").is_hidden()
     assert "bakers" not in page.content()
     page.locator("#key").fill("boss-secret-key")
     page.get_by_role("button", name="Use").click()
@@ -270,14 +298,19 @@ def test_no_text_without_an_admins_key(page, guarded):
 
 def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
     """The stream of such a tree, played to the page: a root of 100,000 nodes of which 500 are shown."""
-    figures = {"at_s": 0, "running": 0, "waiting": 0, "pages_total": 10**6, "pages_free": 0, "pages_tree": 10**6,
-               "pages_private": 0, "pages_locked": 0, "pages_pinned": 0, "pins": 0, "tree_nodes": 10**5,
-               "queried_tokens": 0, "cached_tokens": 0, "prompt_tokens": 0, "generation_tokens": 0, "requests": [],
-               "evicted_tokens": 0, "retracted_requests": 0, "substituted_pages": 5, "saved_pages": 2,
-               "tokens_per_s": 0, "ttft_p50_s": None,
+    figures = {"at_s": 1e9, "running": 0, "waiting": 0, "pages_total": 10**6, "pages_free": 0, "pages_tree": 10**6,
+               "pages_private": 0, "pages_locked": 0, "pages_pinned": 0, "tree_nodes": 10**5, "queried_tokens": 0,
+               "cached_tokens": 0, "requests": [], "finished": [], "evicted_tokens_by_cause": {"room": 48},
+               "evicted_tokens_by_tenant": {"alice": 48}, "missed_tokens_by_reason": {"new": 7, "room": 5},
+               "substituted_pages": 5, "saved_pages": 2, "tokens_per_s": 0, "ttft_p50_s": None,
                "ttft_p95_s": None}  # fmt: skip
+    before = figures | {"at_s": 1e9 - 60, "evicted_tokens_by_cause": {"room": 0}, "missed_tokens_by_reason": {}}
     common = {
-        "namespace": "",
+        "tenant": "",
+        "salt": "",
+        "kind": "",
+        "cost_s": 0.1,
+        "chained": 1,
         "hits": 1,
         "locked": False,
         "pinned": False,
@@ -285,25 +318,112 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
         "preview": "text",
         "idle_s": 5,
     }
-    root = common | {"id": -1, "start": 0, "tokens": 0, "total": 16 * 10**6, "nodes": 10**5, "parent": None}
-    rest = [
-        common | {"id": i, "start": 0, "tokens": 16000, "total": 16000, "nodes": 100, "parent": 0} for i in range(499)
-    ]
+    root = common | {"id": -1, "end": [-1, 0], "start": 0, "tokens": 0, "total": 16 * 10**6, "nodes": 10**5}
+    root |= {"parent": None, "chained": 0}
+    size = {"tokens": 16000, "total": 16000, "nodes": 100, "chained": 100, "parent": 0}
+    rest = [common | size | {"id": i, "end": [i, 0], "start": 0} for i in range(499)]
     outlook = {"kind": "turn 2, after less than 64 uses", "age": 40, "promise": 0.0012}
-    gone = {"namespace": "alice", "cause": "room", "pages": 1, "kept_pages": 8, "idle_s": 61.4, "outlook": outlook}
+    gone = {"tenant": "alice", "cause": "room", "pages": 1, "kept_pages": 8, "idle_s": 61.4, "outlook": outlook}
     rest[0]["outlook"] = outlook
     evictions = [gone | {"outlook": None}, gone]
     tree = {"blocks": [root, *rest], "evictions": evictions, "pins": [], "pinned_tokens": 0, "budget_tokens": 0}
-    body = "".join(f"data: {json.dumps(event)}\n\n" for event in ({"figures": figures}, {"tree": tree}))
+    told_events = ({"history": [before]}, {"figures": figures}, {"tree": tree})
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in told_events)
     page.route("**/dashboard/events", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
     page.goto(server.url)
-    page.locator("#treefigures", has_text="16,000,000 tokens in 100,000 nodes, 499 of them shown").wait_for()
+    page.locator("#treefigures", has_text="16,000,000 tokens in 100,000 nodes, 49,900 of them shown").wait_for()
     page.locator("#chart-reasoning-steps", has_text="2 pages saved").wait_for()
     last = page.locator("#evictions tr").nth(1).inner_text()
     told = "turn 2, after less than 64 uses; 40 uses ago; 1.2 hits a page in 1,000 uses"
-    assert last.split("\t") == ["alice", "room", "1 of 9", "61", told]
+    assert last.split("\t") == ["alice", "room", "1 of 9", "61 s", told]
     page.locator("#icicle rect").nth(1).dispatch_event("mousemove", {"clientX": 9, "clientY": 9})
     assert f"foreseen: {told}" in page.locator("#tip").inner_text()
     # Blocks narrower than a pixel are not drawn, and what is not shown stands as one.
     assert page.locator("#icicle rect").count() <= 502
     assert page.locator("#icicle rect[data-rest]").count() == 1
+    page.locator("#icicle text", has_text="+50,100").wait_for()
+    # Charts have keys, axes, and values on hover.
+    page.locator("#chart-missed .legend", has_text="never seen").wait_for()
+    missed = page.locator("#chart-missed svg")
+    missed.focus()
+    page.keyboard.press("ArrowLeft")
+    tip = page.locator("#tip").inner_text()
+    assert ("never seen: 7" in tip, "evicted for room: 5" in tip) == (True, True)
+    assert "now" in missed.inner_html()
+    page.locator("#evictedby").select_option("tenant")
+    page.locator("#chart-evicted .legend", has_text="alice").wait_for()
+
+
+def test_the_tree_is_walked_with_arrow_keys_searched_and_read(page, server):
+    httpx.post(f"{server.url}/flush_cache")
+    for end in ("one by one.", "two by two and three by three."):
+        generate(server.url, SAYING * 3 + end)
+    page.goto(server.url)
+    block(page, "Seven bakers").wait_for()
+    page.locator("#icicle rect[data-name]").nth(2).wait_for()
+    assert page.locator("#icicle [tabindex='0']").count() == 1
+    page.locator("#icicle [tabindex='0']").focus()
+    for pressed in ("ArrowDown", "ArrowDown", "ArrowUp", "Enter"):
+        page.keyboard.press(pressed)
+    page.locator("#node dd", has_text="after 0").first.wait_for()
+    hits = page.locator("#node dt", has_text="hits").locator("+ dd").inner_text()
+    assert hits == "1", "the second prompt used what the first one left"
+    page.get_by_role("button", name="Whole text").click()
+    page.locator("#nodetext", has_text=SAYING.strip() + " " + SAYING.strip()).wait_for()
+    page.locator("#icicle [tabindex='0']").focus()
+    page.keyboard.press("z")
+    page.locator("#crumbs button", has_text="Seven bakers").wait_for()
+    page.keyboard.press("Escape")
+    page.locator("#crumbs").wait_for(state="hidden")
+    page.locator("#search").fill("no such words")
+    page.locator("#icicle rect.faded").first.wait_for()
+    httpx.post(f"{server.url}/flush_cache")
+
+
+def test_a_chat_shows_what_was_reused_and_why_the_rest_was_not(page, server):
+    httpx.post(f"{server.url}/flush_cache")
+    page.goto(server.url)
+    page.locator("#tokens").fill("6")
+    page.locator("#systembox summary").click()
+    page.locator("#system").fill(SAYING)
+    for turn, text in enumerate(("<b>Who</b> rang?", "And then?")):
+        page.locator("#prompt").fill(text)
+        page.keyboard.press("Control+Enter")
+        page.locator(".turn .figures").nth(turn).wait_for()
+    page.locator("#stop:disabled").wait_for()
+    first, second = (int(text.split(" ")[0]) for text in page.locator(".turn .figures").all_inner_texts())
+    assert first == 0
+    assert second > 16, "the first turn is reused by the second"
+    assert "Nothing of this prompt is in" in page.locator(".whymissed").first.inner_text()
+    assert page.locator(".turn b").count() == 0
+    page.locator(".turn details summary").last.click()
+    page.locator(".turn pre .computed").wait_for()
+    assert page.locator(".turn pre .reused").inner_text().startswith("<|im_start|>system")
+    page.locator("#finished td").first.wait_for()
+    # The draft, the conversation and the same request elsewhere.
+    page.locator("#prompt").fill("it's a 'draft'")
+    page.reload()
+    page.locator(".turn .figures").nth(1).wait_for()
+    assert page.locator("#prompt").input_value() == "it's a 'draft'"
+    page.locator("#more summary").click()
+    page.get_by_role("button", name="as curl").click()
+    shown = page.locator("#code").inner_text()
+    assert shown.startswith(f"curl -sN {server.url}/v1/chat/completions")
+    done = subprocess.run(["sh", "-c", shown], capture_output=True, text=True, timeout=120)
+    assert done.stdout.rstrip().endswith("[DONE]")
+    page.get_by_role("button", name="as Python").click()
+    compile(page.locator("#code").inner_text(), "page", "exec")
+    page.get_by_role("button", name="Take back").click()
+    assert page.locator(".turn").count() == 2
+    assert page.locator("#prompt").input_value() == "And then?"
+    httpx.post(f"{server.url}/flush_cache")
+
+
+def test_the_page_of_the_api_needs_nothing_from_elsewhere(page, server):
+    page.goto(f"{server.url}/docs")
+    page.locator(".route", has_text="POST /tokenize").locator("summary").click()
+    page.locator("td", has_text="add_generation_prompt").wait_for()
+    page.get_by_role("button", name="Send POST").click()
+    page.locator("pre[role=status]", has_text='"count": 5').wait_for()
+    page.locator("#find").fill("no such route")
+    assert page.locator(".route:visible").count() == 0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.anthropic.content import ContentReader
-from server.openai.tools import CallReader
+from server.openai.calls import CallReader
 
 CALL = '<tool_call>\n{"name": "plant", "arguments": {"n": 2}}\n</tool_call>'
 ANSWERS = {

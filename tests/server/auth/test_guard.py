@@ -12,7 +12,7 @@ from fastapi import APIRouter
 
 from radix import Namespace
 from runtime.config import Config
-from server.auth.keys import Asker, BadKeys, Forbidden, Guard, Tenant, Unauthorized, admin_paths, read_keys
+from server.auth.keys import Asker, BadKeys, EveryKey, Forbidden, Guard, Tenant, Unauthorized, read_keys
 from server.http.app import create_app
 
 KEYS = (
@@ -128,7 +128,7 @@ def test_a_scraper_s_key_is_for_metrics_alone(ask):
     assert ask("/health", bearer("scraper-key"))[0] not in (401, 403)
     scraper = Tenant("s", hashlib.sha256(b"scraper-key").digest(), metrics=True)
     scope = {"path": "/metrics", "headers": [(b"x-api-key", b"scraper-key")], "state": {}}
-    Guard([scraper], ()).check(scope, {})
+    Guard([scraper], []).check(scope, {})
     assert scope["state"]["tenant"] is scraper, "and no admin"
 
 
@@ -139,8 +139,8 @@ def test_a_key_is_compared_to_its_last_bit():
         other = bytearray(digest)
         other[at] ^= 1
         with pytest.raises(Unauthorized):
-            Guard([Tenant("x", bytes(other))], ()).check(scope, {})
-    Guard([Tenant("x", digest)], ()).check(scope, {})
+            Guard([Tenant("x", bytes(other))], []).check(scope, {})
+    Guard([Tenant("x", digest)], []).check(scope, {})
 
 
 def test_public_prefixes_are_for_keys_that_are_marked_so():
@@ -157,14 +157,47 @@ def test_without_keys_everybody_may_do_everything(tmp_path):
     assert send(app, "/cache/stats")[0] not in (401, 403)
 
 
-def test_beginnings_of_operators_paths():
-    first, second = APIRouter(), APIRouter()
-    for router, path in (
-        *((first, "/flush"), (first, "/things/{name}/{other}"), (first, "/health"), (second, "/cache/tree")),
-        *((second, "/dashboard"), (second, "/x/{page}/pin")),
+def test_a_route_is_closed_unless_its_router_says_otherwise():
+    plain, own = APIRouter(), EveryKey()
+    for router, method, path in (
+        *(
+            (plain, "POST", "/things/{name}"),
+            (plain, "GET", "/new"),
+            (plain, "GET", "/health"),
+            (plain, "DELETE", "/x"),
+        ),
+        *((own, "GET", "/things/{name}"), (own, "GET", "/x"), (own, "GET", "/mine")),
     ):
-        router.add_api_route(path, lambda: None)
-    assert sorted(admin_paths([first, second])) == ["/flush", "/things/", "/x/"]
+        router.add_api_route(path, lambda: None, methods=[method])
+    alice = Tenant("alice", digest("alice-key"))
+    guard = Guard([alice], [plain, own])
+
+    def is_let_in(method: str, path: str) -> bool:
+        scope = {"path": path, "method": method, "headers": [(b"x-api-key", b"alice-key")], "state": {}}
+        try:
+            guard.check(scope, {})
+        except Forbidden:
+            return False
+        return True
+
+    for method, path in (
+        ("GET", "/things/1"),
+        ("HEAD", "/things/1"),
+        ("GET", "/x"),
+        ("GET", "/mine"),
+        ("PUT", "/mine"),
+    ):
+        assert is_let_in(method, path), path
+    for method, path in (
+        ("POST", "/things/1"),
+        ("PUT", "/things/1"),
+        ("GET", "/new"),
+        ("HEAD", "/new"),
+        ("DELETE", "/x"),
+    ):
+        assert not is_let_in(method, path), path
+    assert is_let_in("GET", "/health")
+    assert is_let_in("GET", "/no/such/route"), "which is answered with 404"
 
 
 # -- lines -------------------------------------------------------------------------------------------------------
@@ -202,17 +235,17 @@ def test_bounds_of_a_line(read):
         *("n 12345678 quota=01", "n 12345678 quota=", "n 12345678 max_priority=1234567890", "a/b 12345678"),
         *("n 12345678 metrics quota=1", "n 12345678 Admin", "n 12345678 quota"),
     ):
-        with pytest.raises(BadKeys, match="line 2 is neither"):
-            read(bad)
+        with pytest.raises(BadKeys, match=r"line 3 of .*keys is neither .* 8 to 512 characters"):
+            read(f"# of others\n\n{bad}", "x 12345678; y 87654321")
 
 
 def test_one_key_has_one_name_and_one_name_one_key(read):
-    """The environment's lines are counted before those of the file."""
     for text, environment, line in (
-        ("a same-key-1\nb same-key-1", "", 3),
-        ("a first-key\na second-key", "", 3),
-        ("b same-key-1", "a same-key-1", 2),
-        ("a second-key", "b 12345678;a first-key", 3),
+        ("a same-key-1\nb same-key-1", "", "2 of .*keys"),
+        ("a first-key\na second-key", "", "2 of .*keys"),
+        ("b same-key-1", "a same-key-1", "1 of .*keys"),
+        ("a second-key", "b 12345678;a first-key", "1 of .*keys"),
+        ("", "b 12345678;b first-key", "2 of RAMET_API_KEYS"),
     ):
         with pytest.raises(BadKeys, match=f"line {line} repeats a name or a key") as found:
             read(text, environment)

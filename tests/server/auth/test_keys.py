@@ -53,18 +53,19 @@ def cached(answer: httpx.Response) -> int:
 
 
 # The keys that each route needs, for every route that there is.
-OPEN = {"/health", "/ready", "/", "/dashboard"}
+OPEN = {"/health", "/ready", "/", "/dashboard", "/docs"}
 ANY_KEY = {
     *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}"),
     *("/v1/schemas", "/v1/schemas/{name}", "/v1/documents", "/v1/documents/{document_id}"),
     *("/tokenize", "/detokenize", "/health_generate", "/model_info", "/get_model_info", "/cache/tree"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/tokenizer_info", "/version"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}"),
-    *("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"),
+    "/v1/responses/{response_id}/input_items",
+    *("/openapi.json", "/cache/quota", "/dashboard/events"),
 }
 ADMIN = {
     *("/cache/pin", "/cache/pins", "/cache/pins/{pin_id}", "/cache/nodes/{page}", "/cache/nodes/{page}/pin"),
-    *("/cache/stats", "/dashboard/events", "/server_info", "/get_server_info", "/metrics"),
+    *("/cache/stats", "/server_info", "/get_server_info", "/metrics"),
     *("/cache/tiers", "/cache/tiers/{name}", "/cache/tenants/{name}", "/v1/loads"),
     *("/flush_cache", "/abort_request", "/pause", "/resume", "/shutdown"),
 }
@@ -267,6 +268,8 @@ def test_an_admin_pins_for_a_tenant(ask):
     ask("root", path="/flush_cache")
     assert cached(ask("bob", **PROMPT)) == 112
     assert cached(ask("alice", **PROMPT)) == 0
+    listed = ask("root", "GET", "/cache/pins").json()["pins"]
+    assert [(one["id"], one["tenant"]) for one in (pin, *listed)] == [(pin["id"], "bob")] * 2
     assert ask("root", "DELETE", f"/cache/pins/{pin['id']}").status_code == 200
     assert ask("root", path="/cache/pin", **{**body, "tenant": "nobody"}).status_code == 404
 
@@ -279,7 +282,13 @@ def test_a_quota_binds_its_tenant_alone(ask):
             ask(who, **prompt)
     assert [cached(ask("alice", **prompt)) for prompt in prompts] == [96] * 4
     nodes = ask("bob", "GET", "/cache/tree").json()["nodes"]
-    assert 6 < sum(node["pages"] for node in nodes) <= 10, "of 24 that it computed"
+    pages = sum(node["pages"] for node in nodes)
+    assert 6 < pages <= 10, "of 24 that it computed"
+    used = {"quota_pages": 10, "used_pages": pages, "quota_tokens": 160, "used_tokens": 16 * pages}
+    assert ask("bob", "GET", "/cache/quota").json() == {"tenant": "bob", **used}
+    assert ask("root", "GET", "/cache/quota?tenant=bob").json() == {"tenant": "bob", **used}
+    assert ask("alice", "GET", "/cache/quota").json() == {"tenant": "alice", **dict.fromkeys(used)}
+    assert ask("alice", "GET", "/cache/quota?tenant=bob").status_code == 403
     assert cached(ask("bob", **prompts[3])) == 96
     causes = ask("root", "GET", "/cache/stats").json()["evicted_tokens_by_cause"]
     assert causes["quota"] >= 14 * 16

@@ -7,6 +7,7 @@ import json
 import httpx
 import pytest
 
+from server.explain.inquiry import _of_entries
 from tests.server.openai.test_openai import MODEL
 
 HELP = "You are the helpful assistant of a travel agency. " * 6
@@ -259,3 +260,26 @@ def test_prompts_that_keep_parting_early_are_counted_and_logged_once(clean, serv
     assert counted() - before == 2
     (line,) = [line for line in server.log.read_text().splitlines() if "keep parting" in line]
     assert "prompts of everybody keep parting at token 7, behind 10 characters of the system prompt" in line
+
+
+def test_what_is_reused_otherwise_than_by_prefix(clean):
+    modules = ('<module name="rome">Rome is old.</module>', '<module name="oslo">Oslo is cold.</module>')
+    pml = f'<schema name="trip">You plan.{"".join(modules)}</schema>'
+    clean.post("/v1/schemas", json={"pml": pml}).raise_for_status()
+    try:
+        for names, missing in (("<rome/>", "rome"), ("<rome/><oslo/>", "oslo"), ("<rome/>", None)):
+            body = {"pml": f'<prompt schema="trip">{names} Go.</prompt>', "explain": True}
+            answer = clean.post("/generate", json={**body, "sampling_params": {"max_new_tokens": 1}})
+            told = answer.json()["meta_info"]["explain"]
+            assert told["reason"] == ("entries_missing" if missing else "hit")
+            assert missing is None or missing in told["message"]
+            assert missing != "oslo" or "rome" not in told["message"]
+    finally:
+        clean.delete("/v1/schemas/trip").raise_for_status()
+
+
+@pytest.mark.parametrize(
+    ("encoded", "cached", "reason"), [(64, 0, "entries_missing"), (64, 64, "hit"), (0, 0, "unavailable")]
+)
+def test_the_prefix_of_a_diffusion_model(encoded, cached, reason):
+    assert _of_entries({"shallow_depth": 1, "encoded_tokens": encoded}, cached)[0] == reason

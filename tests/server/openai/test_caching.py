@@ -56,6 +56,14 @@ def test_breakpoints_are_kept_for_their_time(api, client):
     assert chat(api, parts, extra_body=explicit).prompt_tokens_details.cached_tokens == written.cache_write_tokens
 
 
+def test_a_comparison_alone_keeps_nothing(api, client):
+    first = api.chat.completions.create(messages=[{"role": "user", "content": words(6, 80)}], model=MODEL, max_tokens=1)
+    options = {"prompt_cache_options": {"comparison_response_id": first.id}}
+    usage = chat(api, [{"type": "text", "text": words(6, 80) + " x"}], extra_body=options)
+    assert usage.prompt_tokens_details.cached_tokens > 0
+    assert usage.prompt_tokens_details.cache_write_tokens == kept_tokens(client) == 0
+
+
 def test_without_a_word_nothing_is_kept(api, client):
     usage = chat(api, [{"type": "text", "text": words(4, 80)}], extra_body={"prompt_cache_key": "a"})
     assert usage.prompt_tokens_details.cache_write_tokens == kept_tokens(client) == 0

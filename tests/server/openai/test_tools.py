@@ -1,4 +1,4 @@
-"""Calls of tools: in prompts, in answers and in streams; against a live server and on the readers alone."""
+"""Tools in prompts, in answers and in streams, against a live server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import openai
 import pytest
 
-from server.openai.tools import CallReader, Tool, _moved, render_chat
+from server.openai.tools import Tool, render_chat
 from tests.server.openai.test_openai import MODEL
 
 WEATHER = {
@@ -57,6 +57,14 @@ def test_tools_that_are_not_to_be_called_cost_nothing(api):
     assert none.usage.prompt_tokens == plain.usage.prompt_tokens
 
 
+def test_tools_whose_schemas_no_grammar_can_follow_are_offered(api):
+    odd = {"type": "function", "function": {"name": "f", "parameters": {"type": "colour"}}}
+    options = {"model": MODEL, "messages": ASK, "max_tokens": 4, "temperature": 0, "n": 2}
+    for _ in range(2):
+        answer = api.chat.completions.create(**options, tools=[odd])
+        assert [choice.finish_reason for choice in answer.choices] == ["length", "length"]
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
@@ -78,76 +86,6 @@ def test_tools_that_cannot_be_offered_are_refused(api, options, param):
         api.chat.completions.create(model=MODEL, messages=ASK, **options)
     if param:
         assert error.value.body["param"] == param
-
-
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rom"}}\n</tool_call>'
-NAMES = frozenset({"get_weather", "stop"})
-EXPECTED = ("get_weather", {"city": "Rom"})
-
-
-def read(reader: CallReader, text: str, size: int) -> tuple[str, list]:
-    shown, calls = "", []
-    pieces = [text[i : i + size] for i in range(0, len(text), size)] or [""]
-    for i, piece in enumerate(pieces):
-        new, found = reader.push(piece, last=i == len(pieces) - 1)
-        shown += new
-        calls += [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found]
-    return shown, calls
-
-
-@pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize(
-    ("text", "shown", "calls"),
-    [
-        (CALL, "", [EXPECTED]),
-        (f"I look.\n{CALL}\n{CALL}", "I look.", [EXPECTED, EXPECTED]),
-        (f"{CALL} and so on", " and so on", [EXPECTED]),
-        ("a < b <tool", "a < b <tool", []),
-        ("<tool_call>{broken</tool_call>!", "<tool_call>{broken</tool_call>!", []),
-        ('<tool_call>{"name": "unknown"}</tool_call>', '<tool_call>{"name": "unknown"}</tool_call>', []),
-        ('<tool_call>{"name": "stop"}', "", [("stop", {})]),
-        ("<tool_call>" + "[" * 2000, "<tool_call>" + "[" * 2000, []),
-        *(
-            (f"<tool_call>{odd}</tool_call>", f"<tool_call>{odd}</tool_call>", [])
-            for odd in (
-                '{"name": []}',
-                '{"name": "stop", "arguments": "\\ud800"}',
-                '{"name": "stop", "arguments": NaN}',
-            )
-        ),
-    ],
-)
-def test_calls_between_tags(text, shown, calls, size):
-    assert read(CallReader(NAMES), text, size) == (shown, calls)
-
-
-@pytest.mark.parametrize("size", [1, 5, 1000])
-@pytest.mark.parametrize(
-    ("text", "shown", "calls"),
-    [
-        ('[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Rom"}}]', "", [EXPECTED]),
-        ('{"name": "get_weather", "parameters": {"city": "Rom"}}', "", [EXPECTED]),
-        ('<|python_tag|>{"name": "stop", "parameters": {}}', "", [("stop", {})]),
-        ("[see below]", "[see below]", []),
-        (" It rains.", " It rains.", []),
-        ("", "", []),
-    ],
-)
-def test_texts_that_are_calls(text, shown, calls, size):
-    assert read(CallReader(NAMES, tagged=False), text, size) == (shown, calls)
-
-
-def test_one_call_at_most_where_that_is_wanted():
-    assert read(CallReader(NAMES, single=True), CALL + CALL, 7)[1] == [EXPECTED]
-
-
-def test_without_tools_nothing_is_held_back():
-    assert CallReader(frozenset()).push("<tool_call>", last=False) == ("<tool_call>", [])
-
-
-def test_references_are_moved_with_their_schema():
-    moved = _moved({"$ref": "#/$defs/A", "items": [{"$ref": "#"}, {"$ref": "#/$defs/B/x"}]}, "#/$defs/t/")
-    assert moved == {"$ref": "#/$defs/t/$defs/A", "items": [{"$ref": "#"}, {"$ref": "#/$defs/t/$defs/B/x"}]}
 
 
 class _Template:

@@ -132,6 +132,69 @@ def test_a_call_and_its_result(api, choice):
     assert stored.usage.input_tokens_details.cached_tokens > 0
 
 
+CUSTOM = {"type": "custom", "name": "run", "format": {"type": "grammar", "syntax": "lark", "definition": "start: X"}}
+SPACE = {
+    "type": "namespace", "name": "sky", "description": "About the sky.",
+    "tools": [{"type": "function", "name": "look", "parameters": WEATHER["parameters"]}, {**CUSTOM, "name": "say"}],
+}  # fmt: skip
+
+
+def test_custom_tools_and_namespaces(api):
+    asked = {**GREEDY, "input": "Go.", "tools": [CUSTOM], "tool_choice": {"type": "custom", "name": "run"}}
+    answer = typed(api.responses.create(**asked, max_output_tokens=400))
+    (call,) = answer.output
+    assert (call.type, call.name, type(call.input), answer.status) == ("custom_tool_call", "run", str, "completed")
+    assert answer.tools[0].model_dump(exclude_none=True) == CUSTOM
+    events, last = stream(api, **asked, max_output_tokens=400)
+    kinds = [event.type.removeprefix("response.") for event in events]
+    told = [f"custom_tool_call_input.{word}" for word in ("delta", "done")]
+    assert kinds[2:] == ["output_item.added", *told, "output_item.done", "completed"]
+    assert (events[3].delta, events[4].input, last.output[0].input) == (call.input,) * 3
+    result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "15 C"}
+    after = {**GREEDY, "tools": [CUSTOM], "max_output_tokens": 4}
+    stored = api.responses.create(**after, input=[result], previous_response_id=answer.id)
+    sent = [{"role": "user", "content": "Go."}, call.model_dump(exclude_none=True), result]
+    assert api.responses.create(**after, input=sent, store=False).output_text == stored.output_text
+    looked = api.responses.create(**GREEDY, input="Go.", tools=[SPACE], tool_choice="required", max_output_tokens=400)
+    (call,) = typed(looked).output
+    assert (call.namespace, call.name) in [("sky", "look"), ("sky", "say")]
+
+
+def test_tools_of_openais_servers_are_not_offered(api):
+    asked = {**GREEDY, "input": "Go.", "max_output_tokens": 4}
+    answer = typed(api.responses.create(**asked, tools=[{"type": "web_search"}, WEATHER, {"type": "local_shell"}]))
+    assert answer.tools_not_offered == ["web_search", "local_shell"]
+    assert [tool.name for tool in answer.tools] == ["get_weather"]
+    plain = api.responses.create(**asked, tools=[WEATHER])
+    assert plain.usage.input_tokens == answer.usage.input_tokens
+    assert not hasattr(plain, "tools_not_offered")
+
+
+def test_items_of_the_input(api):
+    first = api.responses.create(**GREEDY, input="Name a tree.", max_output_tokens=4, instructions="Be brief.")
+    calls = [
+        {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "15 C"},
+    ]
+    asked = {**GREEDY, "input": [{"role": "user", "content": "And?"}, *calls], "max_output_tokens": 4}
+    second = api.responses.create(**asked, previous_response_id=first.id)
+    items = list(api.responses.input_items.list(second.id, order="asc", limit=2))
+    shown = [(item.type, getattr(item, "role", None)) for item in items]
+    assert shown == [("message", "user"), ("message", "assistant"), ("message", "user"),
+                     ("function_call", None), ("function_call_output", None)]  # fmt: skip
+    assert [part.text for item in items[:3] for part in item.content] == ["Name a tree.", first.output_text, "And?"]
+    assert (items[3].name, items[3].arguments, items[4].output) == ("get_weather", "{}", "15 C")
+    assert list(api.responses.input_items.list(second.id)) == items[::-1]
+    page = api.responses.input_items.list(second.id, after=items[3].id, limit=2)
+    assert (page.data, page.has_more) == ([items[2], items[1]], True)
+    again = api.responses.create(**GREEDY, input=[item.model_dump(exclude_none=True) for item in items],
+                                 max_output_tokens=4, store=False)  # fmt: skip
+    assert (again.output_text, again.usage.input_tokens) == (second.output_text, second.usage.input_tokens)
+    for unknown in ({"response_id": "resp_none"}, {"response_id": second.id, "after": "msg_none"}):
+        with pytest.raises(openai.NotFoundError):
+            api.responses.input_items.list(**unknown)
+
+
 def test_formats_of_the_text_and_log_probabilities(api):
     parsed = api.responses.parse(**GREEDY, input="A tree.", text_format=Tree, max_output_tokens=80)
     assert isinstance(parsed.output_parsed, Tree)
@@ -150,7 +213,9 @@ def test_formats_of_the_text_and_log_probabilities(api):
         ({"input": [{"type": "item_reference", "id": "msg_none"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, None),
         ({"input": [{"type": "computer_call_output", "call_id": "x", "output": {}}]}, None),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "colour"}]}, "tools.0.type"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "nobody"}}, "tool_choice"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),

@@ -17,10 +17,11 @@ struct Span {
 
 // Query rows that attend to a span; see Edge in runtime/batch.py.
 struct Edge {
-    const int32_t* rows;
     int64_t num_rows;
     int64_t span;
+    const int32_t* rows;
     const int32_t* visible;  // [num_rows], number of the span's first rows that each sees; null: all
+    const int32_t* hidden;   // [num_rows], number of the span's first rows that each does not see; null: none
 };
 
 struct Shape {
@@ -42,7 +43,7 @@ struct LayerKV {
 // Query heads that share a kv head are folded into the rows, so that a key is read once for all of them: folded row
 // f is row f / group, head kv_head * group + f % group. A piece is a flash attention (Dao et al., 2022) over blocks of
 // keys. Each block is brought into the micro-kernel's form once, for all rows of the piece, or read in place if these
-// are few. Few rows over many keys (decoding) are cut along the keys, many rows (prefill) along the rows.
+// are few. Where pairs of bfloat16 are multiplied, queries and weights are rounded to such; sums stay float32. Few rows over many keys (decoding) are cut along the keys, many rows (prefill) along the rows.
 class Attention {
   public:
     explicit Attention(const Shape& shape)
@@ -56,22 +57,22 @@ class Attention {
         const int64_t most_rows = std::max<int64_t>(kFoldedRows / group_, 1);
         // In keys x tiles of rows, the cost of a piece.
         int64_t work = 0;
-        for_each_rows(num_edges, most_rows, [&](const Edge&, int64_t, int64_t rows, int64_t keys) {
+        for_each_rows(num_edges, most_rows, [&](const Edge&, int64_t, int64_t rows, int64_t, int64_t keys) {
             work += keys * tiles(rows) * shape_.kv_heads;
         });
         const int64_t share = work / (threads * kPiecesPerThread) + 1;
         row_parts_.assign(num_rows + 1, 0);
         int64_t first_slot = 0;
-        for_each_rows(num_edges, most_rows, [&](const Edge& edge, int64_t from, int64_t rows, int64_t keys) {
+        auto cut = [&](const Edge& edge, int64_t from, int64_t rows, int64_t low, int64_t keys) {
             int64_t step = round_up(std::max(share / tiles(rows), kLeastKeys), kKeys);
             int64_t parts = std::max<int64_t>((keys + step / 2) / step, 1);
             step = round_up((keys + parts - 1) / parts, kKeys);
             parts = std::max<int64_t>((keys + step - 1) / step, 1);
             const bool few = reads_in_place(edge, from, rows);
             for (int64_t part = 0; part < parts; ++part) {
-                const int64_t begin = part * step, end = std::min(begin + step, keys);
+                const int64_t begin = low + part * step, end = std::min(begin + step, low + keys);
                 const int64_t blocks = (end - begin + kFewKeys - 1) / kFewKeys;
-                const int64_t block = few ? round_up((end - begin) / std::max<int64_t>(blocks, 1), kLanes) : kKeys;
+                const int64_t block = few ? round_up((end - begin) / std::max<int64_t>(blocks, 1), kPanel) : kKeys;
                 for (int64_t head = 0; head < shape_.kv_heads; ++head) {
                     pieces_.push_back({&edge, from, rows, head, begin, end, block, few, first_slot, part});
                 }
@@ -81,7 +82,8 @@ class Attention {
                 row_parts_[edge.rows[from + i] + 1] += parts;
             }
             first_slot += rows;
-        });
+        };
+        for_each_rows(num_edges, most_rows, cut);
         // The largest first, so that the threads end together.
         std::stable_sort(pieces_.begin(), pieces_.end(), [this](const Piece& a, const Piece& b) {
             return (a.end - a.begin) * tiles(a.rows) > (b.end - b.begin) * tiles(b.rows);
@@ -181,15 +183,23 @@ class Attention {
         return {*least, *most};
     }
 
-    // Call visit(edge, first row, rows, most keys that one of them sees) for runs of rows that see any key.
+    // The fewest and the most keys that are hidden from rows [from, to) of an edge.
+    static std::pair<int64_t, int64_t> hidden(const Edge& edge, int64_t from, int64_t to) {
+        if (edge.hidden == nullptr) return {0, 0};
+        auto [least, most] = std::minmax_element(edge.hidden + from, edge.hidden + to);
+        return {*least, *most};
+    }
+
+    // Call visit(edge, first row, rows, first key, keys) for runs of rows that see any key.
     template <class Visit>
     void for_each_rows(int64_t num_edges, int64_t most_rows, const Visit& visit) const {
         for (int64_t e = 0; e < num_edges; ++e) {
             const Edge& edge = edges_[e];
             for (int64_t from = 0; from < edge.num_rows; from += most_rows) {
                 const int64_t rows = std::min(most_rows, edge.num_rows - from);
-                const int64_t keys = limits(edge, from, from + rows).second;
-                if (keys > 0) visit(edge, from, rows, keys);
+                const int64_t low = hidden(edge, from, from + rows).first;
+                const int64_t keys = limits(edge, from, from + rows).second - low;
+                if (keys > 0) visit(edge, from, rows, low, keys);
             }
         }
     }
@@ -198,7 +208,8 @@ class Attention {
     bool reads_in_place(const Edge& edge, int64_t from, int64_t rows) const {
         if (rows * group_ > 2 * kFewRows || shape_.dim % kPanel != 0) return false;
         const auto [least, most] = limits(edge, from, from + rows);
-        return least == most && spans_[edge.span].keep == nullptr;
+        const auto [low, high] = hidden(edge, from, from + rows);
+        return least == most && low == high && spans_[edge.span].keep == nullptr;
     }
 
     template <class T>
@@ -213,12 +224,12 @@ class Attention {
         const float factor = kLog2E / std::sqrt(float(dim));
         for (int64_t f = 0; f < folded; ++f) {
             int64_t row = edge.rows[piece.from + f / group_], head = piece.head * group_ + f % group_;
-            load_query(q + row * ldq + head * dim, spans_[edge.span].turn, factor, queries + f * wide_);
+            load_query<T>(q + row * ldq + head * dim, spans_[edge.span].turn, factor, queries + f * wide_);
             std::fill_n(sums + f * wide_, wide_, 0.0f);
             std::fill_n(s.sum.data() + f * kLanes, kLanes, 0.0f);
             s.top.data()[f] = kMinusInfinity;
         }
-        if (piece.few) split<T>(queries, folded * wide_);
+        if (piece.few && !kPairs<T>) split<T>(queries, folded * wide_);
         for (int64_t begin = piece.begin; begin < piece.end; begin += piece.block) {
             const int64_t end = std::min(begin + piece.block, piece.end);
             if (end < piece.end) {
@@ -244,7 +255,7 @@ class Attention {
                     sum > 0 ? s.top.data()[f] + std::log2(sum) : kMinusInfinity;
             }
             float* from = sums + f * wide_;
-            if (piece.few) join<T>(from, wide_);
+            if (piece.few && !kPairs<T>) join<T>(from, wide_);
             for (int64_t d = 0; d < dim; ++d) to[d] = from[d] * scale;
         }
     }
@@ -262,12 +273,12 @@ class Attention {
     template <class T>
     void attend_in_place(const Piece& piece, const LayerKV& kv, int64_t begin, int64_t count, Scratch& s) {
         const int64_t bytes = shape_.dim * int64_t(sizeof(T)), stride = shape_.kv_heads * bytes;
-        const int64_t padded = round_up(count, kLanes), folded = piece.rows * group_;
-        int64_t* offsets = s.offsets.reserve(kFewKeys + kLanes);
+        const int64_t padded = round_up(count, kPanel), folded = piece.rows * group_;
+        int64_t* offsets = s.offsets.reserve(kFewKeys + kPanel);
         int64_t i = 0;
         each_slot(spans_[piece.edge->span], begin, begin + count, [&](int64_t slot) { offsets[i++] = slot * stride; });
         for (; i < padded; ++i) offsets[i] = offsets[count - 1];
-        s.scores.reserve(kFewRows * (kFewKeys + kLanes));
+        s.scores.reserve(kFewRows * (kFewKeys + kPanel));
         const char* k = static_cast<const char*>(kv.k) + piece.head * bytes;
         const char* v = static_cast<const char*>(kv.v) + piece.head * bytes;
         for (int64_t from = 0; from < folded; from += kFewRows) {
@@ -278,13 +289,13 @@ class Attention {
 
     template <int R, class T>
     static void attend_few(Attention& self, int64_t from, const char* k, const char* v, int64_t count, Scratch& s) {
-        constexpr int64_t kStride = kFewKeys + kLanes;
-        const int64_t wide = self.wide_, dim = self.shape_.dim, padded = round_up(count, kLanes);
+        constexpr int64_t kStride = kFewKeys + kPanel;
+        const int64_t wide = self.wide_, dim = self.shape_.dim, padded = round_up(count, kPanel);
         float* scores = s.scores.data();
         score_rows<R, T>(s.q.data() + from * wide, wide, dim, k, s.offsets.data(), count, scores, kStride, s.upcoming);
         for (int r = 0; r < R; ++r) std::fill_n(scores + r * kStride + count, padded - count, kMinusInfinity);
         float decay[kLanes];
-        weigh<R>(scores, kStride, padded, s.top.data() + from, s.sum.data() + from * kLanes, decay);
+        weigh<R, kPairs<T>>(scores, kStride, padded, s.top.data() + from, s.sum.data() + from * kLanes, decay);
         add_values<R, T>(scores, kStride, v, s.offsets.data(), count, decay, s.out.data() + from * wide, wide, dim,
                          s.upcoming);
     }
@@ -294,7 +305,7 @@ class Attention {
     void attend_block(const Piece& piece, const LayerKV& kv, int64_t begin, int64_t count, Scratch& s) {
         const Span& span = spans_[piece.edge->span];
         const int64_t folded = piece.rows * group_, num_tiles = tiles(piece.rows);
-        static constexpr auto table = tiles_of(std::make_integer_sequence<int, kMaxRows>());
+        static constexpr auto table = tiles_of<kPairs<T>>(std::make_integer_sequence<int, kMaxRows>());
         s.keys.reserve(kKeys * wide_), s.values.reserve(kKeys * wide_);
         s.scores.reserve(kMaxRows * kScoreStride), s.bias.reserve(kMaxRows * kKeys);
         prepare_block<T>(span, kv, piece.head, begin, count, s);
@@ -308,21 +319,24 @@ class Attention {
         }
     }
 
+    // A query, turned and scaled; as pairs if keys are multiplied so.
+    template <class T>
     void load_query(const float* from, const float* turn, float factor, float* to) const {
-        int64_t half = shape_.dim / 2;
+        const int64_t dim = shape_.dim, half = dim / 2;
         if (turn == nullptr) {
-            for (int64_t d = 0; d < shape_.dim; ++d) to[d] = from[d] * factor;
-            return;
+            for (int64_t d = 0; d < dim; ++d) to[d] = from[d] * factor;
+        } else {
+            const float *cosine = turn, *sine = turn + half;
+            for (int64_t d = 0; d < half; ++d) {
+                to[d] = (from[d] * cosine[d] - from[half + d] * sine[d]) * factor;
+                to[half + d] = (from[half + d] * cosine[d] + from[d] * sine[d]) * factor;
+            }
         }
-        const float *cosine = turn, *sine = turn + half;
-        for (int64_t d = 0; d < half; ++d) {
-            to[d] = (from[d] * cosine[d] - from[half + d] * sine[d]) * factor;
-            to[half + d] = (from[half + d] * cosine[d] + from[d] * sine[d]) * factor;
-        }
+        if constexpr (kPairs<T>) round_to_pairs(to, dim, reinterpret_cast<uint32_t*>(to));
     }
 
-    // Keys [begin, begin + count) of a head, transposed into float32 panels as `dot_f32` reads them, and values as such
-    // panels.
+    // Keys [begin, begin + count) of a head, transposed into panels as `dot_f32` or `dot_pairs` reads them, and values
+    // as such panels.
     template <class T>
     void prepare_block(const Span& span, const LayerKV& kv, int64_t head, int64_t begin, int64_t count, Scratch& s) {
         const int64_t dim = shape_.dim, lanes = dim * int64_t(sizeof(T)) / 4;
@@ -338,7 +352,7 @@ class Attention {
         // The last key is repeated up to the end; these scores are not used.
         for (; i < kKeys; ++i) keys[i] = keys[count - 1], values[i] = values[count - 1];
         for (int64_t first = 0; first < count; first += kLanes) {
-            float* panel = s.keys.data() + first / kPanel * dim * kPanel + first % kPanel;
+            float* panel = s.keys.data() + first / kPanel * (kPairs<T> ? lanes : dim) * kPanel + first % kPanel;
             for (int64_t lane = 0; lane < lanes; lane += kLanes) {
                 Vec m[kLanes];
                 int64_t left = std::min<int64_t>(lanes - lane, kLanes);
@@ -348,7 +362,7 @@ class Attention {
                 }
                 transpose(m);
                 for (int64_t i = 0; i < left; ++i) {
-                    if constexpr (sizeof(T) == 2) {
+                    if constexpr (sizeof(T) == 2 && !kPairs<T>) {
                         store(panel + 2 * (lane + i) * kPanel, low_bf16(std::bit_cast<Bits>(m[i])));
                         store(panel + (2 * (lane + i) + 1) * kPanel, high_bf16(std::bit_cast<Bits>(m[i])));
                     } else {
@@ -357,6 +371,7 @@ class Attention {
                 }
             }
         }
+        if constexpr (kPairs<T>) return prepare_value_pairs(values, count, s);
         for (int64_t d = 0; d < dim; d += kLanes) {
             float* panel = s.values.data() + d / kPanel * kKeys * kPanel + d % kPanel;
             int64_t left = std::min<int64_t>(dim - d, kLanes);
@@ -366,6 +381,26 @@ class Attention {
                     store(panel + i * kPanel, load(p));
                 } else {
                     for (int64_t j = 0; j < left; ++j) panel[i * kPanel + j] = to_float(p[j]);
+                }
+            }
+        }
+    }
+
+    // Panels of pairs of keys.
+    void prepare_value_pairs(const char* const* values, int64_t count, Scratch& s) const {
+        const int64_t dim = shape_.dim;
+        uint32_t* panel = reinterpret_cast<uint32_t*>(s.values.data());
+        for (int64_t d = 0; d < dim; d += kPanel, panel += kKeys / 2 * kPanel) {
+            for (int64_t i = 0; i < count; i += 2) {
+                uint32_t* to = panel + i / 2 * kPanel;
+                const bf16 *a = reinterpret_cast<const bf16*>(values[i]) + d;
+                const bf16 *b = reinterpret_cast<const bf16*>(values[i + 1]) + d;
+                if (dim - d >= kPanel) {
+                    Bits first, second;
+                    load_pairs(a, b, first, second);
+                    store_bits(to, first), store_bits(to + kLanes, second);
+                } else {
+                    for (int64_t j = 0; j < dim - d; ++j) to[j] = a[j] | uint32_t(b[j]) << 16;
                 }
             }
         }
@@ -386,14 +421,16 @@ class Attention {
         const Edge& edge = *piece.edge;
         const int64_t first = piece.from + from / group_, last = piece.from + (to - 1) / group_;
         const auto [least, most] = limits(edge, first, last + 1);
-        if (most <= begin) return false;
-        if (least >= begin + kKeys && span.keep == nullptr) return true;
+        const auto [low, high] = hidden(edge, first, last + 1);
+        if (most <= begin || low >= begin + count) return false;
+        if (least >= begin + kKeys && high <= begin && span.keep == nullptr) return true;
         float* out = s.bias.data();
         *bias = out;
         for (int64_t f = from; f < to; ++f, out += kKeys) {
             const int64_t keys = edge.visible == nullptr ? span.length : edge.visible[piece.from + f / group_];
             const int64_t seen = std::clamp<int64_t>(keys - begin, 0, count);
-            for (int64_t i = 0; i < kKeys; ++i) out[i] = i < seen ? 0 : kMinusInfinity;
+            const int64_t skip = edge.hidden == nullptr ? 0 : edge.hidden[piece.from + f / group_] - begin;
+            for (int64_t i = 0; i < kKeys; ++i) out[i] = i < seen && i >= skip ? 0 : kMinusInfinity;
             if (span.keep != nullptr) {
                 for (int64_t i = 0; i < seen; ++i) out[i] = span.keep[begin + i] ? out[i] : kMinusInfinity;
             }
@@ -402,15 +439,16 @@ class Attention {
     }
 
     // R folded rows from `from` on, against the block in the scratch.
-    template <int R>
+    template <int R, bool Pairs>
     static void attend_tile(Attention& self, int64_t from, int64_t count, const float* bias, Scratch& s) {
-        const int64_t wide = self.wide_, dim = self.shape_.dim;
+        constexpr int64_t kTogether = Pairs ? 2 : 1;
+        const int64_t wide = self.wide_, lanes = self.shape_.dim / kTogether;
         const float* q = s.q.data() + from * wide;
         float* scores = s.scores.data();
         for (int64_t first = 0; first < count; first += kPanel) {
             Tile<R> tile;
             clear<R>(tile);
-            dot_f32<R, false>(tile, q, wide, reinterpret_cast<const uint32_t*>(s.keys.data() + first * dim), dim);
+            dot_block<R, Pairs>(tile, q, wide, s.keys.data() + first * lanes, lanes);
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
                 if (bias != nullptr) {
@@ -423,21 +461,32 @@ class Attention {
         }
         float decay[kLanes];
         float *tops = s.top.data() + from, *sums = s.sum.data() + from * kLanes;
-        weigh<R>(scores, kScoreStride, round_up(count, kPanel), tops, sums, decay);
+        weigh<R, Pairs>(scores, kScoreStride, round_up(count, kPanel), tops, sums, decay);
         float* out = s.out.data() + from * wide;
         for (int64_t d = 0; d < wide; d += kPanel) {
             Tile<R> tile;
             load_scaled<R>(tile, out + d, wide, decay);
-            const float* values = s.values.data() + d * kKeys;
-            dot_f32<R, false>(tile, scores, kScoreStride, reinterpret_cast<const uint32_t*>(values), count);
+            const float* values = s.values.data() + d * kKeys / kTogether;
+            dot_block<R, Pairs>(tile, scores, kScoreStride, values, (count + kTogether - 1) / kTogether);
             store<R>(out + d, wide, tile);
             s.upcoming.fetch(s.fetches);
         }
     }
 
-    // Scores [R, padded] become weights 2^(score - the row's top). Tops and sums [R, kLanes] are updated; decay [R] is
-    // the factor of earlier results.
-    template <int R>
+    template <int R, bool Pairs>
+    [[gnu::always_inline]] static void dot_block(Tile<R>& tile, const float* rows, int64_t stride, const float* panel,
+                                                 int64_t count) {
+        const uint32_t* lanes = reinterpret_cast<const uint32_t*>(panel);
+        if constexpr (Pairs) {
+            dot_pairs<R, false>(tile, rows, stride, lanes, count);
+        } else {
+            dot_f32<R, false>(tile, rows, stride, lanes, count);
+        }
+    }
+
+    // Scores [R, padded] become weights 2^(score - the row's top), as pairs if values are multiplied so; `padded` is a
+    // multiple of kPanel. Tops and sums [R, kLanes] are updated; decay [R] is the factor of earlier results.
+    template <int R, bool Pairs>
     static void weigh(float* scores, int64_t stride, int64_t padded, float* tops, float* sums, float* decay) {
         float bases[kLanes];
 #pragma GCC unroll 16
@@ -455,10 +504,15 @@ class Attention {
         for (int r = 0; r < R; ++r) {
             const Vec base = set1(bases[r]);
             Vec total = zero();
-            for (int64_t i = 0; i < padded; i += kLanes) {
-                Vec weight = exp2(sub(load(scores + r * stride + i), base));
-                store(scores + r * stride + i, weight);
-                total = add(total, weight);
+            for (int64_t i = 0; i < padded; i += kPanel) {
+                float* at = scores + r * stride + i;
+                Vec first = exp2(sub(load(at), base)), second = exp2(sub(load(at + kLanes), base));
+                if constexpr (Pairs) {
+                    store_bits(scores + r * stride + i / 2, to_pairs(first, second));
+                } else {
+                    store(at, first), store(at + kLanes, second);
+                }
+                total = add(total, add(first, second));
             }
             store(sums + r * kLanes, fma(load(sums + r * kLanes), set1(decay[r]), total));
         }
@@ -467,9 +521,9 @@ class Attention {
     using AttendTile = void (*)(Attention&, int64_t, int64_t, const float*, Scratch&);
     using AttendFew = void (*)(Attention&, int64_t, const char*, const char*, int64_t, Scratch&);
 
-    template <int... R>
+    template <bool Pairs, int... R>
     static constexpr std::array<AttendTile, sizeof...(R)> tiles_of(std::integer_sequence<int, R...>) {
-        return {attend_tile<R + 1>...};
+        return {attend_tile<R + 1, Pairs>...};
     }
     template <class T>
     static constexpr std::array<AttendFew, kFewRows> few_table = {attend_few<1, T>, attend_few<2, T>, attend_few<3, T>,

@@ -37,8 +37,8 @@ class Upcoming {
     int64_t stride_ = 0, bytes_ = 0;
 };
 
-// Scores [R, count rounded up to kLanes] of queries [R, dim], `split<T>`, for keys at `k` + offsets. `dim` is a
-// multiple of kPanel, and there are offsets up to the rounded count.
+// Scores [R, count rounded up to kLanes] of queries [R, dim], as `load_query` gives them, for keys at `k` + offsets.
+// `dim` is a multiple of kPanel, and there are offsets up to the rounded count.
 template <int R, class T>
 void score_rows(const float* q, int64_t ldq, int64_t dim, const char* k, const int64_t* offsets, int64_t count,
                 float* scores, int64_t stride, Upcoming& upcoming) {
@@ -53,12 +53,17 @@ void score_rows(const float* q, int64_t ldq, int64_t dim, const char* k, const i
             for (int64_t d = 0; d < dim; d += kPanel) {
 #pragma GCC unroll 4
                 for (int i = 0; i < 4; ++i) {
+                    const T* key = reinterpret_cast<const T*>(k + at[i]) + d;
                     Vec a, b;
-                    load_panel(reinterpret_cast<const T*>(k + at[i]) + d, a, b);
+                    if constexpr (!kPairs<T>) load_panel(key, a, b);
 #pragma GCC unroll 4
                     for (int r = 0; r < R; ++r) {
-                        m[r][i] = fma(a, load(q + r * ldq + d), m[r][i]);
-                        m[r][i] = fma(b, load(q + r * ldq + d + kLanes), m[r][i]);
+                        if constexpr (kPairs<T>) {
+                            m[r][i] = fma_pairs(load_bits(key), load_bits(q + r * ldq + d / 2), m[r][i]);
+                        } else {
+                            m[r][i] = fma(a, load(q + r * ldq + d), m[r][i]);
+                            m[r][i] = fma(b, load(q + r * ldq + d + kLanes), m[r][i]);
+                        }
                     }
                 }
             }
@@ -73,6 +78,7 @@ void score_rows(const float* q, int64_t ldq, int64_t dim, const char* k, const i
 
 // out [R, dim], `split<T>`, becomes out * decay + weights [R, count] * the values at `v` + offsets.
 template <int R, class T>
+    requires(!kPairs<T>)
 void add_values(const float* weights, int64_t stride, const char* v, const int64_t* offsets, int64_t count,
                 const float* decay, float* out, int64_t ldo, int64_t dim, Upcoming& upcoming) {
     for (int64_t d = 0; d < dim; d += kPanel) {
@@ -86,6 +92,29 @@ void add_values(const float* weights, int64_t stride, const char* v, const int64
                 Vec weight = set1(weights[r * stride + i]);
                 tile[r][0] = fma(weight, a, tile[r][0]);
                 tile[r][1] = fma(weight, b, tile[r][1]);
+            }
+            if (d == 0 && i % kLanes == 0) upcoming.fetch(kLanes / 2);
+        }
+        store<R>(out + d, ldo, tile);
+    }
+}
+
+// The same by pairs of keys, with weights as `weigh` gives them, and `out` in order. A weight behind the last is 0.
+template <int R, class T>
+    requires(kPairs<T>)
+void add_values(const float* weights, int64_t stride, const char* v, const int64_t* offsets, int64_t count,
+                const float* decay, float* out, int64_t ldo, int64_t dim, Upcoming& upcoming) {
+    for (int64_t d = 0; d < dim; d += kPanel) {
+        Tile<R> tile;
+        load_scaled<R>(tile, out + d, ldo, decay);
+        for (int64_t i = 0; i < count; i += 2) {
+            Bits a, b;
+            load_pairs(v + offsets[i] + 2 * d, v + offsets[i + 1] + 2 * d, a, b);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) {
+                Bits weight = std::bit_cast<Bits>(set1(weights[r * stride + i / 2]));
+                tile[r][0] = fma_pairs(weight, a, tile[r][0]);
+                tile[r][1] = fma_pairs(weight, b, tile[r][1]);
             }
             if (d == 0 && i % kLanes == 0) upcoming.fetch(kLanes / 2);
         }

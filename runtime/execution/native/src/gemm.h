@@ -138,28 +138,23 @@ template <int R>
     }
 }
 
-#if defined(__AVX512BF16__)
 // The same with activations rounded to bfloat16 pairs [R, count], products and sums in float32.
-template <int R>
-[[gnu::always_inline]] inline void dot_bf16_pairs(Tile<R>& tile, const void* a, int64_t lda, const uint32_t* w,
-                                                  int64_t count, Ahead ahead) {
+template <int R, bool Fetches>
+[[gnu::always_inline]] inline void dot_pairs(Tile<R>& tile, const void* a, int64_t lda, const uint32_t* w,
+                                             int64_t count, Ahead ahead = {}) {
     Rows<R> rows(a, lda);
     for (int64_t i = 0; i < count; ++i, w += kPanel) {
-        ahead.fetch();
-        __m512bh w0 = (__m512bh)load_bits(w), w1 = (__m512bh)load_bits(w + kLanes);
+        Bits w0 = load_bits(w), w1 = load_bits(w + kLanes);
+        if constexpr (Fetches) ahead.fetch();
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-            __m512bh x = (__m512bh)rows.at(r);
-            tile[r][0] = _mm512_dpbf16_ps(tile[r][0], x, w0);
-            tile[r][1] = _mm512_dpbf16_ps(tile[r][1], x, w1);
+            Bits x = (Bits)rows.at(r);
+            tile[r][0] = fma_pairs(x, w0, tile[r][0]);
+            tile[r][1] = fma_pairs(x, w1, tile[r][1]);
         }
         rows.advance(1);
     }
 }
-constexpr bool kMultipliesPairs = true;
-#else
-constexpr bool kMultipliesPairs = false;
-#endif
 
 // A row [k] of activations in 8 bits, by groups as the weights are: -128 times the sum of the group, which makes the
 // weights' bytes signed; four values in each lane; the group's scale.
@@ -303,12 +298,10 @@ void compute(const Product& product, const void* a, int64_t lda, int64_t row, in
 #if defined(__AVX512VNNI__)
         dot_int8<R>(tile, a, lda, w.panel(panel), w.k, ahead);
 #endif
+    } else if constexpr (kMultipliesPairs) {
+        dot_pairs<R, true>(tile, a, lda, w.panel(panel), (w.k + 1) / 2, ahead);
     } else {
-#if defined(__AVX512BF16__)
-        dot_bf16_pairs<R>(tile, a, lda, w.panel(panel), (w.k + 1) / 2, ahead);
-#else
         dot_bf16<R>(tile, a, lda, w.panel(panel), (w.k + 1) / 2, ahead);
-#endif
     }
     finish<R>(tile, product, row, panel);
 }
@@ -336,7 +329,7 @@ inline void round_rows(const Product& product, int64_t begin, int64_t end, uint3
             to_int8(in, product.w->k, out);
 #endif
         } else {
-            for (int64_t i = 0; i < lanes; ++i) out[i] = to_bf16(in[2 * i]) | uint32_t(to_bf16(in[2 * i + 1])) << 16;
+            round_to_pairs(in, product.w->k, out);
         }
     }
 }

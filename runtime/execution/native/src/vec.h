@@ -40,6 +40,7 @@ inline Vec load(const float* p, int n) { return _mm512_maskz_loadu_ps((1u << n) 
 inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
 inline void store(float* p, Vec v, int n) { _mm512_mask_storeu_ps(p, (1u << n) - 1, v); }
 inline Bits load_bits(const void* p) { return _mm512_loadu_si512(p); }
+inline void store_bits(void* p, Bits b) { _mm512_storeu_si512(p, b); }
 inline Vec low_bf16(Bits b) { return _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)); }
 inline Vec high_bf16(Bits b) { return _mm512_castsi512_ps(_mm512_and_epi32(b, _mm512_set1_epi32(int(0xffff0000)))); }
 inline Vec load(const bf16* p) {
@@ -122,6 +123,7 @@ inline Vec load(const float* p, int n) { return _mm256_maskload_ps(p, first_lane
 inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
 inline void store(float* p, Vec v, int n) { _mm256_maskstore_ps(p, first_lanes(n), v); }
 inline Bits load_bits(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+inline void store_bits(void* p, Bits b) { _mm256_storeu_si256(static_cast<__m256i*>(p), b); }
 inline Vec low_bf16(Bits b) { return _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)); }
 inline Vec high_bf16(Bits b) {
     return _mm256_castsi256_ps(_mm256_and_si256(b, _mm256_set1_epi32(int(0xffff0000))));
@@ -192,6 +194,42 @@ inline void transpose(Vec (&m)[kLanes]) {
 #endif
 
 constexpr int kPanel = 2 * kLanes;  // columns that a micro-kernel computes at once
+
+// Arithmetic with pairs of bfloat16, the first in the lower half of a lane: only where kMultipliesPairs.
+// c + the two products of each lane, summed in float32.
+Vec fma_pairs(Bits a, Bits b, Vec c);
+// kPanel floats in order, rounded.
+Bits to_pairs(Vec a, Vec b);
+// kPanel pairs of a number at `a` and the one as far behind `b`, as two vectors in order.
+void load_pairs(const void* a, const void* b, Bits& first, Bits& second);
+#if defined(__AVX512BF16__)
+constexpr bool kMultipliesPairs = true;
+inline Vec fma_pairs(Bits a, Bits b, Vec c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
+inline Bits to_pairs(Vec a, Vec b) { return (Bits)_mm512_cvtne2ps_pbh(b, a); }
+inline void load_pairs(const void* a, const void* b, Bits& first, Bits& second) {
+    // Lane i: number i of the first operand, and of the second, which follows at 32.
+    const Bits lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const Bits index = _mm512_add_epi16(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x10001)), _mm512_set1_epi32(0x200000));
+    first = _mm512_permutex2var_epi16(load_bits(a), index, load_bits(b));
+    second = _mm512_permutex2var_epi16(load_bits(a), _mm512_add_epi16(index, _mm512_set1_epi16(16)), load_bits(b));
+}
+#else
+constexpr bool kMultipliesPairs = false;
+#endif
+// Floats [n] as pairs [(n + 1) / 2], in place where `out` is `in`. A finite number must follow an odd n.
+inline void round_to_pairs(const float* in, int64_t n, uint32_t* out) {
+    int64_t i = 0;
+    if constexpr (kMultipliesPairs) {
+        for (; i + kPanel <= n; i += kPanel) store_bits(out + i / 2, to_pairs(load(in + i), load(in + i + kLanes)));
+    }
+    for (; i < n; i += 2) {
+        const uint32_t lane = to_bf16(in[i]) | uint32_t(to_bf16(in[i + 1])) << 16;
+        std::memcpy(out + i / 2, &lane, sizeof(lane));
+    }
+}
+// Whether numbers of a T are multiplied as pairs.
+template <class T>
+constexpr bool kPairs = kMultipliesPairs && sizeof(T) == 2;
 
 // kPanel numbers as two vectors: floats in order, of bfloat16 those at even places and those at odd ones.
 inline void load_panel(const float* p, Vec& a, Vec& b) { a = load(p), b = load(p + kLanes); }

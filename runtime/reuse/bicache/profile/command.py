@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from runtime.config import Config
 from runtime.errors import ModelError
 from runtime.models.resolve import resolve_model
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.bicache.profile.heat_map import draw_heat_map
 from runtime.reuse.bicache.profile.records import Records
@@ -60,7 +60,7 @@ def profile(config: Config, settings: ProfileSettings, arguments: argparse.Names
     if arguments.plot and not draws:
         raise ModelError("--plot needs matplotlib: pip install 'ramet[bench]'")
     path = resolve_model(config.model)
-    spec = ModelSpec.load(path)
+    spec = LlamaSpec.load(path)
     if spec.diffusion is None:
         raise ModelError(f"{spec.architecture} is no diffusion model: its prefixes are reused in all layers")
     if settings.length > spec.context_length:

@@ -116,7 +116,7 @@ class Probe:
     def _request(self, sample: Sample, prompt: list[int], share: Share, pages: Iterable[int]) -> Request:
         """A request of one block; each step decides one of its masks."""
         params = DiffusionParams(gen_length=sample.gen_length, block_length=sample.gen_length)
-        params = params.filled(self._diffusion.algorithm, _GREEDY)
+        params = params.filled(self._diffusion, _GREEDY)
         request = Request(
             rid="probe",
             sequence=Sequence(array("i", prompt), pages=array("i", pages)),

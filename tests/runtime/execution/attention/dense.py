@@ -14,26 +14,29 @@ def dense_attention(plan, q, pool, rope):
     A row that sees nothing gives zeros.
     """
     group = q.shape[1] // pool.k.shape[2]
-    scores = [[] for _ in range(plan.num_rows)]
-    values = [[] for _ in range(plan.num_rows)]
+    total = sum(plan.spans[edge.span].length for edge in plan.edges)
+    scores = torch.full((q.shape[1], plan.num_rows, total), -torch.inf, dtype=torch.float64)
+    values = torch.empty(q.shape[1], total, q.shape[2], dtype=torch.float64)
+    first = 0
     for edge in plan.edges:
         span, rows = plan.spans[edge.span], torch.arange(plan.num_rows)[edge.rows]
         pages = torch.from_numpy(span.pages).long()
         slots = (pages[:, None] * pool.page_size + torch.arange(pool.page_size)).flatten()[: span.length]
         k, v = (t[0][slots.to(t.device)].cpu().double().repeat_interleave(group, 1) for t in (pool.k, pool.v))
-        k = moved(k, span.shift, rope)
-        products = torch.einsum("nhd,mhd->nhm", q[rows.to(q.device)].cpu().double(), k) / math.sqrt(q.shape[-1])
-        counts = span.keep is None or span.keep
-        for i, row in enumerate(rows.tolist()):
-            limit = span.length if edge.visible is None else int(edge.visible[i])
-            seen = (torch.arange(span.length) < limit) & counts
-            scores[row].append(products[i][:, seen])
-            values[row].append(v[seen])
-    out = torch.zeros(q.shape, dtype=torch.float64)
-    for row in range(plan.num_rows):
-        if scores[row] and (s := torch.cat(scores[row], 1)).shape[1]:
-            out[row] = torch.einsum("hm,mhd->hd", s.softmax(-1), torch.cat(values[row]))
-    return out
+        k = moved(k, span.shift, rope) if span.shift else k
+        products = torch.einsum("nhd,mhd->hnm", q[rows.to(q.device)].cpu().double(), k) / math.sqrt(q.shape[-1])
+        limits = torch.full((len(rows),), span.length) if edge.visible is None else torch.from_numpy(edge.visible)
+        seen = torch.arange(span.length) < limits[:, None]
+        if edge.hidden is not None:
+            seen &= torch.arange(span.length) >= torch.from_numpy(edge.hidden)[:, None]
+        if span.keep is not None:
+            seen &= span.keep
+        here = slice(first, first + span.length)
+        scores[:, rows, here] = products.masked_fill(~seen, -torch.inf)
+        values[:, here] = v.transpose(0, 1)
+        first += span.length
+    # Rows that see nothing have a softmax of NaN.
+    return (scores.softmax(-1).nan_to_num(0) @ values).transpose(0, 1)
 
 
 def moved(x, shift, rope):
@@ -47,16 +50,13 @@ class Pages:
     """Spans of pages that no other span has."""
 
     def __init__(self, pool, random):
-        self.page_size, self.random, self.free = pool.page_size, random, list(range(pool.num_pages))
+        self.page_size, self.random, self.free = pool.page_size, random, np.arange(pool.num_pages, dtype=np.int32)
 
     def span(self, length, scattered=True, **options):
         count = -(-length // self.page_size)
-        if scattered:
-            self.random.shuffle(self.free)
-        else:
-            self.free.sort()
-        pages, self.free = self.free[:count], self.free[count:]
-        return Span(np.array(pages, dtype=np.int32), length, **options)
+        free = self.random.permutation(self.free) if scattered else np.sort(self.free)
+        pages, self.free = free[:count], free[count:]
+        return Span(pages, length, **options)
 
 
 def visible_at_random(random, rows, length):
@@ -75,6 +75,14 @@ def visible_at_random(random, rows, length):
     return np.sort(visible) if kind == "sorted" else visible
 
 
+def hidden_at_random(random, visible):
+    """Rows that are hidden from each row, none or up to all that it would see."""
+    if random.integers(3):
+        return None
+    hidden = random.integers(visible + 1).astype(np.int32)
+    return hidden if random.integers(2) else np.minimum(np.sort(hidden), visible)
+
+
 def random_plan(pages, num_rows, longest):
     """Edges over rows that overlap, as slices and scattered, shifted and thinned; some rows may see nothing."""
     random, plan = pages.random, AttentionPlan(num_rows)
@@ -87,5 +95,7 @@ def random_plan(pages, num_rows, longest):
         span = pages.span(length, bool(random.integers(2)), shift=int(random.choice([0, 0, 1, -50, 4321])))
         if not random.integers(3):
             span.keep = torch.from_numpy(random.random(length) < 0.7)
-        plan.add(rows, span, visible_at_random(random, count, length))
+        visible = visible_at_random(random, count, length)
+        hidden = hidden_at_random(random, np.full(count, length, dtype=np.int32) if visible is None else visible)
+        plan.add(rows, span, visible, hidden)
     return plan

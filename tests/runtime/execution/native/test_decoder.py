@@ -9,7 +9,7 @@ from runtime.execution.attention.cpu import CPUAttention
 from runtime.execution.llama import LlamaModel
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.kv.pool import KVPool
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ PAGE, PAGES = 4, 64
 
 def make_model(path, storage, dtype=None):
     """A model whose weights are rounded to `storage` and computed with in `dtype`."""
-    spec = ModelSpec.load(path)
+    spec = LlamaSpec.load(path)
     weights = load_weights(path, spec, storage)
     return LlamaModel(spec, {name: w.to(dtype or storage) for name, w in weights.items()}, CPU)
 
@@ -83,7 +83,7 @@ def fewer_rows_later(layers):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16])
 def test_every_architecture(library, any_tiny_dir, storage, threads, make_batch):
-    """With bfloat16 weights and pool, too, the arithmetic is float32: close to torch with the weights widened."""
+    """Close to torch with the weights widened: the arithmetic is float32 but for the roundings of `NativeDecoder`."""
     reference = make_model(any_tiny_dir, storage, torch.float32)
     spec = reference.spec
     batch = make_batch(spec.num_layers)
@@ -91,7 +91,7 @@ def test_every_architecture(library, any_tiny_dir, storage, threads, make_batch)
     native = NativeDecoder(library, make_model(any_tiny_dir, storage), native_pool, threads)
     wanted = reference.forward(batch, pool, CPUAttention(pool, reference.rope))
     got = native.forward(batch)
-    # New keys and values are rounded to the pool's dtype; the avx512bf16 variant rounds activations, too.
+    # New keys and values are rounded to the pool's dtype; the avx512bf16 variant rounds more.
     tolerance = 1e-5 if storage == torch.float32 else 3e-2
     assert _distance(got, wanted) < tolerance
     assert _distance(native_pool.k.float(), pool.k) < tolerance

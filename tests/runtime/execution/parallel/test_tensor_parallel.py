@@ -19,7 +19,7 @@ from runtime.errors import EngineDead, ModelError
 from runtime.execution.parallel.orders import CopyRows, decode_order, encode_order
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.models.shards import Shard, split_spec
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
 from tests.runtime.reuse.bicache.models import save_tiny as save_tiny_diffusion
 from tests.tiny import save_tiny
@@ -160,7 +160,7 @@ def test_shards_add_up(tiny_dir, size):
     assert len({part.shape for part in parts}) == 1
     torch.testing.assert_close(torch.cat(parts, dim=-1)[:, :17], x @ head.t())
     if size == 2:
-        assert split_spec(ModelSpec.load(tiny_dir), size).num_heads == 3
+        assert split_spec(LlamaSpec.load(tiny_dir), size).num_heads == 3
 
 
 def test_orders_survive_the_way():

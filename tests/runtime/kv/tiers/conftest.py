@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from radix import Namespace
-from runtime.kv.tiers.block import Block, Fingerprint, Format
+from runtime.kv.tiers.block import Block, Fingerprint, Format, Frame
 from runtime.kv.tiers.host import HostStore
 from runtime.kv.tiers.store import Limits
 
@@ -22,6 +22,13 @@ def blocks_of(tenant: str, number: int, form: Format = FORM) -> list[Block]:
 def payload_of(block: Block) -> bytes:
     """Bytes of its own for every block."""
     return block.key * 64
+
+
+def framed(block: Block, form: Format = FORM) -> Frame:
+    """A frame with the block's payload."""
+    frame = form.frame(block, len(payload_of(block)))
+    frame.payload[:] = payload_of(block)
+    return frame
 
 
 class FlakyStore(HostStore):

@@ -63,13 +63,22 @@ def test_what_is_used_twice_is_written_at_once(tiny_dir, tmp_path, expected):
     driver = Driver(core)
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     core.tiers.worker.drain()
-    assert core.tiers.worker.stats()["tiers"]["host"]["counts"] == {}
+    assert core.tiers.worker.stats()["tiers"]["host"]["counts"].keys() == {"wanted"}
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     core.tiers.worker.drain()
     driver.flush()
     assert core.cache.tree.num_pages == 0
     assert driver.together(PROMPTS[:1], max_new_tokens=NEW) == expected[:1]
     assert loaded(driver, "r2") == {"host": WHOLE[0]}
+    core.close()
+
+
+def test_a_prefix_that_several_requests_begin_to_read_in_one_step_is_written(tiny_dir, tmp_path):
+    core = open_core(tiny_dir, **options_of("host", tmp_path))
+    driver = Driver(core)
+    driver.together([[*PROMPTS[0][:128], *draw(i, 24)] for i in range(4)], max_new_tokens=NEW)
+    core.tiers.worker.drain()
+    assert core.tiers.worker.stats()["tiers"]["host"]["counts"]["written"] >= 2
     core.close()
 
 
@@ -191,7 +200,7 @@ def test_what_must_not_be_stored_outlives_nothing(tiny_dir, tmp_path, expected):
     assert core.cache.tree.num_pages == 0
     assert core.cache.events.take() == []
     evict(core)
-    assert core.tiers.worker.stats()["tiers"]["host"]["counts"] == {}
+    assert core.tiers.worker.stats()["tiers"]["host"]["counts"].keys() == {"wanted"}
     assert core.cache.allocator.num_free == core.cache.pool.num_pages
     driver.together(PROMPTS[:1], max_new_tokens=NEW)
     driver.add("reads", PROMPTS[0], max_new_tokens=NEW, store=False)

@@ -11,7 +11,9 @@ from loadgen.faults.redis_server import PROGRAM, SlowWay, free_port, running_red
 from runtime.errors import ModelError
 from runtime.kv.tiers.guard import GuardedStore
 from runtime.kv.tiers.opening import open_shared
+from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.kv.tiers.conftest import FORM, blocks_of, payload_of
+from tests.runtime.kv.tiers.engines import draw, evict, loaded, open_core
 
 pytest.importorskip("redis")
 if PROGRAM is None:
@@ -79,6 +81,24 @@ def test_another_replica_finds_the_blocks(store, server):
     other = open_shared(server.url)
     assert FORM.decode(other.get(ALICE[0].key), ALICE[0]) == payload_of(ALICE[0])
     other.close()
+
+
+def test_an_engine_its_next_start_and_another_replica(tiny_dir, store, server):
+    prompts = [draw(0, 150) + draw(i, 60) for i in range(3)]
+    expected = Driver(make_core(tiny_dir, prefix_cache=False, native_kernels=False)).together(prompts, max_new_tokens=4)
+    first, second = (open_core(tiny_dir, kv_store=server.url) for _ in range(2))
+    driver = Driver(first)
+    assert driver.together(prompts, max_new_tokens=4) == expected
+    evict(first)
+    assert driver.together(prompts[:1], max_new_tokens=4) == expected[:1]
+    assert loaded(driver, "r3") == {"store": 192}
+    first.close()
+    for core in (second, open_core(tiny_dir, kv_store=server.url)):
+        driver = Driver(core)
+        assert driver.together(prompts, max_new_tokens=4) == expected
+        assert loaded(driver, "r0") == {"store": 192}
+        core.close()
+    assert store.usage().blocks >= 5
 
 
 def test_a_full_server_has_no_room(tmp_path):

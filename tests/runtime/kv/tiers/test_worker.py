@@ -11,7 +11,7 @@ from runtime.kv.tiers.block import Format
 from runtime.kv.tiers.host import HostStore
 from runtime.kv.tiers.store import Limits
 from runtime.kv.tiers.worker import TierWorker
-from tests.runtime.kv.tiers.conftest import FORM, FlakyStore, blocks_of, payload_of
+from tests.runtime.kv.tiers.conftest import FORM, FlakyStore, blocks_of, framed, payload_of
 
 BLOCKS = blocks_of("alice", 6)
 SIZE = len(payload_of(BLOCKS[0]))
@@ -38,7 +38,7 @@ def start():
 
 def write(worker, blocks, reason="evicted"):
     for block in blocks:
-        assert worker.write(block, lambda block=block: payload_of(block), SIZE, reason)
+        assert worker.write(block, lambda block=block: framed(block), SIZE, reason)
     settle(worker)
 
 
@@ -87,7 +87,7 @@ def test_the_source_of_a_payload_is_given_back_whatever_happens(start, flaky):
 
     assert worker.write(BLOCKS[0], fail, SIZE, "evicted", lambda: given_back.append(0))
     flaky.gate.clear()
-    assert worker.write(BLOCKS[1], lambda: payload_of(BLOCKS[1]), SIZE, "evicted", lambda: given_back.append(1))
+    assert worker.write(BLOCKS[1], lambda: framed(BLOCKS[1]), SIZE, "evicted", lambda: given_back.append(1))
     worker._gatherer.run(lambda: None).result(LIMIT_S)
     assert given_back == [0, 1], "a store that hangs keeps it"
     flaky.gate.set()
@@ -99,7 +99,7 @@ def test_what_the_queues_have_no_room_for_is_dropped_and_counted(start, host, fl
     worker = start(host, flaky, queue_bytes=2 * SIZE)
     flaky.gate.clear()
     for block in BLOCKS:
-        assert worker.write(block, lambda block=block: payload_of(block), SIZE, "evicted")
+        assert worker.write(block, lambda block=block: framed(block), SIZE, "evicted")
         worker._gatherer.run(lambda: None).result(LIMIT_S)
         worker._tiers["host"].lane.run(lambda: None).result(LIMIT_S)
     assert worker.stats()["tiers"]["disk"]["counts"]["dropped"] == 4
@@ -111,9 +111,9 @@ def test_what_the_queues_have_no_room_for_is_dropped_and_counted(start, host, fl
     assert worker.stats()["tiers"]["disk"]["queued_bytes"] == 0
 
     held = threading.Event()
-    assert worker.write(BLOCKS[0], lambda: held.wait(LIMIT_S) and payload_of(BLOCKS[0]), SIZE, "evicted")
-    assert worker.write(BLOCKS[1], lambda: payload_of(BLOCKS[1]), SIZE, "evicted")
-    assert not worker.write(BLOCKS[2], lambda: payload_of(BLOCKS[2]), SIZE, "evicted")
+    assert worker.write(BLOCKS[0], lambda: held.wait(LIMIT_S) and framed(BLOCKS[0]), SIZE, "evicted")
+    assert worker.write(BLOCKS[1], lambda: framed(BLOCKS[1]), SIZE, "evicted")
+    assert not worker.write(BLOCKS[2], lambda: framed(BLOCKS[2]), SIZE, "evicted")
     assert worker.stats()["dropped"] == 1
     held.set()
 
@@ -173,7 +173,7 @@ def test_an_erased_tenant_is_nowhere_not_even_in_a_queue(start, host, flaky):
     write(worker, blocks_of("bob", 3))
     flaky.gate.clear()
     for block in BLOCKS[2:]:
-        assert worker.write(block, lambda block=block: payload_of(block), SIZE, "evicted")
+        assert worker.write(block, lambda block=block: framed(block), SIZE, "evicted")
     erasing = worker.erase("alice")
     flaky.gate.set()
     assert erasing.result(LIMIT_S) == {"host": 6, "disk": 6}
@@ -235,7 +235,7 @@ def test_an_erasure_forgets_the_key_first(start, flaky):
 
 def test_stores_come_and_go(start, host, flaky):
     worker = start()
-    assert not worker.write(BLOCKS[0], lambda: payload_of(BLOCKS[0]), SIZE, "evicted")
+    assert not worker.write(BLOCKS[0], lambda: framed(BLOCKS[0]), SIZE, "evicted")
     assert load(worker) == []
     worker.attach(flaky)
     with pytest.raises(ValueError, match="disk"):
@@ -245,7 +245,7 @@ def test_stores_come_and_go(start, host, flaky):
     write(worker, BLOCKS[:2])
     assert worker.detach("store") is None
     flaky.gate.clear()
-    assert worker.write(BLOCKS[2], lambda: payload_of(BLOCKS[2]), SIZE, "evicted")
+    assert worker.write(BLOCKS[2], lambda: framed(BLOCKS[2]), SIZE, "evicted")
     worker._gatherer.run(lambda: None).result(LIMIT_S)
     closed = []
     flaky.close = lambda: closed.append(flaky.usage().blocks)
@@ -261,7 +261,7 @@ def test_stores_come_and_go(start, host, flaky):
 def test_closing_writes_what_is_queued(host, flaky):
     worker = TierWorker(FORM, [host, flaky])
     for block in BLOCKS:
-        assert worker.write(block, lambda block=block: payload_of(block), SIZE, "evicted")
+        assert worker.write(block, lambda block=block: framed(block), SIZE, "evicted")
     kept = []
     flaky.close = lambda: kept.append(flaky.usage().blocks)
     worker.close(LIMIT_S)
@@ -271,7 +271,7 @@ def test_closing_writes_what_is_queued(host, flaky):
 def test_closing_waits_no_longer_than_it_should(host, flaky):
     worker = TierWorker(FORM, [host, flaky])
     flaky.gate.clear()
-    assert worker.write(BLOCKS[0], lambda: payload_of(BLOCKS[0]), SIZE, "evicted")
+    assert worker.write(BLOCKS[0], lambda: framed(BLOCKS[0]), SIZE, "evicted")
     begun = time.monotonic()
     worker.close(0.2)
     assert time.monotonic() - begun < 30

@@ -36,8 +36,8 @@ class DenoiseDriver(Driver):
     ) -> None:
         """Add a request; `diffusion` are fields of `DiffusionParams`."""
         params = SamplingParams(**{"temperature": 0, "ignore_eos": True, **(sampling or {})})
-        filled = DiffusionParams(**diffusion).filled(self.core.info.diffusion.algorithm, params)
-        filled.check(params, self.core.executor.spec.num_layers, len(prompt))
+        filled = DiffusionParams(**diffusion).filled(self.core.info.diffusion, params)
+        filled.check(self.core.info.diffusion, params, self.core.executor.spec.num_layers, len(prompt))
         self.tokens[rid], self.events[rid] = [], []
         message = AddRequest(
             rid, array("i", prompt).tobytes(), params.model_dump(), namespace, diffusion=filled.model_dump()

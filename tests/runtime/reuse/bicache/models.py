@@ -18,7 +18,8 @@ KINDS = ("llada", "dream", "llama_diffusion")
 def save_tiny(kind: str, directory: Path, layers: int = 4, tokenizer_from: Path | None = None) -> Path:
     """Write a random model of a kind as a Hugging Face directory; with a tokenizer, for all of its tokens."""
     draw = torch.Generator().manual_seed(sum(kind.encode()) + layers)
-    config, shapes = {"llada": _llada, "dream": _dream, "llama_diffusion": _llama}[kind](layers)
+    make = {"llada": _llada, "dream": _dream, "llama_diffusion": _llama, "sdar": _sdar, "fast_dllm": _fast_dllm}[kind]
+    config, shapes = make(layers)
     vocab = VOCAB
     if tokenizer_from is not None:
         vocab = 49152
@@ -72,6 +73,20 @@ def _llama(layers: int) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
     config, shapes = _decoder(layers, kv_heads=1, biases=False, tied=True)
     config |= {"architectures": ["LlamaDiffusionModel"], "model_type": "llama_diffusion", "rms_norm_eps": 1e-5}
     return config | {"logits_shift": 1, "rope_theta": 10000.0}, shapes
+
+
+def _sdar(layers: int) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    config, shapes = _decoder(layers, kv_heads=2, biases=False, tied=False)
+    for i in range(layers):
+        shapes |= {f"model.layers.{i}.self_attn.{name}_norm.weight": (HEAD_DIM,) for name in "qk"}
+    config |= {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "rope_theta": 1000000.0}
+    return config | {"rms_norm_eps": 1e-6, "head_dim": HEAD_DIM, "block_length": 4}, shapes
+
+
+def _fast_dllm(layers: int) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    config, shapes = _decoder(layers, kv_heads=2, biases=True, tied=True)
+    config |= {"architectures": ["Fast_dLLM_QwenForCausalLM"], "model_type": "Fast_dLLM_Qwen", "bd_size": 16}
+    return config | {"rope_theta": 1000000.0, "rms_norm_eps": 1e-6}, shapes
 
 
 def _decoder(layers: int, kv_heads: int, biases: bool, tied: bool) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -235,21 +235,21 @@ def test_look_up_the_largest_ratio_that_is_not_above():
     ],
 )
 def test_published_tables_are_used_when_the_model_matches(tmp_path, kind, sizes, ratio, depth):
-    from runtime.models.spec import ModelSpec
+    from runtime.models.spec import LlamaSpec
 
     path = save_tiny(kind, tmp_path / kind)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | sizes))
-    table = choose_table(None, path, ModelSpec.load(path))
+    table = choose_table(None, path, LlamaSpec.load(path))
     assert "published" in table.name
     assert table.depth(ratio) == depth
     assert max(table.depths.values()) in (28, 32)
 
 
 def test_tables_of_other_models_and_broken_ones(deep_dir, tmp_path, caplog):
-    from runtime.models.spec import ModelSpec
+    from runtime.models.spec import LlamaSpec
 
-    spec = ModelSpec.load(deep_dir)
+    spec = LlamaSpec.load(deep_dir)
     assert choose_table(None, deep_dir, spec) is NO_TABLE
     assert "no depth table" in caplog.text
     path = tmp_path / "table.json"

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from runtime.errors import InvalidRequest, ModelError
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 from runtime.params import ReuseParams
 from runtime.reuse.fusion import table
 from runtime.reuse.fusion.plan import Planner, plan_encoding
@@ -134,7 +134,7 @@ def test_the_cheapest_method_within_the_bound_is_chosen(max_kl, method):
 
 
 def test_the_choice_is_served_as_it_was_measured_and_explained(directory):
-    write(directory, ModelSpec.load(directory).identity)
+    write(directory, LlamaSpec.load(directory).identity)
     planner = Planner.load("none", directory)
     planned = plan(planner, method="auto", max_kl=0.05, keep_tokens=64)
     given = {"select": "legolink", "k": 32, "chunk_tokens": 256, "keep_tokens": 64}
@@ -164,7 +164,7 @@ def test_without_a_table_none_is_chosen_and_said(directory):
     ],
 )
 def test_a_broken_table_is_an_error_at_the_start(rows, words, directory):
-    write(directory, ModelSpec.load(directory).identity, rows)
+    write(directory, LlamaSpec.load(directory).identity, rows)
     with pytest.raises(ModelError, match=words):
         Planner.load("none", directory)
 
@@ -172,7 +172,7 @@ def test_a_broken_table_is_an_error_at_the_start(rows, words, directory):
 def test_a_published_table_serves_the_models_that_it_is_for(directory, tmp_path_factory, monkeypatch):
     published = tmp_path_factory.mktemp("tables")
     monkeypatch.setattr(table, "_PUBLISHED", published)
-    identity = ModelSpec.load(directory).identity
+    identity = LlamaSpec.load(directory).identity
     write(published, {**identity, "num_layers": 99})
     assert read_table(directory) is None
     (published / "another.json").write_text(json.dumps({"model": identity, "measured": ROWS[:1]}))
@@ -182,6 +182,6 @@ def test_a_published_table_serves_the_models_that_it_is_for(directory, tmp_path_
 
 
 def test_a_table_of_another_model_is_an_error(directory):
-    write(directory, {**ModelSpec.load(directory).identity, "num_layers": 99})
+    write(directory, {**LlamaSpec.load(directory).identity, "num_layers": 99})
     with pytest.raises(ModelError, match=r"is for .*99"):
         read_table(directory)

@@ -66,12 +66,12 @@ def test_a_module_at_0_equals_prefix_caching(tiny_dir, native, length):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("code", [{"native_kernels": False}, {"native_kernels": True}, {"model_impl": "transformers"}])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_many_short_modules_are_read_together(tiny_dir, reference, native, page_size):
+def test_many_short_modules_are_read_together(tiny_dir, reference, code, page_size):
     draw = random.Random(6)
     modules = [module(draw, draw.choice([1, 3, 16, 19]), at=10 * i, name=f"/{i}") for i in range(40)]
-    driver = ModuleDriver(tiny_dir, native_kernels=native, page_size=page_size)
+    driver = ModuleDriver(tiny_dir, page_size=page_size, **code)
     edges = []
     run = driver.core.executor.run
     driver.core.executor.run = lambda batch: (edges.append(len(batch.groups[0].attention.edges)), run(batch))[1]

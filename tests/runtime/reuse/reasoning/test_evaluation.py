@@ -37,6 +37,7 @@ class Bench:
         self.evaluation = Evaluation(Distances(self.pool, rope), lambda: tokenizer, ROWS)
         self.thoughts = Thoughts(prompt, ReasoningParams(**{"tau_max": 0.9, "tau_min": 0.6, **params}), 0.0)
         self.pages = array("i", range(63, 0, -1))
+        self.life = Life()
 
     def same(self, place: int, other: int) -> None:
         mine, theirs = (slice(self.pages[at] * ROWS, (self.pages[at] + 1) * ROWS) for at in (place, other))
@@ -47,7 +48,7 @@ class Bench:
         return array("i", self.tokenizer.encode(text, add_special_tokens=False))
 
     def run(self, text: str, first: int = 0, others=()) -> list[Match]:
-        table = Table(Life(), first, self.pages[first:], {})
+        table = Table(self.life, first, self.pages, {})
         return self.evaluation.evaluate(self.thoughts, table, self.encode(text), others)
 
 
@@ -101,15 +102,30 @@ def test_steps_out_of_phase_are_known(tokenizer):
     assert all(match.in_phase is (len(bench.encode("Now.\n\n")) % ROWS == 0) for match in matches)
 
 
-def test_pages_of_the_tree_are_no_candidates(tokenizer):
+def test_pages_of_the_tree_are_read_again_by_their_own_request_alone(tokenizer):
+    """Another one's lock on them may end, and they can be given up by nobody."""
     bench = Bench(tokenizer)
     step = f"So{WORDS}.\n\n"
-    length = len(bench.encode(step))
+    places = len(bench.encode(step)) // ROWS
     bench.run(step)
-    first = 1 + 3
+    first = 1 + places + 3
     matches = bench.run(step, first=first)
-    assert {match.source_place for match in matches} == set(range(first, 1 + length // ROWS))
-    assert bench.run(step, first=1 + 3 * length // ROWS) == []
+    assert {match.place for match in matches} == set(range(first, 1 + 2 * places))
+    assert min(match.source_place for match in matches) < 1 + places
+    other, bench.thoughts, bench.life = bench.thoughts, Thoughts(ROWS, bench.thoughts.params, 0.0), Life()
+    matches = bench.run(step, others=[other])
+    assert {match.source_place for match in matches} == set(range(first, 1 + 2 * places))
+
+
+def test_steps_are_looked_for_again_in_a_new_life(tokenizer):
+    bench = Bench(tokenizer)
+    text = f"So{WORDS}.\n\n" * 2
+    expected = [(m.place, m.source_place, m.distance) for m in bench.run(text)]
+    assert expected
+    first, bench.life = bench.life, Life()
+    matches = bench.run(text)
+    assert [(m.place, m.source_place, m.distance) for m in matches] == expected
+    assert all(m.life is m.source_life is bench.life is not first for m in matches)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +165,7 @@ def test_steps_are_found_wherever_tokens_are_cut(tokenizer):
     tokens = whole.encode(text)
     found = []
     for at in range(0, len(tokens), 5):
-        table = Table(Life(), 0, pieces.pages, {})
+        table = Table(pieces.life, 0, pieces.pages, {})
         found += pieces.evaluation.evaluate(pieces.thoughts, table, tokens[at : at + 5], ())
     assert [(m.place, m.source_place, m.distance) for m in found] == expected
 

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from loadgen.accuracy.forced import Forcing
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
-from runtime.models.spec import ModelSpec
+from runtime.models.spec import LlamaSpec
 from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.reasoning.distance import Distances, Page
 from runtime.reuse.reasoning.formal import agree
@@ -72,7 +72,7 @@ def test_percentiles(seed, percentile):
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_distances(tiny_dir, page_size):
     """Of pages anywhere in the pool, in their places and without their rotations."""
-    model, spec = plain.Reference(tiny_dir), ModelSpec.load(tiny_dir)
+    model, spec = plain.Reference(tiny_dir), LlamaSpec.load(tiny_dir)
     tokens = draw_tokens(random.Random(page_size), 6 * page_size)
     cache = DynamicCache()
     with torch.inference_mode():

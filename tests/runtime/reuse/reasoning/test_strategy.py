@@ -256,24 +256,31 @@ def test_steps_of_several_tokens_are_evaluated_too(tiny_dir):
     assert driver.tokens["r"][:exact] == driver.tokens["plain"][:exact]
 
 
-def test_a_retracted_request_is_computed_again_and_says_so(tiny_dir):
+def test_a_retracted_request_is_computed_again_and_shares_again(tiny_dir):
     driver = ReasonDriver(tiny_dir)
     driver.think("r", PROMPT, LONG, ANY)
     request = driver.requests["r"]
     while not shared(driver, "r"):
         driver.step()
     num_output = request.num_output
+    first = driver.report("r")["first_substituted_token"]
     driver.core.scheduler._retract(request)
     driver.core.cache.check([])
+    found = sources(driver)
     driver.step()
-    assert driver.report("r")["recomputed"] == 1
-    assert driver.report("r")["substituted_pages"] == 0
-    assert driver.report("r")["approximate"]
-    # What is computed again is exact, and may be committed.
-    assert request.sequence.start + PAGE > len(PROMPT) + num_output
+    report = driver.report("r")
+    assert (report["recomputed"], report["substituted_pages"], report["approximate"]) == (1, 0, True)
+    # What was exact before lies in the tree, and what is computed again stays the request's own.
+    assert request.sequence.start == (len(PROMPT) + first) // PAGE * PAGE
+    while not shared(driver, "r"):
+        driver.step()
+    assert request.num_output <= num_output + 2 * PAGE, "the same steps again"
+    # Pages of the tree are read in later places, too, and never given up.
+    assert any(source < request.sequence.start // PAGE <= place for _, place, source in found)
     driver.run()
     assert len(driver.tokens["r"]) == LONG
     assert driver.report("r")["exact_tokens"] <= num_output
+    driver.check_idle()
 
 
 def test_a_page_that_others_share_is_not_committed(tiny_dir):
@@ -341,7 +348,7 @@ def test_prompt_logprobs_are_refused(tiny_dir):
 
 def test_an_engine_of_a_diffusion_model_has_none(tmp_path, default_model_dir):
     path = save_tiny("llada", tmp_path / "llada", layers=1)
-    with pytest.raises(ModelError, match="--reasoning-cache is for causal models"):
+    with pytest.raises(ModelError, match=r"--reasoning-cache: .* is a diffusion model"):
         make_core(path, reasoning_cache=True)
     with pytest.raises(ModelError, match="several ranks"):
         make_core(path, reasoning_cache=True, tensor_parallel=2)

@@ -27,6 +27,8 @@ OPTIONS = {
     "logprobs": {"logprobs": 3},
     "grammar": {"json_schema": SCHEMA, "ignore_eos": False},
     "seeded grammar": {"json_schema": SCHEMA, "temperature": 1.0, "seed": 5, "ignore_eos": False},
+    "lazy": {"grammar": 'start: "e" /[0-9]{3}/ "e"', "lazy": {"triggers": ["e"]}, "ignore_eos": False},
+    "seeded lazy": {"grammar": "start: /a[b-d]+./", "lazy": {"triggers": ["a"]}, "temperature": 1.0, "seed": 2},
 }
 
 

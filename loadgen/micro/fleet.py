@@ -1,0 +1,175 @@
+"""A simulated fleet: replicas with a real tree and a clock of their own behind the router's real policy."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+
+from loadgen.micro.stress import Trace
+from radix import EventLog, Namespace, RadixTree, Stored, make_policy
+from radix.events import block_hashes
+from server.ray.prefixes import BoundedPrefix, PrefixIndex
+
+# Bytes of a block's id, which stands for all its tokens.
+_ID = 4
+
+# Chooses a replica by the tokens of the prompt that replicas hold, and those that they have to compute yet.
+Route = Callable[[dict[int, int], dict[int, float]], int]
+
+
+def routes(replicas: int, weight: float, share: float, slack: float, seed: int) -> dict[str, Route]:
+    """The routers by name; `bounded prefix` is the one that Ray Serve runs here."""
+    draw, turn = random.Random(seed), count()
+    two = BoundedPrefix(chooser=random.Random(seed))
+    unbounded = BoundedPrefix(1e6, float("inf"), chooser=random.Random(seed))
+    bounded = BoundedPrefix(weight, share, slack, chooser=random.Random(seed))
+    return {
+        "random": lambda matches, loads: draw.randrange(replicas),
+        "round robin": lambda matches, loads: next(turn) % replicas,
+        "power of two": lambda matches, loads: two.rank({}, loads)[0],
+        "longest prefix": lambda matches, loads: unbounded.rank(matches, loads)[0],
+        "bounded prefix": lambda matches, loads: bounded.rank(matches, loads)[0],
+    }
+
+
+@dataclass(slots=True)
+class Findings:
+    """Of a run: blocks asked for and cached, blocks computed by replica, seconds until prompts were computed."""
+
+    blocks: int = 0
+    hits: int = 0
+    computed: list[int] = field(default_factory=list)
+    waits_s: list[float] = field(default_factory=list)
+    at_s: list[float] = field(default_factory=list)
+
+    @property
+    def hit_ratio(self) -> float:
+        return self.hits / self.blocks
+
+    @property
+    def imbalance(self) -> float:
+        """Computed blocks of the busiest replica, as a multiple of the mean."""
+        return max(self.computed) * len(self.computed) / sum(self.computed)
+
+
+@dataclass(slots=True)
+class _Job:
+    arrived_s: float
+    key: bytes
+    hashes: Sequence[int]
+    lacking: int = 0
+
+
+class _Replica:
+    """A tree of bounded size, and prompts that are computed one after another."""
+
+    def __init__(self, capacity: int):
+        self.log = EventLog(_ID)
+        self.tree = RadixTree(1, make_policy("foresight", capacity), lambda: self.now_s, watchers=[self.log])
+        self.now_s = 0.0
+        self.queue: deque[_Job] = deque()
+        self.free = capacity
+        self.capacity = capacity
+        self.serial = 0
+
+    def begin(self, job: _Job) -> int:
+        """Blocks of the prompt that have to be computed."""
+        match = self.tree.match(job.key)
+        self.tree.use(match.node)
+        return len(job.hashes) - len(match.pages)
+
+    def end(self, job: _Job) -> None:
+        """Keep the prompt's blocks, as far as they fit."""
+        match = self.tree.match(job.key)
+        node = self.tree.lock_match(match)
+        fresh = min(len(job.hashes) - len(match.pages), self.capacity - self.tree.num_locked_pages)
+        if fresh > self.free:
+            self.free += len(self.tree.evict(fresh - self.free))
+        pages = match.pages + array("i", range(self.serial, self.serial + fresh))
+        self.tree.insert(job.key, pages)
+        self.tree.unlock(node)
+        self.free, self.serial = self.free - fresh, (self.serial + fresh) % (1 << 30)
+
+
+class Fleet:
+    """Replays a trace.
+
+    Args:
+        route: the router.
+        replicas: their number.
+        capacity: blocks of each one's cache.
+        block_s: seconds in which a replica computes a block.
+        block_tokens: tokens of a block.
+        delay_s: time that KV events take to the router.
+    """
+
+    def __init__(
+        self, route: Route, replicas: int, capacity: int, block_s: float, block_tokens: int = 512, delay_s: float = 0.05
+    ):
+        self._route = route
+        self._replicas = [_Replica(capacity) for _ in range(replicas)]
+        self._block_s = block_s
+        self._block_tokens = block_tokens
+        self._delay_s = delay_s
+        self._index: PrefixIndex[int] = PrefixIndex()
+        self._loads = dict.fromkeys(range(replicas), 0.0)
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = count()
+        self.found = Findings(computed=[0] * replicas)
+
+    def run(self, trace: Trace) -> Findings:
+        """Replay all requests at their times, and let what has begun end."""
+        for at_s, blocks in trace:
+            self._until(at_s)
+            self._arrive(_Job(at_s, blocks.tobytes(), block_hashes(blocks.tobytes(), _ID, None, Namespace())))
+        self._until(float("inf"))
+        return self.found
+
+    def _until(self, at_s: float) -> None:
+        while self._events and self._events[0][0] <= at_s:
+            now_s, _, act = heappop(self._events)
+            act(now_s)
+
+    def _at(self, at_s: float, act: Callable[[float], None]) -> None:
+        heappush(self._events, (at_s, next(self._order), act))
+
+    def _arrive(self, job: _Job) -> None:
+        matches = {replica: n * self._block_tokens for replica, n in self._index.match(job.hashes).items()}
+        chosen = self._route(matches, self._loads)
+        job.lacking = len(job.hashes) * self._block_tokens - matches.get(chosen, 0)
+        self._loads[chosen] += job.lacking
+        queue = self._replicas[chosen].queue
+        queue.append(job)
+        if len(queue) == 1:
+            self._begin(chosen, job.arrived_s)
+
+    def _begin(self, number: int, now_s: float) -> None:
+        replica = self._replicas[number]
+        replica.now_s = now_s
+        computed = replica.begin(job := replica.queue[0])
+        self.found.blocks += len(job.hashes)
+        self.found.hits += len(job.hashes) - computed
+        self.found.computed[number] += computed
+        self._at(now_s + computed * self._block_s, lambda end_s: self._end(number, end_s))
+
+    def _end(self, number: int, now_s: float) -> None:
+        replica = self._replicas[number]
+        job, replica.now_s = replica.queue.popleft(), now_s
+        replica.end(job)
+        self._loads[number] -= job.lacking
+        self.found.waits_s.append(now_s - job.arrived_s)
+        self.found.at_s.append(job.arrived_s)
+        if changes := replica.log.take():
+            self._at(now_s + self._delay_s, lambda _: self._hear(number, changes))
+        if replica.queue:
+            self._begin(number, now_s)
+
+    def _hear(self, number: int, changes: Sequence[object]) -> None:
+        for change in changes:
+            book = self._index.stored if isinstance(change, Stored) else self._index.removed
+            book(number, change.hashes)  # type: ignore[attr-defined]

@@ -1,0 +1,66 @@
+"""Windows: layers whose rows see only the nearest keys before them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import numpy as np
+
+from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup
+from runtime.execution.attention.paged_index import rows_of, visible_of
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Positions that a row of some layers sees, before and with its own.
+
+    Attributes:
+        size: number of positions.
+        chunked: whether windows are consecutive chunks of positions, and a row sees its own chunk only.
+    """
+
+    size: int
+    chunked: bool = False
+
+    def first(self, positions: np.ndarray) -> np.ndarray:
+        """The first position that is seen from each of `positions`, int64; less than 0: all are."""
+        return positions // self.size * self.size if self.chunked else positions - self.size + 1
+
+
+def within(plan: AttentionPlan, positions: np.ndarray, window: Window, page_size: int) -> AttentionPlan:
+    """The plan of rows at int64 `positions` that see a window only; whole pages that no row sees are left out."""
+    narrow = AttentionPlan(plan.num_rows)
+    for edge in plan.edges:
+        span, visible = plan.spans[edge.span], visible_of(edge, plan)
+        first = window.first(positions[rows_of(edge, plan.num_rows)]) - span.position
+        hidden = np.clip(first, 0, visible).astype(np.int32)
+        if (hidden == visible).all():
+            continue
+        skipped = int(hidden.min()) // page_size
+        rows = skipped * page_size
+        rest = replace(
+            span,
+            pages=span.pages[skipped:],
+            length=span.length - rows,
+            keep=None if span.keep is None else span.keep[rows:],
+            position=span.position + rows,
+        )
+        seen = None if edge.visible is None else edge.visible - np.int32(rows)
+        narrow.add(edge.rows, rest, seen, hidden - np.int32(rows) if (hidden > rows).any() else None)
+    return narrow
+
+
+def narrowed(batch: ForwardBatch, windows: Sequence[Window | None], page_size: int) -> ForwardBatch:
+    """The batch of a model whose layers have these windows: its layer groups are cut where the window changes."""
+    groups: list[LayerGroup] = []
+    for group in batch.groups:
+        positions = (batch.positions if group.rows is None else batch.positions[group.rows]).numpy()
+        runs = [(window, [*layers]) for window, layers in groupby(group.layers, key=windows.__getitem__)]
+        for window, layers in runs:
+            plan = group.attention if window is None else within(group.attention, positions, window, page_size)
+            part = replace(group, layers=range(layers[0], layers[-1] + 1), attention=plan, load=[], save=[])
+            groups.append(part)
+        groups[-len(runs)].load, groups[-1].save = group.load, group.save
+    return replace(batch, groups=groups)

@@ -1,0 +1,316 @@
+"""Any decoder that transformers knows, with its own modelling code over the paged pool."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.logging import disable_progress_bar
+
+from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
+from runtime.config import ModelConfig
+from runtime.errors import ModelError
+from runtime.execution.attention.cpu import CPUAttention, Scores
+from runtime.execution.attention.windows import Window, within
+from runtime.execution.transfers import upload
+from runtime.execution.transformers.interface import NAME, layers
+from runtime.kv.pool import KVPool
+from runtime.models.spec import ModelSpec, read_generation, read_json, token_ids
+from runtime.models.weights import find_weights
+
+# Layer types that keep a state in place of keys and values, as configurations spell them.
+_STATEFUL = ("linear", "mamba", "recurrent", "conv", "rwkv")
+# Rotary embeddings whose frequencies depend on the length of the sequence: cached keys would be of another one.
+_VARYING_ROPE = ("dynamic",)
+_NO_INTERFACE = "its attention does not go through transformers' attention interface"
+# Fields of a configuration on which nothing that is computed depends.
+_NAMES = ("_name_or_path", "transformers_version")
+# Largest error of checked logits, as a share of their spread: float32, and types with fewer bits.
+_MOST_ERROR, _MOST_ERROR_HALF = 1e-3, 0.2
+
+
+@dataclass(slots=True)
+class _Shapes:
+    """Shapes of the layers, as a forward pass shows them: query heads, key-value heads and head size by index."""
+
+    found: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    windows: set[Window] = field(default_factory=set)
+
+    def attend(
+        self,
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        window: Window | None,
+        scores: Scores,
+    ) -> torch.Tensor:
+        index = getattr(module, "layer_idx", None)
+        if index is None or index in self.found:
+            raise NotImplementedError("its layers of attention are not numbered one by one")
+        self.found[index] = (q.shape[1], k.shape[1], max(k.shape[2], v.shape[2]))
+        if window is not None:
+            self.windows.add(window)
+        return v.new_zeros(*q.shape[:2], v.shape[2])
+
+
+@dataclass(slots=True)
+class _Step:
+    """The attention of one step.
+
+    Attributes:
+        places: the pool's layer by a module's index.
+        slots: int64 [n], pool slots that are written.
+        written: int64 [n], the rows that write them; None: all.
+        prepared: the plan by window, as `backend` prepared it.
+    """
+
+    places: dict[int, int]
+    pool: KVPool
+    backend: CPUAttention
+    plan: AttentionPlan
+    positions: torch.Tensor
+    slots: torch.Tensor
+    written: torch.Tensor | None
+    prepared: dict[Window | None, Any] = field(default_factory=dict)
+
+    def attend(
+        self,
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        window: Window | None,
+        scores: Scores,
+    ) -> torch.Tensor:
+        if window is not None and int(self.positions.max()) < window.size:
+            window = None
+        if window not in self.prepared:
+            plan = self.plan
+            if window is not None:
+                plan = within(plan, self.positions.numpy(), window, self.pool.page_size)
+            self.prepared[window] = self.backend.prepare(plan)
+        layer, (kv_heads, head_dim) = self.places[int(module.layer_idx)], self.pool.k.shape[2:]  # type: ignore[arg-type]
+        dim = v.shape[2]
+        k, v = (F.pad(x, (0, head_dim - x.shape[2], 0, kv_heads - x.shape[1])) for x in (k, v))
+        if self.written is not None:
+            k, v = k[self.written], v[self.written]
+        self.pool.write(layer, self.slots, k, v)
+        q = F.pad(q, (0, head_dim - q.shape[2])).contiguous()
+        return self.backend.run(self.prepared[window], q, layer, scores)[..., :dim]
+
+
+class TransformersModel:
+    """A decoder in transformers' modelling code. Its rows lie side by side in one sequence, with explicit positions.
+
+    Attributes:
+        spec: its shapes.
+        windows: those of its layers, besides full attention.
+    """
+
+    def __init__(self, path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device):
+        """Load a model directory and compare its logits with transformers' own attention. Raises ModelError."""
+        settings, self._model = _load(path, config, dtype, device)
+        self._device, self._dtype = device, dtype
+        self._takes_rows = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        name = type(self._model).__name__
+        with _refusing(name):
+            shapes, vocab_size = self._probe()
+            self.windows = shapes.windows
+            most = [max(sizes) for sizes in zip(*shapes.found.values(), strict=True)]
+            self._places = {index: place for place, index in enumerate(sorted(shapes.found))}
+            self.spec = ModelSpec(
+                architecture=name,
+                model_type=settings.model_type,
+                hidden_size=settings.hidden_size,
+                num_layers=len(self._places),
+                num_heads=most[0],
+                num_kv_heads=most[1],
+                head_dim=most[2],
+                vocab_size=vocab_size,
+                context_length=_context(settings),
+                eos_token_ids=token_ids(settings.eos_token_id, read_generation(path).get("eos_token_id")),
+                fingerprint=_fingerprint(settings),
+            )
+            self._check()
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, pool: KVPool, backend: CPUAttention) -> torch.Tensor:
+        """Run one step of whole layers: write the new K and V, return float32 logits [S, vocab] of `logits_rows`."""
+        (group,) = batch.groups
+        assert group.rows is None
+        assert not group.load
+        assert not group.save
+        written = None if bool((group.kv_write >= 0).all()) else (group.kv_write >= 0).nonzero()[:, 0]
+        slots = group.kv_write if written is None else group.kv_write[written]
+        step = _Step(
+            self._places,
+            pool,
+            backend,
+            group.attention,
+            batch.positions,
+            upload(slots, self._device),
+            None if written is None else upload(written, self._device),
+        )
+        token = layers.set(step)
+        try:
+            return self._logits(batch.tokens, batch.positions, batch.logits_rows)
+        finally:
+            layers.reset(token)
+
+    def _logits(self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        tokens, positions, rows = (upload(each, self._device) for each in (tokens, positions, rows))
+        options = {"logits_to_keep": rows} if self._takes_rows else {}
+        found = self._model(tokens[None], position_ids=positions[None], use_cache=False, **options).logits[0]
+        return found.float() if self._takes_rows else found[rows].float()
+
+    @torch.inference_mode()
+    def _probe(self) -> tuple[_Shapes, int]:
+        """The layers' shapes, and the number of logits."""
+        shapes, rows = _Shapes(), torch.arange(2)
+        token = layers.set(shapes)
+        try:
+            found = self._logits(rows, rows, rows).shape[-1]
+        finally:
+            layers.reset(token)
+        if not shapes.found:
+            raise NotImplementedError(_NO_INTERFACE)
+        return shapes, found
+
+    @torch.inference_mode()
+    def _check(self) -> None:
+        """Compare two sequences, one in two chunks, with transformers' own attention.
+
+        What reaches from row to row by another way than attention, and positions that are not used, show here.
+        """
+        draw = torch.Generator().manual_seed(0)
+        most = self.spec.context_length
+        one, other = (torch.randint(self.spec.vocab_size, (min(n, most),), generator=draw) for n in (20, 9))
+        cut, total = len(one) // 2, len(one) + len(other)
+        shape = (self.spec.num_layers, total, 1, self.spec.num_kv_heads, self.spec.head_dim)
+        pool = KVPool(*shape, self._dtype, self._device)
+        backend = CPUAttention(pool)
+        self.forward(_batch([(one[:cut], 0, 0)]), pool, backend)
+        ours = self.forward(_batch([(one[cut:], cut, 0), (other, 0, len(one))]), pool, backend)
+        self._model.set_attn_implementation("eager")
+        try:
+            every = [
+                self._logits(tokens, torch.arange(len(tokens)), torch.arange(len(tokens))) for tokens in (one, other)
+            ]
+        finally:
+            self._model.set_attn_implementation(NAME)
+        wanted = torch.cat((every[0][cut:], every[1]))
+        error = ((ours - wanted).norm(dim=-1) / (wanted - wanted.mean(-1, keepdim=True)).norm(dim=-1)).mean()
+        if not error < (_MOST_ERROR if self._dtype == torch.float32 else _MOST_ERROR_HALF):
+            raise NotImplementedError(
+                f"its logits over pages are not those of its own attention (error {float(error):.3g}): it uses "
+                "positions, or other rows, elsewhere"
+            )
+
+
+def _batch(runs: list[tuple[torch.Tensor, int, int]]) -> ForwardBatch:
+    """A step over runs of tokens, each with its first position and the first pool row of its sequence."""
+    plan = AttentionPlan(sum(len(tokens) for tokens, _, _ in runs))
+    row = 0
+    for tokens, position, first in runs:
+        length = position + len(tokens)
+        span = Span(np.arange(first, first + length, dtype=np.int32), length)
+        plan.add(slice(row, row + len(tokens)), span, causal_visible(length, len(tokens)))
+        row += len(tokens)
+    positions = torch.cat([torch.arange(position, position + len(tokens)) for tokens, position, _ in runs])
+    slots = positions + torch.cat([torch.full((len(tokens),), first) for tokens, _, first in runs])
+    group = LayerGroup(range(1), None, slots, plan)
+    return ForwardBatch(torch.cat([tokens for tokens, _, _ in runs]), positions, [group], torch.arange(row))
+
+
+@contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """Turn anything that a model's code raises into a ModelError: it may be any exception."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except NotImplementedError as error:
+        raise ModelError(f"{name} cannot be served: {error}") from None
+    except KeyError as error:
+        # Older code looks its class of attention up by the implementation's name.
+        reason = _NO_INTERFACE if error.args == (NAME,) else f"KeyError: {error}"
+        raise ModelError(f"{name} cannot be served: {reason}") from None
+    except Exception as error:
+        raise ModelError(f"{name} cannot be served: {type(error).__name__}: {error}") from error
+
+
+def _load(
+    path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[transformers.PretrainedConfig, Any]:
+    """The configuration and the model in `dtype` on `device`, of safetensors alone. Raises ModelError."""
+    given = read_json(path / "config.json")
+    name = (given.get("architectures") or ["(none named)"])[0]
+    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        remote = "; its own code in the checkpoint is never run" if given.get("auto_map") else ""
+        raise ModelError(
+            f"the model's architecture is {name}, no decoder that transformers {transformers.__version__} knows{remote}"
+        )
+    kind = getattr(transformers, name)
+    with _refusing(name):
+        settings = kind.config_class.from_pretrained(path, local_files_only=True)
+        _refuse_stateful(kind, settings)
+        options: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME}
+        if config.random_weights:
+            with torch.random.fork_rng():
+                torch.manual_seed(0)
+                return settings, kind._from_config(settings, **options).eval().to(device)
+        find_weights(path)
+        if not sys.stderr.isatty():
+            disable_progress_bar()
+        # Tensors that do not fit are in the report, by name.
+        options |= {"use_safetensors": True, "local_files_only": True, "ignore_mismatched_sizes": True}
+        model, report = kind.from_pretrained(path, config=settings, output_loading_info=True, **options)
+        missing = sorted(report["missing_keys"]) + sorted(str(each[0]) for each in report["mismatched_keys"])
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ModelError(f"the checkpoint in {path} has no tensor {missing[0]}{more} of the shape that is needed")
+        return settings, model.eval().to(device)
+
+
+def _refuse_stateful(kind: type[nn.Module], settings: transformers.PretrainedConfig) -> None:
+    types = [*(getattr(settings, "layer_types", None) or []), *(getattr(settings, "layers_block_type", None) or [])]
+    found = [name for name in types if any(word in name for word in _STATEFUL)]
+    if found or getattr(kind, "_is_stateful", False):
+        layers_of = f" in layers of type {found[0]}" if found else ""
+        raise ModelError(f"{kind.__name__} keeps recurrent state{layers_of}; supported are layers of attention")
+    if varying := [rope["rope_type"] for rope in _ropes(settings) if rope.get("rope_type") in _VARYING_ROPE]:
+        raise ModelError(f"the model's rope scaling is {varying[0]!r}, which changes keys as a sequence grows")
+
+
+def _ropes(settings: transformers.PretrainedConfig) -> list[dict[str, Any]]:
+    """Parameters of the rotary embeddings: one for all layers, or one for each type of layer."""
+    given = getattr(settings, "rope_parameters", None) or {}
+    several = [rope for rope in given.values() if isinstance(rope, dict)]
+    return several or [given]
+
+
+def _fingerprint(settings: transformers.PretrainedConfig) -> str:
+    fields = {name: value for name, value in settings.to_dict().items() if name not in _NAMES}
+    return f"transformers {json.dumps(fields, sort_keys=True, default=str)}"
+
+
+def _context(settings: transformers.PretrainedConfig) -> int:
+    """Positions that are computed exactly: longrope has other frequencies in sequences beyond the original context."""
+    context = getattr(settings, "max_position_embeddings", None)
+    if not isinstance(context, int):
+        raise ModelError("config.json has no max_position_embeddings")
+    longrope = [rope for rope in _ropes(settings) if rope.get("rope_type") == "longrope"]
+    return min([context, *(rope["original_max_position_embeddings"] for rope in longrope)])

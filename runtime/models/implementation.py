@@ -1,0 +1,52 @@
+"""The code that computes a model: Ramet's own, for the Llama family, or that of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from runtime.config import ModelConfig
+from runtime.errors import ModelError
+from runtime.models.spec import LlamaSpec, Unsupported, read_json
+
+# Sections of a configuration, for inputs that are no text.
+_SENSES = {"vision_config": "images", "audio_config": "sound", "speech_config": "sound"}
+
+
+def own_spec(config: ModelConfig, directory: Path) -> LlamaSpec | None:
+    """The spec of a model that Ramet's own code computes; None: transformers' code does, which is not imported.
+
+    Raises ModelError if neither does, or not the one of `--model-impl`.
+    """
+    if config.model_impl != "transformers":
+        try:
+            return LlamaSpec.load(directory)
+        except Unsupported:
+            if config.model_impl == "ramet":
+                raise
+    check_served(read_json(directory / "config.json"))
+    return None
+
+
+def context_of(config: ModelConfig, directory: Path) -> int:
+    """The context of a model; of one that transformers' code computes, as its configuration says. Raises ModelError."""
+    if (spec := own_spec(config, directory)) is not None:
+        return spec.context_length
+    given = read_json(directory / "config.json")
+    if not isinstance(context := given.get("max_position_embeddings"), int):
+        raise ModelError("config.json has no max_position_embeddings")
+    return context
+
+
+def check_served(config: dict[str, Any]) -> None:
+    """Raise ModelError for a configuration that transformers' code cannot serve here either."""
+    architecture = (config.get("architectures") or ["(none named)"])[0]
+    if config.get("is_encoder_decoder"):
+        raise ModelError(f"{architecture} is an encoder-decoder; supported are decoders")
+    if found := [kind for section, kind in _SENSES.items() if config.get(section)]:
+        raise ModelError(f"{architecture} takes {found[0]}; supported is text alone")
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ModelError(
+            f"the checkpoint is quantised with {method!r}; supported are float32, bfloat16 and float16 weights"
+        )

@@ -1,0 +1,111 @@
+"""Exact prefix caching of block diffusion models, which see all of a position's block and of the blocks before it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from runtime.errors import ModelError
+from runtime.kv.cache import PagedCache
+from runtime.models.diffusion import DiffusionSpec
+from runtime.protocol import DiffusionInfo
+from runtime.request import Request, Work
+from runtime.reuse.build import Read, Stage
+from runtime.reuse.prefix import PrefixStrategy
+from runtime.reuse.strategy import Found
+
+
+class BlockPrefix(PrefixStrategy):
+    """The KV of whole blocks depends on nothing behind them, so whole pages of whole blocks are shared.
+
+    A step has the request's rows from the first one whose KV is not final up to the end of the block that is denoised:
+    chunks of the prompt, then the block that was decided last together with the present one.
+    """
+
+    takes_turns = True
+    steady = False
+
+    def __init__(self, cache: PagedCache, num_layers: int, spec: DiffusionSpec):
+        """Raises ModelError if a page would end within a block."""
+        super().__init__(cache, num_layers)
+        assert spec.attended is not None
+        self._spec, self._block = spec, spec.attended
+        if cache.page_size % self._block:
+            message = f"the model attends by blocks of {self._block} positions; use --page-size {self._block}"
+            raise ModelError(f"{message}, or a multiple of it")
+
+    @property
+    def info(self) -> DiffusionInfo:
+        """The model, for the front end."""
+        spec = self._spec
+        return DiffusionInfo(
+            spec.mask_token_id, spec.algorithm, self.num_layers, "none", 1, spec.attended, spec.block, spec.threshold
+        )
+
+    def find(self, request: Request) -> Found:
+        found = super().find(request)
+        more = found.detail.partial_rows % self._block
+        return Found(found.tokens - more, replace(found.detail, partial_rows=found.detail.partial_rows - more))
+
+    def _most(self, request: Request) -> int:
+        """Whole blocks, without the last one if its last row is wanted."""
+        wanted = request.canvas is None or self._spec.logits_shift > 0
+        return self._whole(len(request.tokens) - wanted)
+
+    def _whole(self, length: int) -> int:
+        return length // self._block * self._block
+
+    def grow(self, request: Request, ahead: int = 0) -> bool:
+        """Make room for the block that is denoised."""
+        return super().grow(request, ahead + self._end(request) - request.sequence.num_computed - 1)
+
+    def _end(self, request: Request) -> int:
+        """The position up to which the request's next step may have rows; a prompt alone may end within a block."""
+        return request.prompt_len if request.canvas is None else int(request.canvas.end)
+
+    def work(self, request: Request, limit: int) -> Work:
+        start = request.sequence.num_computed
+        count = self._end(request) - start
+        if count > limit:
+            count = min(count, max(self._whole(limit), self._block))
+        return Work(request, start, count, count)
+
+    def shrink(self, work: Work) -> bool:
+        count = self._whole(work.count // 2)
+        if count:
+            work.count = work.num_rows = count
+        return count > 0
+
+    def tokens_of(self, work: Work) -> Sequence[int]:
+        stop = work.start + work.count
+        tokens: Any = work.request.tokens if work.request.canvas is None else work.request.canvas.tokens
+        return tokens[work.start : stop]
+
+    def _stages(self, request: Request, first: int, stop: int) -> list[Stage]:
+        """All rows, each of which sees all before it, and its block."""
+        page_size, sequence = self.cache.page_size, request.sequence
+        found = request.segments[0].pages if request.segments else sequence.pages[:0]
+        pages = found + sequence.pages[: -(-(stop - sequence.start) // page_size)]
+        seen = (np.arange(first, stop, dtype=np.int32) // self._block + 1) * self._block
+        read = Read(np.frombuffer(pages, dtype=np.int32), stop, visible=np.minimum(seen, stop, dtype=np.int32))
+        return [Stage(range(self.num_layers), sequence.slots(first, stop, page_size), [read])]
+
+    def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
+        """The KV of a block is final once it was computed from decided tokens alone."""
+        request, stop = work.request, work.start + work.count
+        final = self._whole(request.prompt_len) if request.canvas is None else request.canvas.settled
+        self.counters["prefill_tokens"] += max(min(stop, request.prompt_len) - work.start, 0)
+        request.sequence.num_computed = min(stop, final)
+        request.sequence.seconds += seconds
+        self._commit(request)
+        return stop == self._end(request)
+
+    def phase(self, request: Request) -> str:
+        return "denoise" if request.sequence.num_computed >= self._whole(request.prompt_len) else "prefill"
+
+    def report(self, request: Request) -> dict[str, Any] | None:
+        return None if request.canvas is None else {"denoise_steps": request.canvas.num_steps}

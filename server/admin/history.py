@@ -1,0 +1,30 @@
+"""Figures of a server, as its page shows them over an hour."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from server.context import Context
+
+EVERY_S = 5.0
+MOST = int(3600 / EVERY_S)
+# Gauges, and counters that grow, as the engine's state has them.
+_COUNTED = ("running", "waiting", "pages_total", "pages_free", "pages_tree", "pages_private", "pages_locked",
+            "pages_pinned", "tree_nodes", "queried_tokens", "cached_tokens", "substituted_pages", "saved_pages",
+            "evicted_tokens_by_cause")  # fmt: skip
+
+
+def sample(state: dict[str, Any], context: Context) -> dict[str, Any]:
+    """The figures of now, of the engine's state and of the metrics; pages, tokens, seconds."""
+    evicted = state["evicted_tokens_by_tenant"]
+    by_tenant = {context.tenant_name(account): tokens for account, tokens in evicted.items()}
+    told = {name: value if value is None else round(value, 4) for name, value in context.metrics.now().items()}
+    return {
+        "at_s": round(time.time(), 1),
+        **{name: state.get(name, 0) for name in _COUNTED},
+        "evicted_tokens_by_tenant": by_tenant,
+        "missed_tokens_by_reason": state["missed_tokens_by_reason"],
+        **{name: state.get(name, {}) for name in ("tiers", "loaded_tokens_by_tier")},
+        **told,
+    }

@@ -1,0 +1,126 @@
+"""`ramet doctor`: what this machine has for Ramet, and what would make it faster."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from runtime.config import Config
+
+_GIB = 1 << 30
+_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "neon", "asimd")
+_PACKAGES = ("ramet", "torch", "transformers", "tokenizers", "safetensors", "fastapi", "flashinfer-python", "redis")
+
+
+def print_report(config: Config) -> None:
+    """Print a table of the machine, and hints."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    for name, value in _facts(config):
+        table.add_row(name, value)
+    console = Console(highlight=False)
+    console.print(table)
+    hints = list(_hints())
+    console.print("\n[bold]What would be faster, or is missing[/bold]" if hints else "\nNothing is missing.")
+    for hint in hints:
+        console.print(f"- {hint}", soft_wrap=True)
+
+
+def _facts(config: Config) -> Iterator[tuple[str, str]]:
+    from runtime.execution.native.library import load_best
+    from runtime.execution.sizing import main_memory
+
+    name, flags = _processor()
+    library = load_best()
+    yield "processor", name
+    yield "cores", f"{_cores()} of {os.cpu_count()} may be used"
+    yield "instructions", ", ".join(flag for flag in _FLAGS if flag in flags) or "none that the kernels use"
+    yield "kernels", f"native, for {library.isa}" if library else "none: torch computes"
+    yield "8 bits", "--quantization int8" if library and library.has_int8() else "not on this processor"
+    yield "GPU", _gpu()
+    yield "memory", f"{main_memory() / _GIB:.1f} GiB, {_free_memory() / _GIB:.1f} of it free"
+    yield "pool", f"{config.cache.pool_memory:g} GiB (--pool-memory)"
+    where = config.model.cache_dir
+    yield "disk", f"{shutil.disk_usage(_existing(where)).free / _GIB:.1f} GiB free at {where}"
+    yield "model", f"{config.model.model}: {_is_there(config)}"
+    yield "models there", ", ".join(sorted(path.name for path in where.glob("models/*") if path.is_dir())) or "none"
+    yield "compiler", shutil.which("c++") or shutil.which("g++") or shutil.which("clang++") or "none"
+    yield "Python", f"{platform.python_version()} on {platform.system()} {platform.release()}"
+    yield "packages", ", ".join(f"{package} {found}" for package in _PACKAGES if (found := _version(package)))
+
+
+def _hints() -> Iterator[str]:
+    from runtime.execution.native.library import load_best
+
+    library, (_, flags) = load_best(), _processor()
+    if library is None and "avx2" in flags:
+        yield "Install a C++20 compiler and set Ramet up again: native kernels are several times faster than torch."
+    elif library is not None and library.has_int8():
+        yield "--quantization int8 halves the weights that a decode step reads (about 1.5 times the tokens/s)."
+    if "avx512f" in flags and "avx512_bf16" not in flags:
+        yield "A processor with bfloat16 products (AVX512-BF16) computes prompts faster."
+    if _cores() < (os.cpu_count() or 1):
+        yield "This process may not use all cores (affinity or a container's limit)."
+    if _gpu() != "none" and not _version("flashinfer-python"):
+        yield "pip install 'ramet[cuda]' adds FlashInfer for the GPU."
+    if _free_memory() < 2 * _GIB:
+        yield "Little memory is free: lower --pool-memory."
+
+
+def _processor() -> tuple[str, frozenset[str]]:
+    """Name and flags."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine(), frozenset()
+    name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE)
+    return name[1] if name else platform.machine(), frozenset(flags[1].split() if flags else ())
+
+
+def _gpu() -> str:
+    if not Path("/proc/driver/nvidia").exists():
+        return "none"
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "a driver, but torch finds no device"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _free_memory() -> int:
+    """Bytes that programs may take, page cache included."""
+    try:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _existing(path: Path) -> Path:
+    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+
+
+def _is_there(config: Config) -> str:
+    """Whether `--model` can be opened without the network."""
+    name = config.model.model
+    if Path(name).expanduser().exists():
+        return "a file or directory of this machine"
+    return "there" if any(config.model.cache_dir.glob(f"models/{name}-*")) else "fetched at the first start"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

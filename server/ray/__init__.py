@@ -1,0 +1,1 @@
+"""Replicas on a Ray cluster: `serve run server.ray.application:app`. The only room that needs ray."""

@@ -1,0 +1,91 @@
+"""The application for `serve run server.ray.application:app`: engines behind a router by longest prefix."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from server.options import add_options, config_from
+from server.ray.front import Front
+from server.ray.replica import Replica
+
+
+class Arguments(BaseModel):
+    """Arguments of the application, as `NAME=VALUE` behind it on Serve's command line."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    options: str = Field("", description="options of `ramet serve` for every replica")
+    replicas: int = Field(2, ge=1, description="engines, the fewest if `max_replicas` is given")
+    max_replicas: int | None = Field(None, ge=1, description="scale up to so many")
+    fronts: int = Field(1, ge=1, description="processes that tokenize and route")
+    cpus: float = Field(1, ge=0, description="cores that Ray reserves for a process of an engine")
+    gpus: float = Field(0, ge=0, description="GPUs of a process of an engine")
+    max_ongoing: int = Field(256, ge=1, description="calls that a replica takes; others wait in the router")
+    target_ongoing: float = Field(8, gt=0, description="calls under way that a replica should have")
+    target_ttft: float = Field(2, gt=0, description="seconds to the first token above which a replica is added")
+    weight: float = Field(8, ge=0, description="tokens of load that a cached token of a prompt outweighs")
+    share: float = Field(2, ge=1, description="times the mean load up to which the longest prefix decides")
+    slack: float = Field(32768, ge=0, description="tokens of load above that")
+
+
+def app(arguments: Arguments) -> Application:
+    """Serve's builder of the application. A wrong option ends it with one line."""
+    parser = argparse.ArgumentParser("options")
+    add_options(parser)
+    given = parser.parse_args(shlex.split(arguments.options))
+    config, options = config_from(parser, given), vars(given)
+    processes = config.model.tensor_parallel
+    bundle = {"CPU": arguments.cpus, **({"GPU": arguments.gpus} if arguments.gpus else {})}
+    # The processes of one engine share a machine.
+    group: dict[str, Any] = {"placement_group_bundles": [bundle] * processes, "placement_group_strategy": "STRICT_PACK"}
+    router = RequestRouterConfig(
+        request_router_class="server.ray.router:PrefixRouter",
+        request_router_kwargs={
+            "block_size": config.cache.page_size,
+            "weight": arguments.weight,
+            "share": arguments.share,
+            "slack": arguments.slack,
+        },
+    )
+    replicas = serve.deployment(
+        Replica,
+        name="replica",
+        ray_actor_options={"num_cpus": arguments.cpus, "num_gpus": arguments.gpus},
+        max_ongoing_requests=arguments.max_ongoing,
+        graceful_shutdown_timeout_s=config.server.drain_time,
+        health_check_period_s=2,
+        request_router_config=router,
+        **(group if processes > 1 else {}),
+        **_size(arguments),
+    ).bind(options)
+    front = serve.deployment(
+        Front,
+        name="front",
+        num_replicas=arguments.fronts,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=10_000,
+    )
+    return front.bind(options, replicas)
+
+
+def _size(arguments: Arguments) -> dict[str, Any]:
+    if arguments.max_replicas is None:
+        return {"num_replicas": arguments.replicas}
+    policy = AutoscalingPolicy(
+        policy_function="server.ray.scaling:QueueAndFirstToken",
+        policy_kwargs={"target_ongoing": arguments.target_ongoing, "target_ttft_s": arguments.target_ttft},
+    )
+    bounds = AutoscalingConfig(
+        min_replicas=arguments.replicas,
+        max_replicas=arguments.max_replicas,
+        target_ongoing_requests=arguments.target_ongoing,
+        policy=policy,
+    )
+    return {"autoscaling_config": bounds}

@@ -1,0 +1,119 @@
+"""The ingress: finds a request's blocks, hands it to the replica that the router chooses, and passes its answer on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from ray.exceptions import RayActorError
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from runtime.config import make_config
+from runtime.errors import EngineDead, RametError
+from runtime.protocol import ModelInfo
+from server.anthropic.messages import MessageStream
+from server.http.errors import error_response
+from server.http.limits import BodyLimit
+from server.http.sse import EventStream, TypedEventStream
+from server.ray.scout import Scout
+
+log = logging.getLogger("ramet.ray")
+
+# Replicas that a request is sent to, one after another, if they die before they have answered anything.
+_TRIES = 4
+_FIELDS = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client")
+_STREAMS = {"/v1/messages": MessageStream, "/v1/responses": TypedEventStream}
+
+
+class Front:
+    """Serve's ingress deployment.
+
+    Args:
+        options: of the replicas' configuration.
+        replicas: the deployment of `Replica`.
+    """
+
+    def __init__(self, options: dict[str, Any], replicas: DeploymentHandle):
+        self._config = make_config(**options)
+        self._limit = BodyLimit(self._config.server.max_body_bytes, self._config.server.client_timeout)
+        self._replicas = replicas
+        self._streaming = replicas.options(stream=True)
+        self._scout = asyncio.get_running_loop().create_task(self._find_scout())
+
+    async def _find_scout(self) -> Scout:
+        info = msgspec.convert(await self._replicas.info.remote(), ModelInfo)
+        scout = Scout(self._config, info)
+        await scout.start()
+        return scout
+
+    async def check_health(self) -> None:
+        """Serve's hook; it raises if the tokenizer cannot be loaded."""
+        if self._scout.done():
+            self._scout.result()
+
+    async def __call__(self, request: Request) -> Response:
+        """The answer of a replica."""
+        return _Passage(self)
+
+    async def pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request. An answer that has begun and cannot go on ends with an error event."""
+        try:
+            body = await self._limit.read(receive)
+        except RametError as error:
+            await error_response(error, scope["path"])(scope, receive, send)
+            return
+        if body is None:
+            return
+        call = {name: scope[name] for name in _FIELDS if name in scope}
+        hashes = await (await self._scout).hashes(call, body)
+        for _ in range(_TRIES):
+            head: Message | None = None  # of an answer; it waits until there is more
+            begun = False
+            try:
+                async for message in self._streaming.forward.remote(call, body, hashes=hashes):
+                    if message["type"] == "http.response.start":
+                        head = message
+                        continue
+                    if not begun and head is not None:
+                        await send(head)
+                        begun = True
+                    await send(message)
+                return
+            except RayActorError as error:
+                log.warning("a replica has died under %s: %s", scope["path"], type(error).__name__)
+                if begun and head is not None:
+                    await _break_off(head, scope["path"], send)
+                    return
+        await error_response(EngineDead("no replica lived to answer"), scope["path"])(scope, receive, send)
+
+
+class _Passage(Response):
+    """Hands Serve the messages of another application as they come."""
+
+    def __init__(self, front: Front):
+        super().__init__()
+        self._front = front
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._front.pass_on(scope, receive, send)
+
+
+async def _break_off(head: Message, path: str, send: Send) -> None:
+    """End a stream with an error event. Raises EngineDead for any other answer, whose connection is cut then."""
+    error = EngineDead("the replica died; this request is lost")
+    if not dict(head["headers"]).get(b"content-type", b"").startswith(EventStream.media_type.encode()):
+        raise error
+    stream = _STREAMS.get(path, EventStream)(_nothing(), lambda: None)
+    event = stream.write(stream.describe(error)) + stream.end
+    await send({"type": "http.response.body", "body": event, "more_body": False})
+
+
+async def _nothing() -> AsyncGenerator[dict[str, Any], None]:
+    return
+    yield {}

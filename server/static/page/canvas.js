@@ -1,0 +1,30 @@
+// A diffusion model's output, one cell a position. A mask is a blank; what has been decided never changes.
+class Canvas {
+  static pieces = new Map();
+  static async learn(ids) {
+    const unknown = [...new Set(ids)].filter((id) => !Canvas.pieces.has(id));
+    if (!unknown.length) return;
+    const texts = (await ask("/detokenize", { tokens: unknown.map((id) => [id]), skip_special_tokens: false })).text;
+    unknown.forEach((id, i) => Canvas.pieces.set(id, texts[i].replaceAll("\n", "\u23ce").replaceAll("\t", "\u21e5")));
+  }
+  cells = []; ids = [];
+  show(ids, step) {
+    const mask = served.diffusion.mask_token_id, box = $("canvas");
+    if (!this.cells.length) {
+      this.cells = ids.map(() => make("span", "", { class: "cell mask" }));
+      this.ids = ids.map(() => mask);
+      box.replaceChildren(...this.cells); box.hidden = false;
+    }
+    this.cells.forEach((cell, i) => {
+      cell.classList.remove("fresh");
+      if (ids[i] === this.ids[i]) return;
+      cell.textContent = Canvas.pieces.get(ids[i]);
+      cell.className = "cell fresh";
+      cell.title = `position ${i + 1}, decided at step ${step}`;
+    });
+    this.ids = ids;
+    const end = ids.findIndex((id) => served.eos_token_ids.includes(id));
+    this.cells.forEach((cell, i) => cell.classList.toggle("beyond", end >= 0 && i > end));
+    box.setAttribute("aria-label", `${ids.filter((id) => id !== mask).length} of ${ids.length} positions decided`);
+  }
+}

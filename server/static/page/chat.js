@@ -1,0 +1,109 @@
+// The chat: turns, where each one's prompt came from, and why the rest of it was computed.
+let messages = [];
+try { messages = JSON.parse(stored(sessionStorage, "ramet-chat")) || []; } catch { messages = []; }
+const EXAMPLES = ["What is a radix tree?", "Name three things that are red.", "Write a short poem about a root and its stems."];
+const DIFFUSION_EXAMPLES = ["What is the capital of France?", "Lily runs 12 km an hour for 4 hours. How far does she run?", "Write one sentence about the sea."];
+const system = () => $("system").value.trim() ? [{ role: "system", content: $("system").value }] : [];
+const conversation = (text) => [...system(), ...messages.map(({ role, content }) => ({ role, content })), ...(text ? [{ role: "user", content: text }] : [])];
+function chatBody(text) {
+  const body = { model: served?.served_model_name, messages: conversation(text), max_tokens: +$("tokens").value, temperature: +$("temperature").value };
+  if (+$("topp").value !== 1) body.top_p = +$("topp").value;
+  if ($("seed").value) body.seed = +$("seed").value;
+  if ($("stream").checked) body.stream = true;
+  return body;
+}
+function showChat() {
+  $("turns").replaceChildren(...messages.map(showTurn));
+  $("examples").replaceChildren(...(messages.length ? [] : (served?.diffusion ? DIFFUSION_EXAMPLES : EXAMPLES).map((text) => button(text, () => { $("prompt").value = text; keepDraft(); $("prompt").focus(); }))));
+  stored(sessionStorage, "ramet-chat", JSON.stringify(messages));
+}
+function showTurn(message, i) {
+  const turn = make("div", null, { class: `turn ${message.role}` });
+  turn.append(make("span", message.content, { class: "said" }));
+  if (message.role === "assistant") turn.append(under(message));
+  else if (i === messages.findLastIndex((m) => m.role === "user")) turn.append(Object.assign(make("div", null, { class: "under" }), { hidden: !!playing }));
+  return turn;
+}
+// Below an answer: a bar of the prompt's parts, the reason of a miss, the prompt as the model saw it.
+function under(message) {
+  const box = make("div", null, { class: "under" }), { meta } = message;
+  if (message.error) box.append(make("div", message.error, { class: "bad" }));
+  if (meta) {
+    const bar = make("div", null, { class: "bar", role: "img", "aria-label": `${meta.cached} of ${meta.prompt} prompt tokens reused` });
+    bar.append(make("i", null, { style: `width:${100 * meta.cached / Math.max(meta.prompt, 1)}%` }));
+    box.append(bar, make("div", `${number(meta.cached)} of ${number(meta.prompt)} prompt tokens reused; ${number(meta.output)} generated${meta.steps ? ` after ${number(meta.steps)} steps` : ""} in ${number(meta.seconds, 2)} s${meta.first_s ? `, the first after ${number(1000 * meta.first_s)} ms` : ""}`, { class: "figures" }));
+    if (meta.why) box.append(make("div", meta.why, { class: "whymissed" }));
+    if (meta.ids?.length) {
+      const details = make("details"), text = make("pre");
+      details.append(make("summary", "the prompt as the model saw it"), text);
+      details.addEventListener("toggle", () => { if (details.open && !text.firstChild) colour(text, meta.ids, meta.cached).catch((error) => { text.textContent = error.message; }); });
+      box.append(details);
+    }
+  }
+  const row = make("div", null, { class: "row" });
+  row.append(button("Copy", (event) => copy(message.content, event.currentTarget)));
+  if (message === messages.at(-1)) row.append(button("Take back", () => { const asked = messages.splice(-2)[0]; $("prompt").value = asked.content; keepDraft(); showChat(); }));
+  box.append(row);
+  return box;
+}
+async function playChat(text, signal) {
+  const body = served?.diffusion ? null : { ...chatBody(text), explain: true, return_token_ids: true, ...($("stream").checked && { stream_options: { include_usage: true } }) };
+  messages.push({ role: "user", content: text }, { role: "assistant", content: "" });
+  const answer = messages.at(-1), began = performance.now();
+  $("prompt").value = ""; keepDraft(); showChat();
+  const said = $("turns").lastChild.querySelector(".said"), meta = { prompt: 0, cached: 0, output: 0, seconds: 0 };
+  const grow = (more) => { if (more) { meta.first_s ??= (performance.now() - began) / 1000; answer.content += more; said.textContent = answer.content; } };
+  try {
+    if (body) await causal(body, signal, meta, grow); else await denoise(answer, said, signal, meta);
+  } catch (error) {
+    answer.error = error.name === "AbortError" ? "stopped" : error.message;
+  }
+  meta.seconds = (performance.now() - began) / 1000;
+  if (!$("stream").checked) delete meta.first_s;
+  if (meta.prompt) answer.meta = meta;
+  showChat();
+}
+async function causal(body, signal, meta, grow) {
+  const answer = await call("/v1/chat/completions", { method: "POST", signal, body: JSON.stringify(body) });
+  const take = (event) => {
+    if (event.prompt_token_ids) meta.ids = event.prompt_token_ids;
+    if (event.explain) meta.why = why(event.explain);
+    if (event.usage) Object.assign(meta, { prompt: event.usage.prompt_tokens, output: event.usage.completion_tokens, cached: event.usage.prompt_tokens_details?.cached_tokens || 0 });
+    for (const choice of event.choices) grow((choice.delta || choice.message).content);
+  };
+  if (body.stream) { for await (const event of eventsOf(answer)) take(event); } else take(await answer.json());
+}
+async function denoise(answer, said, signal, meta) {
+  const ids = (await ask("/tokenize", { messages: conversation("").slice(0, -1) })).tokens, canvas = new Canvas();
+  const response = await call("/generate", { method: "POST", signal, body: JSON.stringify({ ...wanted(), input_ids: ids }) });
+  const take = async (event) => {
+    if (event.canvas) { await Canvas.learn(event.canvas); canvas.show(event.canvas, event.meta_info.denoise_steps); }
+    answer.content = said.textContent = event.text;
+    const { cached_tokens, prompt_tokens, completion_tokens, denoise_steps } = event.meta_info;
+    Object.assign(meta, { ids, cached: cached_tokens, prompt: prompt_tokens, output: completion_tokens, steps: denoise_steps });
+  };
+  if ($("stream").checked) { for await (const event of eventsOf(response)) await take(event); } else await take(await response.json());
+}
+$("newchat").addEventListener("click", () => { playing?.abort(); messages = []; $("canvas").hidden = true; showChat(); $("prompt").focus(); });
+
+// -- the same request elsewhere
+function requestOf() {
+  const text = $("prompt").value;
+  if (form() === "chat") return ["/v1/chat/completions", chatBody(text || "What is a radix tree?")];
+  const { explain, ...body } = wanted(text);
+  return ["/generate", body];
+}
+function showCode(kind) {
+  const [path, body] = requestOf(), indented = JSON.stringify(body, null, 2);
+  const quoted = `'${indented.replaceAll("'", `'\\''`)}'`;
+  const curl = [`curl -sN ${location.origin}${path} -H 'Content-Type: application/json'`, ...(key ? ["-H \"Authorization: Bearer $RAMET_KEY\""] : []), `-d ${quoted}`].join(" \\\n  ");
+  const python = (value) => JSON.stringify(value, null, 4).replace(/\btrue\b(?=,?\n|\s*})/g, "True").replace(/\bfalse\b(?=,?\n|\s*})/g, "False").replace(/\bnull\b(?=,?\n|\s*})/g, "None");
+  const own = key ? "os.environ[\"RAMET_KEY\"]" : "\"none\"", imports = key ? "import os\n\n" : "";
+  const openai = `${imports}from openai import OpenAI\n\nclient = OpenAI(base_url="${location.origin}/v1", api_key=${own})\nanswer = client.chat.completions.create(**${python({ ...body, stream: undefined })})\nprint(answer.choices[0].message.content)`;
+  const plain = `${imports}import httpx\n\nbody = ${python({ ...body, stream: undefined })}\nanswer = httpx.post("${location.origin}${path}", json=body, timeout=600${key ? `, headers={"Authorization": f"Bearer {${own}}"}` : ""})\nprint(answer.json()["text"])`;
+  $("code").textContent = kind === "curl" ? curl : form() === "chat" ? openai : plain;
+  $("codebox").hidden = false;
+}
+$("ascurl").addEventListener("click", () => showCode("curl"));
+$("aspython").addEventListener("click", () => showCode("python"));
+$("copycode").addEventListener("click", (event) => copy($("code").textContent, event.currentTarget));

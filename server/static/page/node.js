@@ -1,0 +1,40 @@
+// The selected node: its facts, its whole text, and what an admin may do with it.
+function showNode(block) {
+  const box = $("node");
+  if (!block) { box.replaceChildren("This node is gone, or too small to be shown."); box.dataset.shown = ""; return; }
+  const name = nameOf(block), same = box.dataset.shown === name;
+  if (same && box.contains(document.activeElement) && document.activeElement.matches("pre")) return;
+  const entries = [["tokens", `${number(block.tokens)}, after ${number(block.start)}`], ["from here on", `${number(block.total)} tokens in ${number(block.nodes)} nodes`], ["hits", number(block.hits)],
+    ["last used", `${ago(block.idle_s)} ago`], ["computed in", block.cost_s ? `${number(block.cost_s, 2)} s` : null], ["owner", ownerOf(block)], ["kind", kindOf(block)], ["also in", (block.tiers || []).join(", ")],
+    ["kept by", [block.pinned && "pins", block.locked && "live requests"].filter(Boolean).join(" and ")], ["foreseen", block.outlook && foreseen(block.outlook)]];
+  const list = make("dl");
+  for (const [what, value] of entries) if (value) list.append(make("dt", what), make("dd", value));
+  const focused = same && box.contains(document.activeElement) ? document.activeElement.textContent : null;
+  const text = same ? box.querySelector("pre") : make("pre", block.preview + (block.tokens > 48 ? " …" : ""), { id: "nodetext" });
+  const buttons = nodeButtons(block, text);
+  box.classList.remove("soft");
+  box.replaceChildren(list, buttons, ...(block.preview ? [text] : []), make("div", same ? box.dataset.said || "" : "", { id: "said", role: "status", class: "soft" }));
+  if (!same) { box.dataset.said = ""; box.dataset.shown = name; }
+  if (focused) [...buttons.children].find((one) => one.textContent === focused)?.focus();
+}
+function nodeButtons(block, text) {
+  const row = make("div", null, { class: "row" });
+  if (block.below.length) row.append(button("Zoom in", () => zoomTo(block)));
+  if (!asker.admin) return row;
+  const [end, start] = block.end || [block.id, block.start];
+  const whole = async () => (await ask(`/cache/nodes/${end}?start=${start}&from=${block.start}`)).text;
+  row.prepend(button("Pin", () => change(() => ask(`/cache/nodes/${end}/pin?start=${start}`, null, "POST"), "pinned")));
+  if (block.pinned) row.append(button("Unpin", () => change(() => ask(`/cache/nodes/${end}/pin?start=${start}`, null, "DELETE"), "unpinned")));
+  row.append(button("Evict", () => change(() => ask(`/cache/nodes/${block.id}?start=${block.start}`, null, "DELETE"), "evicted"), "danger"));
+  row.append(button("Whole text", () => change(async () => { text.textContent = await whole(); }, "")));
+  row.append(button("Copy text", async (event) => { const from = event.currentTarget; await change(async () => copy(await whole(), from), ""); }));
+  return row;
+}
+async function change(act, done) {
+  const box = $("node");
+  let told = done;
+  try { const answer = await act(); if (answer?.evicted_tokens != null) told = `${number(answer.evicted_tokens)} tokens evicted`; }
+  catch (error) { told = error.message; }
+  box.dataset.said = told;
+  if ($("said")) $("said").textContent = told;
+}

@@ -1,0 +1,156 @@
+// The tree as an icicle: width is tokens, a row is a step down.
+let tree = null, blocks = [], selected = null, zoom = null, cursor = null;
+const ROW = 26, DEPTH = 14, nameOf = (block) => block.name || `${block.id}@${block.start}`;
+function nested() {
+  const all = tree.blocks.map((block) => ({ ...block, below: [] }));
+  all.forEach((block) => { if (block.parent != null) { block.above = all[block.parent]; block.above.below.push(block); } });
+  return underOwners(all);
+}
+const ownerOf = (block) => [block.tenant, block.salt && `salt ${short(block.salt, 16)}`].filter(Boolean).join(", ");
+// The tree has a root for each module and document, and for what each set of them is followed by; the page has one for a schema, one for documents, and one for a tenant and salt.
+function underOwners(all) {
+  const roots = new Map();
+  for (const root of all.filter((block) => block.parent == null)) {
+    const meta = root.below[0]?.meta, kind = meta?.module != null ? `schema ${meta.schema || "without a name"}` : root.kind === "document" ? "documents" : "";
+    const owner = [ownerOf(root), kind].filter(Boolean).join(", "), whole = roots.get(owner);
+    if (!whole) { roots.set(owner, { ...root, owner, name: `-1@${encodeURIComponent(owner)}` }); root.below.forEach((one) => { one.above = roots.get(owner); }); continue; }
+    whole.below.push(...root.below);
+    root.below.forEach((one) => { one.above = whole; });
+    for (const sum of ["total", "nodes", "hits"]) whole[sum] += root[sum];
+    whole.idle_s = Math.min(whole.idle_s, root.idle_s);
+    whole.locked ||= root.locked;
+  }
+  return [...roots.values(), ...all.filter((block) => block.parent != null)];
+}
+// Labels say who speaks instead of the template's tokens.
+const folded = (text) => text
+  .replace(/<\|(?:im_start|start_header_id)\|>\s*(\w+)(?:<\|end_header_id\|>)?\s*/g, " $1: ").replace(/\[INST\]\s*/g, " user: ").replace(/\[\/INST\]/g, " assistant: ")
+  .replace(/<\|[^|<>]*\|>|<\/?s>/g, " ").replace(/\s+/g, " ").trim();
+function labelOf(block) {
+  if (block.id < 0) return block.owner || (asker.admin ? "all requests" : "your prompts");
+  return [block.meta?.module, folded(block.preview) || block.preview.trim()].filter(Boolean).join(" ") || `${number(block.tokens)} tokens`;
+}
+const COLOURINGS = {
+  recency: { key: [["used long ago, just now", "background:linear-gradient(90deg,var(--cold),var(--hot))"]], of: (block) => Math.exp(-block.idle_s / 120) },
+  hits: { key: [["no hits, many", "background:linear-gradient(90deg,var(--cold),var(--hot))"]], of: (block, most) => Math.log1p(block.hits) / Math.log1p(Math.max(most.hits, 1)) },
+  cost: { key: [["cheap to compute, costly", "background:linear-gradient(90deg,var(--cold),var(--hot))"]], of: (block, most) => Math.sqrt(block.cost_s / (most.cost || 1)) },
+};
+const classOf = { tenant: (block) => ownerOf(block) || "without a key or salt", tier: (block) => ["pool", ...(block.tiers || [])].join(" + ") };
+function colouring() {
+  const by = $("colourby").value, shown = blocks.filter((block) => block.id >= 0);
+  if (classOf[by]) {
+    const names = [...new Set(shown.map(classOf[by]))].sort(), colour = (name) => `color-mix(in srgb, var(${COLOURS[names.indexOf(name) % COLOURS.length]}) 45%, var(--panel))`;
+    return { key: names.slice(0, 8).map((name) => [name, `background:${colour(name)}`]), fill: (block) => colour(classOf[by](block)) };
+  }
+  const most = { hits: Math.max(0, ...shown.map((b) => b.hits)), cost: Math.max(0, ...shown.map((b) => b.cost_s || 0)) };
+  return { key: COLOURINGS[by].key, fill: (block) => `color-mix(in oklab, var(--hot) ${Math.round(100 * COLOURINGS[by].of(block, most))}%, var(--cold))` };
+}
+const found = (block) => { const text = $("search").value.trim().toLowerCase(); return !text || `${block.preview} ${labelOf(block)}`.toLowerCase().includes(text); };
+function showTree() {
+  if (!tree) return;
+  blocks = nested();
+  const tenant = fillTenants(), roots = blocks.filter((block) => block.parent == null && block.total && (!tenant || block.tenant === tenant));
+  const sum = (list, field) => list.reduce((all, one) => all + one[field], 0), wanted = $("search").value.trim();
+  const hits = wanted ? blocks.filter((block) => block.id >= 0 && found(block)).length : 0;
+  $("treefigures").textContent = `${number(sum(roots, "total"))} tokens in ${number(sum(roots, "nodes"))} nodes` +
+    (wanted ? `, ${number(hits)} of those shown begin with or hold this text` : sum(roots, "nodes") ? `, ${number(sum(blocks, "chained"))} of them shown` : ": empty. Send a prompt, and look again.");
+  const from = zoom && blocks.find((block) => nameOf(block) === zoom);
+  if (zoom && !from) zoom = null;
+  showCrumbs(from);
+  drawTree(from ? [from] : roots);
+  if (selected) showNode(blocks.find((block) => nameOf(block) === selected));
+}
+function fillTenants() {
+  const names = [...new Set(blocks.filter((block) => block.parent == null).map((block) => block.tenant))].filter(Boolean).sort(), chosen = $("tenant").value;
+  $("tenantbox").hidden = names.length < 2;
+  if ([...$("tenant").options].map((o) => o.value).join() !== ["", ...names].join()) {
+    $("tenant").replaceChildren(make("option", "all", { value: "" }), ...names.map((name) => make("option", name, { value: name })));
+    $("tenant").value = names.includes(chosen) ? chosen : "";
+  }
+  return $("tenant").value;
+}
+function showCrumbs(from) {
+  const path = [];
+  for (let block = from; block; block = block.above) path.unshift(block);
+  $("crumbs").hidden = !from;
+  $("crumbs").replaceChildren(...[button("Whole tree", () => { zoom = null; showTree(); }), ...path.flatMap((block) => ["›", button(short(labelOf(block), 28), () => { zoom = nameOf(block); showTree(); })])]);
+}
+function drawTree(top) {
+  const svg = $("icicle"), width = svg.clientWidth || 1000, focused = svg.contains(document.activeElement), paint = colouring();
+  svg.replaceChildren();
+  legend($("treekey"), [...paint.key, ["pinned", "border:2px solid var(--pin)"], ["locked by a live request", "border-bottom:3px solid var(--lock);border-radius:0"], ["smaller nodes, together", "background:var(--line)"]]);
+  let deepest = 0, x = 0;
+  const place = (block, x, w, row) => {
+    if (w < 1 || row >= DEPTH) return;
+    deepest = Math.max(deepest, row);
+    drawBlock(svg, block, x, w, row, paint);
+    const scale = w / block.total;
+    let at = x;
+    for (const child of block.below) { place(child, at, child.total * scale, row + 1); at += child.total * scale; }
+    const rest = block.total - block.tokens - block.below.reduce((sum, child) => sum + child.total, 0);
+    const nodes = block.nodes - block.chained - block.below.reduce((sum, child) => sum + child.nodes, 0);
+    if (rest > 0 && row + 1 < DEPTH && rest * scale >= 1) { deepest = Math.max(deepest, row + 1); drawRest(svg, at, rest * scale, row + 1, rest, nodes); }
+  };
+  const sum = top.reduce((all, root) => all + root.total, 0) || 1;
+  for (const root of top) { place(root, x, width * root.total / sum, 0); x += width * root.total / sum; }
+  const height = top.length ? (deepest + 1) * ROW : 0;
+  svg.setAttribute("height", height); svg.setAttribute("viewBox", `0 0 ${width} ${Math.max(height, 1)}`);
+  const place_ = svg.querySelector(`[data-name="${CSS.escape(cursor || "")}"]`) || svg.querySelector("[data-name]");
+  if (place_) { place_.setAttribute("tabindex", "0"); if (focused) place_.focus(); }
+}
+function drawRest(svg, x, w, row, tokens, nodes) {
+  const rect = draw(svg, "rect", { x, y: row * ROW + 1, width: Math.max(w - 1, 1), height: ROW - 4, rx: Math.min(3, w / 4), fill: "var(--line)", "data-rest": tokens });
+  rect.addEventListener("mousemove", (event) => showTip(event, `${number(tokens)} tokens in ${number(nodes)} smaller nodes`));
+  rect.addEventListener("mouseleave", hideTip);
+  const label = `+${number(nodes)}`;
+  if (label.length * 6.5 + 8 < w) draw(svg, "text", { x: x + 5, y: row * ROW + 16 }, label);
+}
+function drawBlock(svg, block, x, w, row, paint) {
+  const root = block.id < 0, name = nameOf(block);
+  const rect = draw(svg, "rect", {
+    x: x + .5, y: row * ROW + 1, width: Math.max(w - 1.5, .5), height: ROW - 4, rx: Math.min(3, w / 4), tabindex: -1, "data-name": name, role: "treeitem",
+    "aria-label": `${short(labelOf(block), 60)}, ${number(block.total)} tokens`, fill: root ? "var(--panel)" : paint.fill(block),
+    stroke: name === selected ? "var(--ink)" : block.pinned ? "var(--pin)" : root ? "var(--soft)" : "none", "stroke-width": root && name !== selected ? 1 : 2,
+    class: found(block) || root ? "" : "faded",
+  });
+  if (block.pinned) rect.dataset.pinned = "1";
+  if (block.locked && !root) { rect.dataset.locked = "1"; draw(svg, "line", { x1: x + 2, x2: x + Math.max(w - 2, 2.5), y1: row * ROW + ROW - 5, y2: row * ROW + ROW - 5, stroke: "var(--lock)", "stroke-width": 2, "pointer-events": "none" }); }
+  if (w > 40) draw(svg, "text", { x: x + 6, y: row * ROW + 16, class: found(block) || root ? "" : "faded" }, short(labelOf(block), Math.floor((w - 10) / 6.2)));
+  rect.addEventListener("mousemove", (event) => showTip(event, make("div", facts(block), { class: "soft" }), ...(block.preview ? [make("pre", block.preview)] : [])));
+  rect.addEventListener("mouseleave", hideTip);
+  rect.addEventListener("click", () => choose(block));
+  rect.addEventListener("dblclick", () => zoomTo(block));
+}
+function zoomTo(block) { zoom = nameOf(block); cursor = zoom; showTree(); }
+function choose(block) { cursor = nameOf(block); if (block.id >= 0) selected = cursor; showTree(); }
+const depths = ({ depths, similarity }) => Object.entries(depths).sort((a, b) => a[0] - b[0]).map(([ratio, depth]) =>
+  `${depth} layers from ${ratio} % of a request` + (similarity[ratio] == null ? "" : ` (similarity ${similarity[ratio]})`)).join(", ");
+const foreseen = (outlook) => outlook ? `${outlook.kind}; ${number(outlook.age)} uses ago; ${(1000 * outlook.promise).toPrecision(2)} hits a page in 1,000 uses` : "–";
+const kindOf = ({ meta, kind }) => meta?.module != null ? `module ${meta.module} of the schema ${meta.schema}, ${number(meta.module_tokens)} tokens` :
+  meta?.depths ? `encoded with ${number(meta.encoded_tokens)} tokens, reusable in ${depths(meta)} (depth table ${meta.depth_table})` :
+  meta?.document != null ? `document ${meta.document}, ${number(meta.document_tokens)} tokens` : { rows: "behind prompt modules", fused: "behind documents", bicache: "encoding" }[kind];
+function facts(block) {
+  const root = block.id < 0, kind = kindOf(block);
+  return [root ? `${number(block.total)} tokens in ${number(block.nodes)} nodes` : `${number(block.tokens)} tokens after ${number(block.start)}; ${number(block.total)} in ${number(block.nodes)} nodes from here on`,
+    `${number(block.hits)} hits`, `last used ${ago(block.idle_s)} ago`, ownerOf(block) && `of ${ownerOf(block)}`, block.pinned && "pinned", block.locked && "locked by a live request",
+    block.outlook && `foreseen: ${foreseen(block.outlook)}`, kind].filter(Boolean).join("; ");
+}
+// One stop for the tabulator; arrows go along the tree as it is drawn.
+$("icicle").addEventListener("keydown", (event) => {
+  const shown = [...$("icicle").querySelectorAll("[data-name]")], now = document.activeElement;
+  const block = blocks.find((one) => nameOf(one) === now?.dataset?.name);
+  if (!block) return;
+  const centre = (rect) => +rect.getAttribute("x") + +rect.getAttribute("width") / 2, row = (rect) => +rect.getAttribute("y");
+  const nearest = (y) => shown.filter((rect) => row(rect) === y).sort((a, b) => Math.abs(centre(a) - centre(now)) - Math.abs(centre(b) - centre(now)))[0];
+  const beside = (step) => { const same = shown.filter((rect) => row(rect) === row(now)).sort((a, b) => centre(a) - centre(b)); return same[same.indexOf(now) + step]; };
+  const moves = { ArrowDown: () => block.below.map((one) => shown.find((rect) => rect.dataset.name === nameOf(one))).find(Boolean), ArrowUp: () => nearest(row(now) - ROW), ArrowLeft: () => beside(-1), ArrowRight: () => beside(1) };
+  const acts = { Enter: () => choose(block), z: () => zoomTo(block), Escape: () => { zoom = null; showTree(); } };
+  if (!moves[event.key] && !acts[event.key]) return;
+  event.preventDefault();
+  if (acts[event.key]) { acts[event.key](); return; }
+  const next = moves[event.key]();
+  if (!next) return;
+  now.setAttribute("tabindex", "-1"); next.setAttribute("tabindex", "0"); cursor = next.dataset.name; next.focus();
+});
+for (const [id, kind] of [["search", "input"], ["tenant", "change"], ["colourby", "change"]]) $(id).addEventListener(kind, () => { if (id === "tenant") zoom = null; showTree(); });
+addEventListener("resize", () => { showTree(); for (const id of charts.keys()) drawChart(id); });

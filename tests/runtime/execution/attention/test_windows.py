@@ -1,0 +1,59 @@
+"""Plans within a window, against the mask that the window means."""
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
+from runtime.execution.attention.paged_index import rows_of, visible_pairs
+from runtime.execution.attention.windows import Window, narrowed, within
+
+
+def positions_seen(plan: AttentionPlan, page_size: int) -> dict[int, list[tuple[int, int]]]:
+    """The (pool slot, position) pairs that each row sees."""
+    found: dict[int, list[tuple[int, int]]] = {row: [] for row in range(plan.num_rows)}
+    for edge in plan.edges:
+        span = plan.spans[edge.span]
+        slots = (span.pages[:, None] * page_size + np.arange(page_size)).flatten()
+        for row, seen in zip(rows_of(edge, plan.num_rows), visible_pairs(edge, plan).numpy(), strict=True):
+            found[int(row)] += [(int(slots[i]), span.position + int(i)) for i in np.flatnonzero(seen)]
+    return {row: sorted(pairs) for row, pairs in found.items()}
+
+
+def prefix_plan(page_size: int) -> tuple[AttentionPlan, np.ndarray]:
+    """Two requests that share their first 32 positions: one prefills 7 rows, the other decodes; one row more is new."""
+    plan = AttentionPlan(9)
+    shared = Span(np.arange(32 // page_size, dtype=np.int32), 32)
+    plan.add(slice(0, 8), shared)
+    for first, rows, length in ((100, slice(0, 7), 12), (300, slice(7, 8), 20)):
+        pages = np.arange(first, first + -(-length // page_size), dtype=np.int32)
+        plan.add(rows, Span(pages, length, position=32), causal_visible(length, rows.stop - rows.start))
+    plan.add(torch.tensor([8]), Span(np.array([500], dtype=np.int32), 1))
+    return plan, np.array([*range(37, 44), 51, 0])
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("window", [Window(1), Window(5), Window(16), Window(30), Window(99), Window(10, True)])
+def test_rows_see_the_window_before_them(window, page_size):
+    plan, positions = prefix_plan(page_size)
+    narrow = within(plan, positions, window, page_size)
+    for row, pairs in positions_seen(plan, page_size).items():
+        at = int(positions[row])
+        first = at // window.size * window.size if window.chunked else at - window.size + 1
+        assert positions_seen(narrow, page_size)[row] == [pair for pair in pairs if pair[1] >= first]
+    # At the most one page in part before the first key that a row of the edge sees.
+    for edge in narrow.edges:
+        assert edge.hidden is None or int(edge.hidden.min()) < page_size
+
+
+def test_layer_groups_are_cut_where_windows_change():
+    plan, positions = prefix_plan(4)
+    group = LayerGroup(range(5), None, torch.arange(9), plan)
+    group.load, group.save = ["load"], ["save"]
+    batch = ForwardBatch(torch.arange(9), torch.from_numpy(positions), [group], torch.arange(9))
+    groups = narrowed(batch, [None, Window(5), Window(5), None, None], 4).groups
+    assert [one.layers for one in groups] == [range(1), range(1, 3), range(3, 5)]
+    assert [one.load for one in groups] == [["load"], [], []]
+    assert [one.save for one in groups] == [[], [], ["save"]]
+    assert groups[0].attention is groups[2].attention is plan
+    assert sum(len(span.pages) for span in groups[1].attention.spans) < sum(len(span.pages) for span in plan.spans)

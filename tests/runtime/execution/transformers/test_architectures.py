@@ -1,0 +1,81 @@
+"""Greedy output of transformers' code over pages is that of transformers alone, for many architectures."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import runtime.models
+from tests.runtime.engine.driver import Driver, make_core
+from tests.runtime.execution.transformers.architectures import ARCHITECTURES, VOCAB, save_small
+
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    draw = random.Random(3)
+    root = [draw.randrange(3, VOCAB) for _ in range(40)]
+    return [
+        root[: draw.randrange(2, 41)] + [draw.randrange(3, VOCAB) for _ in range(draw.randrange(1, 9))]
+        for _ in range(6)
+    ]
+
+
+@torch.inference_mode()
+def is_greedy(model, prompt, tokens) -> bool:
+    """Whether each token is the most likely one after the prompt and the tokens before it."""
+    logits = model(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
+    return logits.argmax(-1).tolist() == tokens
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_tokens_are_those_of_transformers(architecture, prompts, tmp_path):
+    """Cold, warm and evicting; in batches and alone; in pages of 1 and of 16."""
+    path = save_small(architecture, tmp_path)
+    options = {"model_impl": "transformers", "chunk_tokens": 7}
+    driver = Driver(make_core(path, page_size=1, **options))
+    cold = driver.together(prompts, max_new_tokens=NEW)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    assert [is_greedy(model, *pair) for pair in zip(prompts, cold, strict=True)] == [True] * len(prompts)
+    assert len({*map(tuple, cold)}) > 2, "the model says the same to everything"
+    assert driver.together(prompts, max_new_tokens=NEW) == cold
+    assert driver.events["r6"][0].cached_tokens == len(prompts[0]) - 1
+    core = make_core(path, page_size=16, pool_tokens=80, **options)
+    driver = Driver(core)
+    for i in (0, 1, 2, 3, 4, 5, 2, 0):
+        driver.add(f"{i} {driver.steps}", prompts[i], max_new_tokens=NEW)
+        driver.step()
+        if i > 2:
+            driver.run()
+    driver.run()
+    assert all(tokens == cold[int(rid.split()[0])] for rid, tokens in driver.tokens.items())
+    assert core.admin.state()["evicted_tokens"] > 0
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("architecture", ["Mistral", "Qwen2"])
+def test_windows_in_the_own_code(architecture, native, prompts, tmp_path):
+    path = save_small(architecture, tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    for page_size in (1, 16):
+        core = make_core(path, page_size=page_size, chunk_tokens=7, native_kernels=native)
+        assert (core.info.model_impl, core.executor.has_windows) == ("ramet", True)
+        driver = Driver(core)
+        cold = driver.together(prompts, max_new_tokens=NEW)
+        assert [is_greedy(model, *pair) for pair in zip(prompts, cold, strict=True)] == [True] * len(prompts)
+        assert driver.together(prompts, max_new_tokens=NEW) == cold
+    assert {*core.strategies} == {"prefix"}
+    # A window as long as the context hides nothing.
+    assert len(make_core(path, context_length=9).strategies) == 4
+
+
+def test_the_table_of_the_readme_is_what_is_tested():
+    room = Path(runtime.models.__file__).parent
+    table = (room / "README.md").read_text(encoding="utf-8").split("<!-- architectures -->")[1]
+    assert table.split() == ", ".join(ARCHITECTURES).split()
+    assert f"[{len(ARCHITECTURES)} architectures" in (room.parents[1] / "README.md").read_text(encoding="utf-8")

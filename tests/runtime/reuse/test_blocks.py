@@ -1,0 +1,194 @@
+"""Block diffusion against transformers: every block from all before it and itself, computed anew at every step."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from array import array
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from runtime.engine.core import EngineCore
+from runtime.errors import InvalidRequest, ModelError
+from runtime.params import DiffusionParams, SamplingParams
+from runtime.protocol import AddPin
+from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
+from tests.runtime.reuse.bicache.models import CONTEXT, MASK, save_tiny
+
+KINDS = {
+    "sdar": (Qwen3Config, Qwen3ForCausalLM, 4, 4, 0, 0.85),
+    "fast_dllm": (Qwen2Config, Qwen2ForCausalLM, 16, 8, 1, 0.9),
+}
+# A random model is sure of nothing: so low that some steps decide several masks, and some but one.
+SURE = 0.02
+
+
+class Plain:
+    """The published loops, without a cache."""
+
+    def __init__(self, kind, path):
+        config_type, model_type, self.attended, self.block, self.shift, _ = KINDS[kind]
+        config = json.loads((path / "config.json").read_text())
+        config = config_type(**{k: v for k, v in config.items() if k not in ("architectures", "model_type")})
+        self.model = model_type.from_pretrained(path, config=config, dtype=torch.float32, attn_implementation="eager")
+
+    @torch.inference_mode()
+    def probs(self, tokens):
+        """Float64 [n, vocab], row i for token i as far as it is read within these tokens, and that of the next one."""
+        block = torch.arange(len(tokens)) // self.attended
+        hidden = torch.where(block[:, None] >= block, 0.0, -math.inf)[None, None]
+        logits = self.model(torch.tensor([tokens]), attention_mask=hidden).logits[0]
+        logits[:, MASK] = -math.inf
+        return logits.double().softmax(-1)
+
+    def denoise(self, prompt, length, threshold=None, steps=None, block=None):
+        block = block or self.block
+        end = -(-(len(prompt) + length) // self.attended) * self.attended
+        tokens = prompt + [MASK] * (end - len(prompt))
+        undecided = [i >= len(prompt) for i in range(end)]
+        for first in range(len(prompt) // self.attended * self.attended, end, self.attended):
+            if self.shift and undecided[first]:
+                tokens[first], undecided[first] = int(self.probs(tokens[:first])[-1].argmax()), False
+            for start in range(first, first + self.attended, block):
+                step = 0
+                while any(undecided[start : start + block]):
+                    masks = [i for i in range(start, start + block) if undecided[i]]
+                    probs = self.probs(tokens[: first + self.attended])
+                    best = {i: probs[i - self.shift].max(0) for i in masks}
+                    masks.sort(key=lambda i: -best[i].values)
+                    if threshold is None:
+                        count = block // steps + (step < block % steps)
+                    else:
+                        count = max(sum(float(best[i].values) >= threshold for i in masks), 1)
+                    for i in masks[:count]:
+                        tokens[i], undecided[i] = int(best[i].indices), False
+                    step += 1
+        return tokens[len(prompt) : len(prompt) + length]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def path(kind, tmp_path_factory):
+    return save_tiny(kind, tmp_path_factory.mktemp(kind) / kind)
+
+
+@pytest.fixture(scope="module")
+def plain(kind, path):
+    return Plain(kind, path)
+
+
+@pytest.fixture(scope="module")
+def driver(path):
+    return DenoiseDriver(make_core(path, page_size=16))
+
+
+def text(length, seed=0):
+    return random.Random(f"{length} {seed}").choices(range(3, 290), k=length)
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 15, 16, 17, 45])
+def test_cold_and_warm_answers_equal_the_plain_loop(driver, plain, length):
+    prompt = text(length)
+    expected = plain.denoise(prompt, 22, threshold=SURE)
+    for _ in range(2):
+        assert driver.one(prompt, gen_length=22, threshold=SURE) == expected
+    assert driver.report(driver.last())["cached_tokens"] >= (length - 1) // 16 * 16
+
+
+def test_what_was_answered_is_reused_by_the_next_turn(driver, plain):
+    prompt = text(20, seed=1)
+    turn = prompt + driver.one(prompt, gen_length=28, threshold=SURE)
+    turn += [7, 8]
+    assert driver.one(turn, gen_length=9, threshold=SURE) == plain.denoise(turn, 9, threshold=SURE)
+    assert driver.report(driver.last())["cached_tokens"] >= 32
+
+
+def test_a_prompt_that_parts_within_a_page_is_copied_in_whole_blocks(driver, plain):
+    prompt = text(30, seed=2)
+    driver.one(prompt, gen_length=16, threshold=SURE)
+    for same in (17, 22, 29):
+        other = prompt[:same] + text(20, seed=same)
+        assert driver.one(other, gen_length=6, threshold=SURE) == plain.denoise(other, 6, threshold=SURE)
+        cached = driver.report(driver.last())["cached_tokens"]
+        assert cached >= 16
+        assert cached % plain.attended == 0
+
+
+@pytest.mark.parametrize("options", [{"steps": 1}, {"steps": 2}, {"steps": 3, "block_length": 4}, {"steps": 4}])
+def test_schedules_equal_the_plain_loop(driver, plain, options):
+    prompt = text(18, seed=3)
+    expected = plain.denoise(prompt, 13, steps=options["steps"], block=options.get("block_length"))
+    assert driver.one(prompt, gen_length=13, **options) == expected
+
+
+def test_defaults_are_those_of_the_authors(driver, plain, kind):
+    filled = DiffusionParams().filled(driver.core.info.diffusion, SamplingParams())
+    _, _, _, block, _, threshold = KINDS[kind]
+    assert (filled.block_length, filled.threshold) == (block, threshold)
+    prompt = text(9, seed=4)
+    assert driver.one(prompt, gen_length=8) == plain.denoise(prompt, 8, threshold=threshold)
+
+
+def test_many_at_once_in_a_pool_that_is_too_small(path, plain):
+    """They share prefixes, are chunked, give way to each other, and evict what others left."""
+    driver = DenoiseDriver(make_core(path, page_size=16, pool_tokens=160, step_tokens=32))
+    prompts = [text(34, seed=5)[:shared] + text(40 - shared, seed=i) for i, shared in enumerate((0, 17, 34, 34, 25))]
+    for i, prompt in enumerate(prompts):
+        driver.denoise(f"r{i}", prompt, gen_length=30 + i, threshold=SURE)
+    driver.run()
+    for i, prompt in enumerate(prompts):
+        assert driver.tokens[f"r{i}"] == plain.denoise(prompt, 30 + i, threshold=SURE)
+    assert driver.core.scheduler.num_retracted
+    assert sum(driver.core.cache.tree.stats.evicted.values())
+
+
+def test_no_page_is_left_behind_by_an_abort(driver):
+    core = driver.core
+    before = core.cache.num_available
+    driver.denoise("gone", text(50, seed=6), gen_length=40)
+    for _ in range(5):
+        core.step()
+    core.abort("gone")
+    assert core.cache.num_available == before
+    core.cache.check([])
+
+
+def test_a_pin_computes_a_prompt_alone(driver, plain):
+    prompt = text(37, seed=7)
+    assert driver.core.handle(AddPin(1, array("i", prompt).tobytes())) is None
+    driver.run()
+    (reply,) = driver.core.take_replies()
+    assert "pin" in reply.result
+    assert driver.one(prompt, gen_length=5, threshold=SURE) == plain.denoise(prompt, 5, threshold=SURE)
+    assert driver.report(driver.last())["cached_tokens"] >= 32
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("cfg_scale", 1.0), ("cache", "dual"), ("depth", 2), ("prefix_tokens", 4), ("block_length", 3)]
+)
+def test_what_has_no_meaning_is_refused_by_name(driver, field, value):
+    info, sampling = driver.core.info.diffusion, SamplingParams()
+    with pytest.raises(InvalidRequest) as error:
+        DiffusionParams(**{field: value}).filled(info, sampling).check(info, sampling, 4, 10)
+    assert error.value.param == f"diffusion.{field}"
+
+
+def test_pages_hold_whole_blocks(path, plain):
+    with pytest.raises(ModelError, match=f"--page-size {plain.attended}"):
+        make_core(path, page_size=plain.attended // 2)
+
+
+def test_the_context_ends_with_a_whole_block(tmp_path, kind):
+    path = save_tiny(kind, tmp_path / kind)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT - 1}))
+    core: EngineCore = make_core(path, page_size=16)
+    assert core.info.context_length == CONTEXT - KINDS[kind][2]
+    assert len(DenoiseDriver(core).one(text(core.info.context_length - 5), gen_length=5)) == 5

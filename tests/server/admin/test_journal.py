@@ -1,0 +1,67 @@
+"""The journal of ended requests, and the trace of all of them."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from types import SimpleNamespace
+
+import pytest
+
+from radix import Namespace
+from runtime.protocol import Finish
+from server.admin.journal import BLOCK_TOKENS, BadTrace, Journal, Trace
+
+
+def ended(rid: str, tokens: list[int], account: str = "", salt: str = "", choice: int = 0):
+    key = array("i", tokens).tobytes()
+    submission = SimpleNamespace(account=account, namespace=Namespace(account, salt), tokens=key)
+    counts = {"prompt_tokens": len(tokens), "cached_tokens": 0, "completion_tokens": 7}
+    times = {"queue_s": 0.1, "prefill_s": 0.2, "e2e_s": 1.5}
+    return submission, SimpleNamespace(rid=rid, choice=choice, finish=Finish("stop"), **counts, **times)
+
+
+def test_each_tenant_has_its_last_hundred():
+    journal = Journal()
+    journal.add(*ended("first", [1], "b"))
+    for number in range(150):
+        journal.add(*ended(f"{number}", [1], "a"))
+    mine = journal.last("a")
+    assert sorted(int(entry["rid"]) for entry in mine) == list(range(50, 150))
+    assert [entry["rid"] for entry in journal.last("b")] == ["first"], "a loud neighbour displaces nothing"
+    assert len(journal.last(None)) == 100
+    assert journal.last("c") == []
+    told = {"tenant": "b", "prompt_tokens": 1, "output_tokens": 7, "queue_s": 0.1, "finish": "stop"}
+    assert told.items() <= journal.last("b")[0].items()
+
+
+def test_a_trace_tells_what_is_shared_and_no_text(tmp_path):
+    journal = Journal(Trace(tmp_path / "trace", {"x": "alice"}))
+    head = list(range(100, 100 + 2 * BLOCK_TOKENS))
+    prompts = [([*head, 1], "x", ""), ([*head, 2], "x", ""), (head, "y", ""), (head, "x", "s")]
+    for number, (tokens, account, salt) in enumerate(prompts):
+        journal.add(*ended(f"{number}", tokens, account, salt))
+    journal.add(*ended("other choice", head, "x", choice=1))
+    lines = [json.loads(line) for line in (tmp_path / "trace").read_text().splitlines()]
+    assert [line["tenant"] for line in lines] == ["alice", "alice", "", "alice"]
+    assert [(line["input_length"], line["output_length"]) for line in lines[:1]] == [(len(head) + 1, 7)]
+    first, second, other, salted = (line["hash_ids"] for line in lines)
+    assert (len(first), first[:2], first[2] == second[2]) == (3, second[:2], False)
+    assert not set(first) & set(other)
+    assert not set(first) & set(salted)
+    assert lines[0].keys() == {"timestamp", "input_length", "output_length", "block_tokens", "hash_ids", "tenant"}
+    # Another process has another secret.
+    Journal(Trace(tmp_path / "second", {})).add(*ended("0", head, "x"))
+    assert not set(json.loads((tmp_path / "second").read_text())["hash_ids"]) & set(first)
+
+
+def test_a_trace_that_cannot_be_written(tmp_path, caplog):
+    with pytest.raises(BadTrace, match=r"--record-trace .* cannot be written: No such file"):
+        Trace(tmp_path / "missing" / "trace", {})
+    trace = Trace(tmp_path / "trace", {})
+    trace._file.close()
+    trace._file = open("/dev/full", "a", buffering=1)  # noqa: SIM115 (the trace closes it)
+    for _ in range(2):
+        Journal(trace).add(*ended("0", [1, 2]))
+    assert [record.message.partition(": ")[0] for record in caplog.records] == ["--record-trace"]
+    assert trace._file.closed

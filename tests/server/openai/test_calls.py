@@ -1,0 +1,162 @@
+"""Calls of tools: their readers and their grammars, alone."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from runtime.models.tokenizer import Tokenizer
+from runtime.params import SamplingParams
+from runtime.sampling.grammar import Grammar, GrammarCompiler
+from server.openai.calls import CallReader, _moved, lazy_calls
+from server.openai.tools import Tool
+from tests.server.openai.test_tools import STOP, WEATHER
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rom"}}\n</tool_call>'
+NAMES = frozenset({"get_weather", "stop"})
+EXPECTED = ("get_weather", {"city": "Rom"})
+
+
+def read(reader: CallReader, text: str, size: int) -> tuple[str, list]:
+    shown, calls = "", []
+    pieces = [text[i : i + size] for i in range(0, len(text), size)] or [""]
+    for i, piece in enumerate(pieces):
+        new, found = reader.push(piece, last=i == len(pieces) - 1)
+        shown += new
+        calls += [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found]
+    return shown, calls
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("text", "shown", "calls"),
+    [
+        (CALL, "", [EXPECTED]),
+        (f"I look.\n{CALL}\n{CALL}", "I look.", [EXPECTED, EXPECTED]),
+        (f"{CALL} and so on", " and so on", [EXPECTED]),
+        ("a < b <tool", "a < b <tool", []),
+        ("<tool_call>{broken</tool_call>!", "<tool_call>{broken</tool_call>!", []),
+        ('<tool_call>{"name": "unknown"}</tool_call>', '<tool_call>{"name": "unknown"}</tool_call>', []),
+        ('<tool_call>{"name": "stop"}', "", [("stop", {})]),
+        ("<tool_call>" + "[" * 2000, "<tool_call>" + "[" * 2000, []),
+        *(
+            (f"<tool_call>{odd}</tool_call>", f"<tool_call>{odd}</tool_call>", [])
+            for odd in (
+                '{"name": []}',
+                '{"name": "stop", "arguments": "\\ud800"}',
+                '{"name": "stop", "arguments": NaN}',
+            )
+        ),
+    ],
+)
+def test_calls_between_tags(text, shown, calls, size):
+    assert read(CallReader(NAMES), text, size) == (shown, calls)
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize(
+    ("text", "shown", "calls"),
+    [
+        ('[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Rom"}}]', "", [EXPECTED]),
+        ('{"name": "get_weather", "parameters": {"city": "Rom"}}', "", [EXPECTED]),
+        ('<|python_tag|>{"name": "stop", "parameters": {}}', "", [("stop", {})]),
+        ("[see below]", "[see below]", []),
+        (" It rains.", " It rains.", []),
+        ("", "", []),
+    ],
+)
+def test_texts_that_are_calls(text, shown, calls, size):
+    assert read(CallReader(NAMES, tagged=False), text, size) == (shown, calls)
+
+
+def test_one_call_at_most_where_that_is_wanted():
+    assert read(CallReader(NAMES, single=True), CALL + CALL, 7)[1] == [EXPECTED]
+
+
+def test_without_tools_nothing_is_held_back():
+    assert CallReader(frozenset()).push("<tool_call>", last=False) == ("<tool_call>", [])
+
+
+def test_references_are_moved_with_their_schema():
+    moved = _moved({"$ref": "#/$defs/A", "items": [{"$ref": "#"}, {"$ref": "#/$defs/B/x"}]}, "#/$defs/t/")
+    assert moved == {"$ref": "#/$defs/t/$defs/A", "items": [{"$ref": "#"}, {"$ref": "#/$defs/t/$defs/B/x"}]}
+
+
+@pytest.fixture(scope="module")
+def written(tiny_dir):
+    """Writes a text under a grammar: the part that may be written, and whether the output ends with it."""
+    tokenizer = Tokenizer.load(tiny_dir)
+    compiler = GrammarCompiler(tokenizer.to_json, 49152, [2], timeout_s=300)
+
+    def write(sampling: SamplingParams, text: str) -> tuple[str, bool]:
+        compiler.start("a", sampling)
+        while not (done := dict(compiler.take())):
+            time.sleep(0.01)
+        grammar = done["a"]
+        assert isinstance(grammar, Grammar), grammar
+        ids: list[int] = []
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            forbidden = grammar.forbidden(49152)
+            if (forbidden is not None and forbidden[token]) or not grammar.accept(token):
+                break
+            ids.append(token)
+        return tokenizer.decode(ids), grammar.complete
+
+    return write
+
+
+WELL = '{"name": "get_weather", "arguments": {"city": "Rom", "unit": "C"}}'
+LLAMA = WELL.replace("arguments", "parameters")
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(
+    ("tagged", "text", "stops", "ends"),
+    [
+        (True, f"I look.<tool_call>\n{WELL}\n</tool_call> 5 < 6 <tool_call>{WELL}</tool_call>", "", False),
+        (True, f"x {LLAMA} <tool {WELL[:9]} </tool_call> {{", "", False),
+        (True, '<tool_call>\n{"name": "nobody', "nob", False),
+        (True, '<tool_call>\n{"name": "stop", "arguments": 3', " 3", False),
+        (True, 'a <tool_call>\n{"name": "stop", "arguments": {}}\n and', " and", False),
+        (False, LLAMA, "", True),
+        (False, f"[{WELL}, {WELL}]", "", True),
+        (False, f" [TOOL_CALLS] [{WELL}]", "", True),
+        (False, '{\n  "name": "stop",\n    "parameters": {}}', "", True),
+        (False, f"<|python_tag|>{LLAMA} and", " and", True),
+        (False, '{"name": "stop", "colour', "col", False),
+        (False, f"It is {LLAMA}, {WELL} <tool_call> x", "", False),
+        (False, '{"name": "nobody", "colour": 3} x', "", False),
+        (False, "[TOOL_CALLS] none", " none", False),
+    ],
+)
+def test_a_call_once_begun_is_well_formed(written, which, tagged, text, stops, ends):
+    """`stops`: in `text`, the first token that may not be written begins somewhere in it."""
+    sampling = lazy_calls(SamplingParams(), [Tool.model_validate(WEATHER), Tool.model_validate(STOP)], tagged)[which]
+    found, complete = written(sampling, text)
+    assert complete == ends
+    if stops:
+        assert len(text[: text.rindex(stops)]) <= len(found) < len(text)
+    else:
+        assert found == text
+
+
+def test_a_call_follows_its_schema_as_far_as_a_grammar_can(written):
+    odd = {"x": {"type": "string", "format": "weird", "description": "a ::= b"}, "y": {"enum": [1, {"title": "t"}]}}
+    described = {"name": "f", "parameters": {"type": "object", "title": "T", "properties": {**odd, "title": {}}}}
+    tools = [Tool.model_validate({"type": "function", "function": described})]
+    strict, loose = lazy_calls(SamplingParams(), tools, True)
+    start = '<tool_call>{"name": "f", "arguments": {"'
+    assert "weird" in strict.grammar
+    assert "::=" not in strict.grammar
+    for text, sampling, is_taken in [
+        ('x": "a", "title": 5}}</tool_call>', strict, True),
+        ('y": {"title": "t"}}}</tool_call>', strict, True),
+        ('y": 2}}</tool_call>', strict, False),
+        ('y": 2}}</tool_call>', loose, True),
+    ]:
+        assert (written(sampling, start + text)[0] == start + text) == is_taken
+    long = {**described, "parameters": {"type": "object", "properties": {"x": {"enum": ["a" * 70_000]}}}}
+    strict, loose = lazy_calls(SamplingParams(), [Tool.model_validate({"type": "function", "function": long})], True)
+    assert strict == loose
