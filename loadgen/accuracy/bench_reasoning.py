@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from loadgen.accuracy.chains import WRITTEN, Chain, problems, read_chains
-from loadgen.accuracy.reasoning import Kind, Task, Thinker, compare
+from loadgen.accuracy.reasoning import Kind, Served, Task, Thinker, compare
 from loadgen.accuracy.reasoning_report import PUBLISHED, plot, sections
 from loadgen.accuracy.sections import show
 from loadgen.http.files import write_json
@@ -27,6 +27,7 @@ from runtime.reuse.reasoning.reservoir import WARM_UP
 _ROTATIONS = ("stale", "moved")
 _TEMPERATURE = 0.8
 _POOLS = ("large", "small")
+_WAYS = (*_ROTATIONS, "random")
 # Random sharing, to begin with: until it is known how many pages it saves.
 _DRAWN = {"method": "reasoncache", "random_share": 0.3}
 
@@ -49,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=16, help="that come at once (default: 16)")
     parser.add_argument("--room", type=float, default=3, help="requests that the small pool holds (default: 3)")
     parser.add_argument("--pools", nargs="+", choices=_POOLS, default=_POOLS, help="default: both")
+    parser.add_argument(
+        "--ways", nargs="*", choices=_WAYS, default=_WAYS, help="of the throughput, beside exact (default: all)"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="of all ways, behind a warm-up (default: 5)")
     parser.add_argument("--percentile", type=float, default=80, help="of the throughput (default: 80)")
     parser.add_argument(
@@ -75,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if a.speed:
         bench.speed()
+    else:
+        bench.describe()
     if a.quality:
         bench.quality()
     show(list(sections(bench.found)), PUBLISHED, a.markdown)
@@ -137,10 +143,18 @@ class Bench:
     def _fields(self, rotation: str, percentile: float) -> dict[str, Any]:
         return {"method": "reasoncache", "rotation": rotation, "percentile": percentile}
 
+    def describe(self) -> None:
+        """What the texts are like."""
+        for text in self.a.texts:
+            tasks = list(islice(self.tasks(text, "quality"), self.a.chains))
+            kind = Kind.of(tasks, self.tokenizer, self.a.page_size)
+            self.found.setdefault("texts", {})[_name(text)] = asdict(kind)
+        self._save()
+
     # -- throughput ----------------------------------------------------------------------------------------------
 
     def speed(self) -> None:
-        """By pool and way, what each round gave, behind a warm-up; the ways take turns in being the first."""
+        """By pool and way, what each round gave. In a round all ways take turns, an engine each."""
         a, text = self.a, self.a.texts[0]
         warm, found = self._warm(text), self.found.setdefault("speed", {})
         names = ("page_size", "length", "requests", "room", "percentile", "drafts")
@@ -150,35 +164,38 @@ class Bench:
         longest = max(len(task.prompt) + len(task.forced) for task in batches[0])
         # Later batches may have somewhat longer ones.
         pages = -(-int(1.1 * longest) // a.page_size) + 1
+        ways: dict[str, dict[str, Any] | None] = {"exact": None}
+        ways |= {rotation: self._fields(rotation, a.percentile) for rotation in _ROTATIONS}
+        ways["random"] = _DRAWN | {"random_share": warm["random_share"]}
+        ways = {name: ways[name] for name in ("exact", *a.ways)}
         with Progress(console=Console(stderr=True)) as progress:
             for pool in a.pools:
-                held = a.room if pool == "small" else a.requests
-                thinker = self.thinker(False, int(held * pages) * a.page_size, a.drafts)
-                thinker.fill(warm["distances"])
-                drawn = _DRAWN | {"random_share": warm["random_share"]}
-                ways: dict[str, dict[str, Any] | None] = {"exact": None}
-                ways |= {rotation: self._fields(rotation, a.percentile) for rotation in _ROTATIONS}
-                ways["random"] = drawn
                 rounds: dict[str, list[dict[str, Any]]] = found.setdefault(pool, {name: [] for name in ways})
                 done = len(rounds["exact"])
-                for number, batch in enumerate(
-                    progress.track(batches[done : a.rounds], description=f"{pool} pool"), done
-                ):
-                    mine = {name: asdict(thinker.serve(batch, ways[name])) for name in _turned(list(ways), number)}
-                    for name, served in mine.items():
-                        rounds[name].append(served)
-                    ways["random"] = drawn = _equal(drawn, mine["random"]["ended"], mine["stale"]["ended"])
+                held = a.room if pool == "small" else a.requests
+                thinkers = {name: self.thinker(False, int(held * pages) * a.page_size, a.drafts) for name in ways}
+                # The first evaluation loads the tokenizer.
+                for name, thinker in thinkers.items():
+                    thinker.recall(batches[0][:1], ways[name])
+                    thinker.fill(warm["distances"])
+                for batch in progress.track(batches[done : a.rounds], description=f"{pool} pool"):
+                    found_now = _in_turns(thinkers, ways, batch)
+                    for name, served in found_now.items():
+                        rounds[name].append(asdict(served))
+                    if {"random", "stale"} <= found_now.keys():
+                        saved = (found_now[name].ended for name in ("random", "stale"))
+                        ways["random"] = drawn = _equal(ways["random"] or _DRAWN, *saved)
+                        warm["random_share"] = drawn["random_share"]
                     self._save()
-                thinker.close()
+                for thinker in thinkers.values():
+                    thinker.close()
 
     # -- quality -------------------------------------------------------------------------------------------------
 
     def quality(self) -> None:
-        """By text and way, what each chain gave; and what the texts are like."""
+        """By text and way, what each chain gave."""
         for text in self.a.texts:
-            tasks = list(islice(self.tasks(text, "quality"), self.a.chains))
-            self.found.setdefault("texts", {})[_name(text)] = asdict(Kind.of(tasks, self.tokenizer))
-            self._compare(text, tasks)
+            self._compare(text, list(islice(self.tasks(text, "quality"), self.a.chains)))
 
     def _compare(self, text: str, tasks: list[Task]) -> None:
         a = self.a
@@ -235,9 +252,15 @@ def _equal(drawn: dict[str, Any], found: list[float], wanted: list[float]) -> di
     return drawn | {"random_share": min(drawn["random_share"] * fmean(wanted) / fmean(found), 1.0)}
 
 
-def _turned(names: list[str], by: int) -> list[str]:
-    by %= len(names)
-    return names[by:] + names[:by]
+def _in_turns(
+    thinkers: dict[str, Thinker], ways: dict[str, dict[str, Any] | None], batch: Sequence[Task]
+) -> dict[str, Served]:
+    """A batch in all ways, some steps of each at a time: what else happens on the machine happens to all of them."""
+    servings = {name: thinkers[name].serve(batch, reuse) for name, reuse in ways.items()}
+    live = list(servings.values())
+    while live:
+        live = [serving for serving in live if serving.go_on()]
+    return {name: serving.served() for name, serving in servings.items()}
 
 
 def _name(text: str) -> str:

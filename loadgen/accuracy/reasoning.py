@@ -19,11 +19,12 @@ from loadgen.accuracy.chains import Chain
 from loadgen.accuracy.forced import Forcing
 from loadgen.micro.drive import Drive
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import SamplingParams
+from runtime.params import ReasoningParams, SamplingParams
 from runtime.protocol import AddRequest
 from runtime.reuse.reasoning.background import Background
+from runtime.reuse.reasoning.formal import agree
 from runtime.reuse.reasoning.reservoir import Reservoir
-from runtime.reuse.reasoning.steps import Splitter, Step, similarity
+from runtime.reuse.reasoning.steps import Splitter, Step, similarity, threshold
 from runtime.reuse.reasoning.strategy import ReasonCache
 
 Watch = Callable[[int, int, torch.Tensor], None]
@@ -113,18 +114,18 @@ class Thinker(Drive):
         self._forcing = self.core.decoding = Forcing(self.core.decoding, _ignore)
         strategy = self.core.strategies[ReasonCache.name]
         assert isinstance(strategy, ReasonCache)
-        self._strategy = strategy
+        self.strategy = strategy
         if at_once:
             strategy.background = Background(_AtOnce(), count(step=1000).__next__)
 
     def distances(self) -> dict[str, list[float]]:
         """The reservoirs, by rotation."""
-        return {name: list(reservoir.latest) for name, reservoir in self._strategy.reservoirs.items()}
+        return {name: list(reservoir.latest) for name, reservoir in self.strategy.reservoirs.items()}
 
     def fill(self, distances: dict[str, list[float]]) -> None:
         """Go on with the reservoirs of another run."""
         for name, known in distances.items():
-            self._strategy.reservoirs[name] = reservoir = Reservoir()
+            self.strategy.reservoirs[name] = reservoir = Reservoir()
             for distance in known:
                 reservoir.add(distance)
 
@@ -135,37 +136,12 @@ class Thinker(Drive):
         self.add(task.prompt, len(task.forced) + more, reuse)
         return rid
 
-    def serve(self, tasks: Sequence[Task], reuse: dict[str, Any] | None) -> Served:
-        """Let all come at once, and wait for the last one; `reuse`: fields of their messages, None: exact."""
+    def serve(self, tasks: Sequence[Task], reuse: dict[str, Any] | None) -> Serving:
+        """Let all come at once; `reuse`: fields of their messages, None: exact."""
         self._clear()
-        ended: dict[str, float] = {self._ask(task, reuse): 0.0 for task in tasks}
-        steps: list[tuple[float, int, float]] = []
-        decoding: list[float] = []
-        retracted, evaluation_s = self.core.scheduler.num_retracted, self._strategy.background.seconds
-        started, cpu_s = time.perf_counter(), time.process_time()
-        while self.core.busy:
-            before, prefilled = time.perf_counter(), self.core.counters["prefill_tokens"]
-            events = self.core.step()
-            steps.append((time.perf_counter() - before, *self._pages()))
-            if self.core.counters["prefill_tokens"] == prefilled:
-                decoding.append(1e3 * steps[-1][0])
-            ended |= {event.rid: event.reuse["amsr"] for event in events if event.reuse}
-        seconds = time.perf_counter() - started
-        time.sleep(0.05)  # the last evaluations
-        return Served(
-            sum(len(task.forced) for task in tasks),
-            seconds,
-            time.process_time() - cpu_s,
-            self._strategy.background.seconds - evaluation_s,
-            sum(spent * running for spent, running, _ in steps) / seconds,
-            self.core.scheduler.num_retracted - retracted,
-            sum(spent * saved for spent, _, saved in steps) / seconds,
-            max(saved for _, _, saved in steps),
-            list(ended.values()),
-            [float(value) for value in np.percentile(decoding, (50, 99))],
-        )
+        return Serving(self, tasks, [self._ask(task, reuse) for task in tasks])
 
-    def _pages(self) -> tuple[int, float]:
+    def pages(self) -> tuple[int, float]:
         """Requests that run, and the share of their pages that is saved, by their page tables."""
         running = self.core.scheduler.running
         pages = [[*request.sequence.pages, *(p for s in request.segments for p in s.pages)] for request in running]
@@ -198,7 +174,7 @@ class Thinker(Drive):
                 mine.right = re.search(rf"\b{re.escape(task.answer)}\b", text) is not None
         return found
 
-    def recall(self, tasks: Sequence[Task], reuse: dict[str, Any]) -> list[float]:
+    def recall(self, tasks: Sequence[Task], reuse: dict[str, Any] | None) -> list[float]:
         """AMSR of each, where all but the last tokens are computed at once, as those of a request that gave way are."""
         self._clear()
         ended = {self._ask(task, reuse): 0.0 for task in tasks}
@@ -206,6 +182,7 @@ class Thinker(Drive):
             self.core.requests[rid].tokens.extend(task.forced[:-_LAST])
         while self.core.busy:
             ended |= {event.rid: event.reuse["amsr"] for event in self.core.step() if event.reuse}
+        self.strategy.background.wait()
         return list(ended.values())
 
     def think(self, questions: Sequence[str], length: int, temperature: float, seed: int) -> list[Chain]:
@@ -224,6 +201,57 @@ class Thinker(Drive):
                 said[event.rid].extend(event.tokens)
         texts = [self.tokenizer.decode(tokens.tolist()) for tokens in said.values()]
         return [Chain(question, text) for question, text in zip(questions, texts, strict=True)]
+
+
+class Serving:
+    """A batch of requests that is served piece by piece, so that several ways can take turns on one machine."""
+
+    def __init__(self, thinker: Thinker, tasks: Sequence[Task], rids: Sequence[str]):
+        self._thinker, self._core = thinker, thinker.core
+        self._tokens = sum(len(task.forced) for task in tasks)
+        self._ended = dict.fromkeys(rids, 0.0)
+        self._steps: list[tuple[float, int, float]] = []
+        self._decoding: list[float] = []
+        self._seconds = self._cpu_s = 0.0
+        self._retracted, self._evaluation_s = self._counts()
+
+    def _counts(self) -> tuple[int, float]:
+        return self._core.scheduler.num_retracted, self._thinker.strategy.background.seconds
+
+    def go_on(self, steps: int = 32) -> bool:
+        """Run some steps, and wait for the evaluations behind them; False if there is nothing left to do."""
+        started, cpu_s = time.perf_counter(), time.process_time()
+        for _ in range(steps):
+            if self._core.busy:
+                self._step()
+        self._thinker.strategy.background.wait()
+        self._seconds += time.perf_counter() - started
+        self._cpu_s += time.process_time() - cpu_s
+        return self._core.busy
+
+    def _step(self) -> None:
+        before, prefilled = time.perf_counter(), self._core.counters["prefill_tokens"]
+        events = self._core.step()
+        self._steps.append((time.perf_counter() - before, *self._thinker.pages()))
+        if self._core.counters["prefill_tokens"] == prefilled:
+            self._decoding.append(1e3 * self._steps[-1][0])
+        self._ended |= {event.rid: event.reuse["amsr"] for event in events if event.reuse}
+
+    def served(self) -> Served:
+        retracted, evaluation_s = self._counts()
+        stepping = sum(spent for spent, _, _ in self._steps)
+        return Served(
+            self._tokens,
+            self._seconds,
+            self._cpu_s,
+            evaluation_s - self._evaluation_s,
+            sum(spent * running for spent, running, _ in self._steps) / stepping,
+            retracted - self._retracted,
+            sum(spent * saved for spent, _, saved in self._steps) / stepping,
+            max(saved for _, _, saved in self._steps),
+            list(self._ended.values()),
+            [float(value) for value in np.percentile(self._decoding, (50, 99))],
+        )
 
 
 def _ignore(rid: object, number: int, logits: torch.Tensor) -> None:
@@ -268,6 +296,7 @@ class Kind:
     Attributes:
         similar: steps with a cosine above 0.8 to an earlier one, the paper's similarity ratio.
         again: steps that were said before word by word.
+        by_words, by_both: pages with candidates behind the filter of words, and behind that of formal language, too.
     """
 
     chains: int
@@ -275,19 +304,24 @@ class Kind:
     steps: float
     similar: float
     again: float
+    by_words: float
+    by_both: float
 
     @classmethod
-    def of(cls, tasks: Sequence[Task], tokenizer: Tokenizer) -> Kind:
+    def of(cls, tasks: Sequence[Task], tokenizer: Tokenizer, page_size: int) -> Kind:
         steps = [_steps(task, tokenizer) for task in tasks]
         later = [(step, mine[:number]) for mine in steps for number, step in enumerate(mine) if number]
         similar = [any(_cosine(step, one) > _SIMILAR for one in before) for step, before in later]
         again = [any(step.text == one.text for one in before) for step, before in later]
+        pages = sum(-(-(len(task.prompt) + len(task.forced)) // page_size) for task in tasks)
+        shared = np.sum([_candidates(task, mine, page_size) for task, mine in zip(tasks, steps, strict=True)], 0)
         return cls(
             len(tasks),
             sum(len(task.forced) for task in tasks) / len(tasks),
             sum(map(len, steps)) / len(tasks),
             sum(similar) / max(len(similar), 1),
             sum(again) / max(len(again), 1),
+            *(shared / pages).tolist(),
         )
 
 
@@ -295,6 +329,25 @@ def _steps(task: Task, tokenizer: Tokenizer) -> list[Step]:
     splitter = Splitter()
     found = [splitter.push(token, tokenizer.token_text(token)) for token in task.forced]
     return [step for step in found if step is not None]
+
+
+def _candidates(task: Task, steps: Sequence[Step], page_size: int) -> tuple[int, int]:
+    """Pages with a candidate by the default thresholds: behind the filter of words, and behind both filters."""
+
+    def pages(step: Step) -> int:
+        first, stop = len(task.prompt) + step.start, len(task.prompt) + step.end
+        return max(stop // page_size - -(-first // page_size), 0)
+
+    found, params = [0, 0], ReasoningParams()
+    for number, step in enumerate(steps):
+        scores = [similarity(step, one) for one in steps[:number]]
+        least = threshold(scores, params.tau_max, params.tau_min)
+        alike = [one for one, score in zip(steps, scores, strict=False) if score > least]
+        equal = [one for one in alike if agree(step.formal_text, one.formal_text)]
+        for place, kept in enumerate((alike, equal)):
+            longest = max(map(pages, kept), default=0)
+            found[place] += min(pages(step), longest + 1) if longest else 0
+    return found[0], found[1]
 
 
 def _cosine(a: Step, b: Step) -> float:

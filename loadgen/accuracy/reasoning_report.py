@@ -51,7 +51,7 @@ def _speed(pool: str, ways: dict[str, Rows], settings: dict[str, Any]) -> Sectio
     held = settings["room"] if pool == "small" else settings["requests"]
     title = (
         f"{settings['requests']} requests at once, {settings['length']} tokens of {settings['text']} each, in a pool "
-        f"that holds {held}; percentile {settings['percentile']:g}, pages of {settings['page_size']}, "
+        f"that holds {held:g}; percentile {settings['percentile']:g}, pages of {settings['page_size']}, "
         f"drafts {settings['drafts']}, {len(ways[_EXACT])} rounds"
     )
     columns = (
@@ -77,8 +77,12 @@ def _texts(texts: dict[str, dict[str, float]]) -> Section:
     rows = []
     for name, kind in texts.items():
         cells = [f"{kind['chains']:g}", f"{kind['tokens']:.0f}", f"{kind['steps']:.1f}"]
-        rows.append([name, *cells, f"{100 * kind['similar']:.0f}", f"{100 * kind['again']:.0f}"])
-    columns = ("chains", "tokens", "steps", "similar steps (cosine > 0.8), %", "said before word by word, %")
+        cells += [f"{100 * kind[name]:.0f}" for name in ("similar", "again")]
+        rows.append([name, *cells, *(f"{100 * kind[name]:.1f}" for name in ("by_words", "by_both"))])
+    columns = (
+        "chains", "tokens", "steps", "similar steps (cosine > 0.8), %", "said before word by word, %",
+        "pages that pass the filter of words, %", "both filters, %",
+    )  # fmt: skip
     return Section("what the texts are like", columns, rows)
 
 
@@ -123,6 +127,8 @@ def _kl(mine: Rows) -> np.ndarray:
 def _show(
     values: np.ndarray, rng: np.random.Generator, form: str, statistic: Callable[..., np.ndarray] = np.mean
 ) -> str:
+    if len(values) == 1:
+        return f"{float(values[0]):{form}}"
     low, high = interval(values, rng, statistic)
     return f"{float(statistic(values)):{form}} [{low:{form}}, {high:{form}}]"
 

@@ -1,6 +1,7 @@
 """`ramet bench kernels`: the CPU kernels of one build or several, by rows, length of prompt, batch and context.
 
-Weights and KV are bfloat16. A figure of one build is beside the same of the others, measured in turn.
+Weights and KV are bfloat16. A figure of one build is beside the same of the others, measured in turn. One thread is
+timed by its CPU time, which other processes disturb less.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from loadgen.micro.drive import matrix_weights, model_path
 from loadgen.micro.intervals import interval
 from loadgen.micro.timing import timed
 from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
+from runtime.execution.attention.paged_index import rows_of
 from runtime.execution.executor import ALL_THREADS
 from runtime.execution.llama import LlamaModel
 from runtime.execution.native import library as c
@@ -78,10 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
     seconds: dict[str, list[float]] = {_key(case): [] for case in cases}
     for case in track(cases, description="warming up"):
         case.call()
+    clock = time.process_time if arguments.threads == 1 else time.perf_counter
     for number in track(range(arguments.rounds), description="rounds"):
         for case in cases if number % 2 else cases[::-1]:  # no build is always the first
             time.sleep(0.02)  # torch's threads spin for a while after a call
-            seconds[_key(case)].append(timed(case.call))
+            seconds[_key(case)].append(timed(case.call, clock))
         if arguments.json:
             write_json(arguments.json, {"threads": arguments.threads, "seconds": seconds})
     console = wide_console()
@@ -146,7 +150,7 @@ class Bench:
                 steps = list(self._prompt(size)) if part == "prompt" else [self._decode(size, part == "shared")]
                 flops = sum(self._operations(step) for step in steps)
                 for name, decoder in self._decoders.items():
-                    yield Case(part, size, name, lambda d=decoder, s=steps: [d.forward(step) for step in s], flops)
+                    yield Case(part, size, name, partial(_forward_all, decoder, steps), flops)
 
     def _layer(self) -> list[torch.Tensor]:
         spec = self._spec
@@ -162,7 +166,7 @@ class Bench:
         spec, plan = self._spec, step.groups[0].attention
         pairs = 0
         for edge in plan.edges:
-            rows = len(range(plan.num_rows)[edge.rows])
+            rows = len(rows_of(edge, plan.num_rows))
             pairs += rows * plan.spans[edge.span].length if edge.visible is None else int(edge.visible.sum())
         body, head = matrix_weights(spec)
         attention = 4.0 * spec.num_layers * spec.num_heads * spec.head_dim * pairs
@@ -207,6 +211,11 @@ def _torch_products(weights: list[torch.Tensor], inputs: dict[int, torch.Tensor]
                 F.linear(half, weight)
 
     return call
+
+
+def _forward_all(decoder: NativeDecoder, steps: Sequence[ForwardBatch]) -> None:
+    for step in steps:
+        decoder.forward(step)
 
 
 def _products(

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Seconds of one call."""
-    start = time.perf_counter()
+def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Seconds of one call, by any clock."""
+    start = clock()
     work()
-    return time.perf_counter() - start
+    return clock() - start

@@ -45,12 +45,11 @@ class Planner:
     def plan(self, work: Sequence[Work]) -> Planned:
         """The step of some work."""
         last, self._last = self._last, None  # until this one is planned: a step that fails is planned anew
-        if last is None or not last.grow(work):
-            last = self._plan(work)
-        if isinstance(last, _Steady):
-            self._last = last
-            return last.planned
-        return last
+        made = last if last is not None and last.grow(work) else self._plan(work)
+        if isinstance(made, Planned):
+            return made
+        self._last = made
+        return made.planned
 
     def _plan(self, work: Sequence[Work]) -> Planned | _Steady:
         sets = [item.request.strategy.rows(item) for item in work]

@@ -28,6 +28,7 @@ _TRIES = 40
 
 # Tokens among which one is drawn, after a block of them has been.
 _BLOCK = 64
+_LEAST_NOISE = 1e-30
 
 
 class BadLogits(RametError):
@@ -258,6 +259,7 @@ def draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         noise: [n, number of blocks + size of one].
     """
     blocks = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    noise = noise.clamp_min(_LEAST_NOISE)  # 0 / 0 would win
     block = (blocks.sum(-1) / noise[:, :-_BLOCK]).argmax(-1)
     inside = blocks[torch.arange(len(blocks), device=blocks.device), block]
     token = (inside / noise[:, -_BLOCK:]).argmax(-1)

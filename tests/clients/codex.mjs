@@ -24,5 +24,5 @@ wire_api = "responses"
 const done = spawnSync("codex", ["exec", "--skip-git-repo-check", "--sandbox", "read-only", "Say hello."], {
   env: { ...process.env, CODEX_HOME: home }, cwd: home, timeout: 600_000, input: "",
 });
-if (done.status !== 0 || !done.stdout.toString().trim()) throw new Error(`no answer: ${done.stderr.toString().slice(-600)}`);
+if (done.status !== 0 || !done.stdout.toString().trim()) throw new Error(`no answer: ${done.stderr.toString().slice(-600) || done.stdout}`);
 console.log("one prompt");

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 log = logging.getLogger("ramet.engine")
@@ -51,6 +51,10 @@ class Background:
             self.seconds += seconds
             self._credit -= seconds
             yield result
+
+    def wait(self) -> None:
+        """Until all calls have ended; no step of a server does."""
+        wait(self._calls)
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:

@@ -10,7 +10,7 @@ function typeOf(given) {
 }
 function table(head, lines) {
   const made = make("table"), top = make("tr");
-  head.forEach((text) => top.append(make("th", text)));
+  head.forEach((text) => top.append(make("th", text, { style: "text-align:left" })));
   made.append(top, ...lines.map((cells) => { const row = make("tr"); cells.forEach((cell) => row.append(make("td", cell, { style: "text-align:left;white-space:normal" }))); return row; }));
   return made;
 }

@@ -110,6 +110,12 @@ def test_each_token_is_drawn_as_often_as_it_weighs_and_none_without_weight(weigh
     assert ((counts / trials - expected).abs() <= 6 * (expected * (1 - expected) / trials).sqrt() + 6 / trials).all()
 
 
+def test_noise_of_zero_draws_no_token_without_weight_and_none_behind_the_last():
+    weights = torch.zeros(1, 70)
+    weights[0, 66] = 0.5
+    assert draw(weights, torch.zeros(1, 2 + 64)).tolist() == [66]
+
+
 def test_weights_that_are_no_numbers_draw_no_token_and_leave_the_others_alone():
     weights = torch.full((3, 100), 0.01)
     weights[1, 50] = math.nan

@@ -278,13 +278,14 @@ def test_answers_look_as_the_document_says(client, things):
     document = client.get("/openapi.json").json()
     seen = 0
     for path, methods in document["paths"].items():
-        if "get" not in methods or path in ("/health_generate", "/cache/tiers"):  # this server has no tiers
+        # This server has no tiers, and its nodes lie in none.
+        if "get" not in methods or path in ("/health_generate", "/cache/tiers"):
             continue
         answer = client.get(re.sub(r"{\w+}", lambda parameter: things[parameter[0]], path))
         ((kind, content),) = methods["get"]["responses"]["200"]["content"].items()
         assert (answer.status_code, answer.headers["content-type"].split(";")[0]) == (200, kind), path
         if kind == "application/json":
-            assert shape(content["example"]) <= shape(answer.json()), path
+            assert shape(content["example"]) - {".nodes[].tiers[]"} <= shape(answer.json()), path
         else:
             assert content["example"].split()[0] in answer.text
         seen += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import wait
 
 from runtime.reuse.reasoning import background
 from runtime.reuse.reasoning.background import Background
@@ -24,7 +23,7 @@ def test_calls_run_in_another_thread_in_order_and_nobody_waits():
     assert work.offer(lambda: "second")
     assert list(work.take()) == []
     release.set()
-    wait(work._calls)
+    work.wait()
     thread, second = work.take()
     assert thread is not threading.current_thread()
     assert second == "second"
@@ -35,7 +34,7 @@ def test_no_more_than_some_wait():
     taken = [work.offer(lambda: release.wait(60)) for _ in range(background._MOST + 5)]
     assert taken == [True] * background._MOST + [False] * 5
     release.set()
-    wait(work._calls)
+    work.wait()
     assert len(list(work.take())) == background._MOST
     assert work.offer(lambda: None)
 
