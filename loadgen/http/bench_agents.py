@@ -146,24 +146,13 @@ def _total(counts: list[Body], name: str) -> int:
 
 
 def _report(measured: dict[str, list[list[Body]]], info: Body) -> None:
-    columns = (
-        "habit",
-        "prompt tokens",
-        "longest prefix",
-        "read",
-        "hit ratio",
-        "of sessions",
-        "prefilled",
-        "times none",
-    )
+    columns = ("habit", "prompts", "longest prefix", "read", "hits", "prefilled", "times none")
     table = make_table(f"agents' habits, {info['name']}", columns)
     spent = {habit: [_total(one, "prompt") - _total(one, "read") for one in found] for habit, found in measured.items()}
     for habit, found in measured.items():
         prompt, exact, read = (sum(_total(one, name) for one in found) for name in ("prompt", "exact", "read"))
-        ratios = [_total(one, "read") / _total(one, "prompt") for one in found]
-        spread = f"{min(ratios):.1%} to {max(ratios):.1%}"
         times = f"{sum(spent[habit]) / sum(spent['none']):.2f}"
-        figures = (f"{prompt:,}", f"{exact:,}", f"{read:,}", f"{read / prompt:.1%}", spread)
+        figures = (f"{prompt:,}", f"{exact:,}", f"{read:,}", f"{read / prompt:.1%}")
         table.add_row(habit, *figures, f"{prompt - read:,}", times)
     Console().print(table)
 

@@ -103,8 +103,6 @@ def _plot(found: Mapping[int, Mapping[str, list[Row]]], path: str) -> None:
         hits.plot(list(found), [100 * _median(row, "hit_ratio") for row in rows], style, label=name, markersize=3)
         if "imbalance" in rows[0][0]:
             balance.plot(list(found), [_median(row, "imbalance") for row in rows], style, label=name, markersize=3)
-        else:
-            balance.plot([], [])
     balance.axhline(1.3, color="k", linestyle=":")
     hits.set(title="hit ratio, %", ylim=(0, None))
     balance.set(title="computed blocks, busiest replica / mean", yscale="log")

@@ -87,6 +87,9 @@ def _write_by_transformers(path: Path, metadata: dict[str, Any], work: Path) -> 
     model, report = load(path.parent, gguf_file=path.name, dtype=torch.float32, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):
         raise ModelError(f"{path.name} has no tensor for {missing[0]}, which its metadata requires")
+    # The tensors are plain ones; newer versions note where they come from, and would not save them.
+    model.hf_quantizer = None
+    vars(model.config).pop("quantization_config", None)
     model.generation_config.eos_token_id = _ends(metadata)
     model.save_pretrained(work)
     _write_tokenizer(path, metadata, work)

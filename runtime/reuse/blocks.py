@@ -27,6 +27,7 @@ class BlockPrefix(PrefixStrategy):
     """
 
     takes_turns = True
+    steady = False
 
     def __init__(self, cache: PagedCache, num_layers: int, spec: DiffusionSpec):
         """Raises ModelError if a page would end within a block."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
@@ -27,8 +26,9 @@ _WORD = (1 << 64) - 1
 # The bit of a place from which on it counts how often its token was drawn.
 _TRIES = 40
 
-# Weights that are added up before one of them is looked for.
+# Tokens among which one is drawn, after a block of them has been.
 _BLOCK = 64
+_LEAST_NOISE = 1e-30
 
 
 class BadLogits(RametError):
@@ -96,7 +96,9 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = device
         self._argmax = argmax
-        self._unseeded = random.Random()
+        # For requests without a seed, and for those with one, seeded anew for every token.
+        self._unseeded, self._seeded = torch.Generator(device), torch.Generator(device)
+        self._unseeded.seed()
         self._may_wait = device.type == "cpu"
 
     def sample(
@@ -165,9 +167,14 @@ class Sampler:
 
     def _draw_all(self, logits: torch.Tensor, requests: Sequence[Request], aheads: Sequence[int]) -> torch.Tensor:
         """Draw int64 [n] for requests that do not adjust their logits [n, vocab]."""
-        places = [self._place(*one) for one in zip(requests, aheads, strict=True)]
-        at = upload(torch.tensor(places, dtype=torch.float64), self.device)
-        return draw(self.filter(logits, [request.sampling for request in requests]), at)
+        probs = self.filter(logits, [request.sampling for request in requests])
+        noise = probs.new_empty(len(probs), -(-probs.shape[-1] // _BLOCK) + _BLOCK)
+        if any(request.sampling.seed is None for request in requests):
+            noise.exponential_(generator=self._unseeded)
+        for row, request, ahead in zip(noise, requests, aheads, strict=True):
+            if request.sampling.seed is not None:
+                row.exponential_(generator=self.generator(request, ahead))
+        return draw(probs, noise)
 
     def filter(self, logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
         """The distributions [n, vocab] of n requests after temperature and filters; dropped tokens have 0."""
@@ -185,7 +192,7 @@ class Sampler:
         """The token of a request that adjusts its logits [vocab]; `best`: the highest one before."""
         logits = self._adjust(logits.clone(), request, ahead)
         for tries in count():
-            # Another number for each, as the last one fell on a token that is forbidden now.
+            # Other noise for each, as the last one fell on a token that is forbidden now.
             at = [ahead + (tries << _TRIES)]
             token = logits.argmax() if request.sampling.greedy else self._draw_all(logits[None], [request], at)[0]
             if request.grammar is None:
@@ -232,40 +239,33 @@ class Sampler:
         logits -= params.frequency_penalty * counts
         logits -= params.presence_penalty * (counts > 0)
 
-    def _place(self, request: Request, ahead: int) -> float:
-        """The number in [0, 1) that draws a request's next token.
+    def generator(self, request: Request, ahead: int = 0) -> torch.Generator:
+        """The random stream of the next token of a request with a seed.
 
-        With a seed it depends on the seed and the token's place alone, so that a repeated step draws the same token.
+        It depends on the seed and the token's place alone, so that a repeated step draws the same token.
         """
-        seed = request.sampling.seed
-        return self._unseeded.random() if seed is None else _mix(seed, request.num_output + ahead)
+        assert request.sampling.seed is not None
+        return self._seeded.manual_seed(_mix(request.sampling.seed, request.num_output + ahead))
 
 
-def draw(weights: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Draw int64 [n] by weights [n, vocab] and float64 [n] in [0, 1); `NO_TOKEN` for weights that are no numbers.
+def draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Draw int64 [n] by weights [n, vocab] and exponential noise; `NO_TOKEN` for weights that are no numbers.
 
-    A token is drawn where the sum of the weights up to it exceeds `at` of the sum of all. That is looked for among the
-    sums of blocks, then in a block, which takes one pass over the weights.
+    The largest weight over its noise wins: first among the sums of blocks, then in the block. Unlike a search in sums
+    over the vocabulary, the outcome hardly depends on how other weights were rounded.
+
+    Args:
+        weights: not negative.
+        noise: [n, number of blocks + size of one].
     """
-    blocks = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
-    sums = blocks.sum(-1)
-    total = sums.sum(-1, dtype=torch.float64)
-    block, rest = _find(sums, at * total)
-    token, _ = _find(blocks[torch.arange(len(blocks), device=blocks.device), block], rest)
-    return (block * _BLOCK + token).where(total.isfinite(), NO_TOKEN)
-
-
-def _find(weights: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first of weights [n, m] up to which they exceed `at` [n] in sum, int64 [n], and what of `at` falls into it.
-
-    That weight is not 0, however the sums were rounded.
-    """
-    sums = weights.cumsum(-1, dtype=torch.float64)
-    last = sums[:, -1]
-    at = at.minimum(last.nextafter(torch.zeros_like(last)))
-    index = torch.searchsorted(sums, at[:, None], right=True).clamp_max(weights.shape[-1] - 1)
-    before = (sums - weights).gather(-1, index)[:, 0]
-    return index[:, 0], (at - before).clamp_min(0)
+    if more := -weights.shape[-1] % _BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, more))
+    blocks = weights.unflatten(-1, (-1, _BLOCK))
+    noise = noise.clamp_min(_LEAST_NOISE)  # 0 / 0 would win
+    block = (blocks.sum(-1) / noise[:, :-_BLOCK]).argmax(-1)
+    inside = blocks[torch.arange(len(blocks), device=blocks.device), block]
+    token = (inside / noise[:, -_BLOCK:]).argmax(-1)
+    return (block * _BLOCK + token).where(inside.sum(-1).isfinite(), NO_TOKEN)
 
 
 def filter_probs(probs: torch.Tensor, params: SamplingParams, may_wait: bool = True) -> torch.Tensor:
@@ -318,12 +318,12 @@ def keep_typical(probs: torch.Tensor, mass: float) -> torch.Tensor:
     return torch.zeros_like(probs).scatter_(0, tokens, values.masked_fill(values.cumsum(0) - values >= mass, 0))
 
 
-def _mix(seed: int, place: int) -> float:
-    """A number in [0, 1) whose 53 bits all depend on seed and place (SplitMix64's finalizer)."""
+def _mix(seed: int, place: int) -> int:
+    """63 bits that all depend on seed and place (SplitMix64's finalizer)."""
     z = (seed + (place + 1) * 0x9E3779B97F4A7C15) & _WORD
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _WORD
-    return ((z ^ (z >> 31)) >> 11) * 2.0**-53
+    return (z ^ (z >> 31)) >> 1
 
 
 def _penalised(params: SamplingParams) -> bool:

@@ -21,6 +21,9 @@ from server.explain.reason import DIFFER, LEFT, Explanation, Reason
 
 log = logging.getLogger("ramet.explain")
 
+# Fields of an answer's `reuse` that tell of KV which is not found by prefix.
+_OF_ENTRIES = frozenset({"computed_modules", "computed_documents", "encoded_tokens"})
+
 # Makes the conversation that a prompt renders, when it is needed; raises RametError.
 MakeConversation = Callable[[], Conversation | None]
 
@@ -80,10 +83,10 @@ class Inquiry:
             compared = self._earlier or ("nearest" if parting else None)
             return Explanation(reason, message, length, output.cached_tokens, compared, parting, gone_s)
 
-        if lookup is None:
-            if output.reuse is None:
-                return because("unavailable", "the request ended before its prompt was looked up")
+        if output.reuse is not None and not _OF_ENTRIES.isdisjoint(output.reuse):
             return because(*_of_entries(output.reuse, output.cached_tokens))
+        if lookup is None:
+            return because("unavailable", "the prompt was not looked up: see `reuse`, if there is one")
         if lookup.readable < 0:
             return because("not_stored", "the prefix cache is off")
         if lookup.readable < min(lookup.found, length - 1):

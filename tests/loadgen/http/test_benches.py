@@ -104,11 +104,12 @@ def test_agents_reads_the_longest_prefix_whatever_their_habit(bench, ramet, tmp_
     code, out, _ = bench("agents", "--url", ramet.url, *sizes, "--json", path, "--plot", plot)
     httpx.post(f"{ramet.url}/flush_cache?pins=true").raise_for_status()
     assert code == 0
-    assert "billing line first" in out
+    assert "habit" in out
     assert plot.stat().st_size > 1000
     measured = {habit: one for habit, (one,) in json.loads(path.read_text())["sessions"].items()}
     for counts in measured.values():
-        assert [count["read"] for count in counts] == [count["exact"] for count in counts]
+        # Only whole pages of 16 tokens are kept of a prompt.
+        assert all(0 <= count["exact"] - count["read"] < 16 for count in counts), counts
     spent = {habit: sum(count["prompt"] - count["read"] for count in one) for habit, one in measured.items()}
     assert spent["billing line first"] > 2 * spent["billing line last"] > 2 * spent["none"] * 0.9
     assert min(spent["tools reordered"], spent["keys reordered"], spent["thoughts stripped"]) > spent["none"]

@@ -71,7 +71,7 @@ def test_seeds_draw_what_they_draw_alone(device):
         for request, token in zip(ours + theirs, alone * 2, strict=True):
             request.tokens.append(token)
         found.add(tuple(alone))
-    assert len(found) > 10, "every place has a number of its own"
+    assert len(found) > 10, "every place has noise of its own"
 
 
 def test_bad_rows_fail_alone_and_adjusted_ones_go_their_own_way(device):

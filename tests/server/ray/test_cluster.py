@@ -21,7 +21,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from runtime.errors import EngineDead  # noqa: E402
 from server.ray.application import Arguments, app  # noqa: E402
 
-NEW = 400
+NEW = 470
 
 
 @pytest.fixture(scope="module")
@@ -91,15 +91,15 @@ def read_stream(url: str, ids: list[int], begun: threading.Semaphore) -> list[st
 
 def test_a_replica_that_dies_loses_nothing_that_had_not_begun(url):
     expected = generate(url, [7] * 32, NEW).json()["output_ids"]
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    victim = ray.get_actor(next(name for name in sorted(names) if "#replica#" in name), namespace="serve")
     begun = threading.Semaphore(0)
     with ThreadPoolExecutor(12) as pool:
+        answers = [pool.submit(generate, url, [7] * 32, NEW) for _ in range(8)]
         streams = [pool.submit(read_stream, url, [n] * 32, begun) for n in range(4)]
         for _ in streams:
             assert begun.acquire(timeout=60)
-        answers = [pool.submit(generate, url, [7] * 32, NEW) for _ in range(8)]
-        names = [name["name"] for name in ray.util.list_named_actors(all_namespaces=True)]
-        victim = next(name for name in sorted(names) if "#replica#" in name)
-        ray.kill(ray.get_actor(victim, namespace="serve"))
+        ray.kill(victim)
         for answer in answers:
             assert answer.result().status_code == 200, answer.result().text
             assert answer.result().json()["output_ids"] == expected

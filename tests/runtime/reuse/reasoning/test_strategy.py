@@ -259,7 +259,7 @@ def test_steps_of_several_tokens_are_evaluated_too(tiny_dir):
 
 def test_a_retracted_request_is_computed_again_and_shares_again(tiny_dir):
     driver = ReasonDriver(tiny_dir)
-    driver.think("r", PROMPT, LONG, ANY)
+    driver.think("r", PROMPT, LONG, ANY, seed=2)  # a text whose steps repeat soon
     request = driver.requests["r"]
     while not shared(driver, "r"):
         driver.step()
