@@ -52,8 +52,11 @@ class _Life:
         return seconds
 
     async def counts(self, tier: str) -> dict[str, int]:
-        tiers = (await self.server.get("/cache/tiers"))["tiers"]
-        return dict(tiers[tier]["counts"])
+        begun = time.monotonic()
+        # A server whose engine was killed says that it is ready until it has noticed.
+        while "tiers" not in (answer := await self.server.get("/cache/tiers")) and time.monotonic() - begun < _WAIT_S:
+            await asyncio.sleep(0.1)
+        return dict(answer["tiers"][tier]["counts"])
 
     async def until(self, tier: str, event: str, when: str) -> float:
         """Rounds until a tier counts more of an event; seconds."""

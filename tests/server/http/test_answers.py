@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.frontend.output import Output
+from runtime.frontend.output import Output, Submission
 from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
+from runtime.params import SamplingParams
 from runtime.protocol import Finish, TokenLogprob
+from server.admin.journal import Journal
 from server.admin.metrics import Metrics
 from server.http.answers import JsonAnswer, JsonList, encode, write_logprobs
 from server.http.generate import GenerateRequest, _answer
@@ -70,6 +72,7 @@ class Outputs:
     def __init__(self, outputs):
         self.prompts = {}
         self._left = list(outputs)
+        self.submissions = [Submission([0] * 3, SamplingParams())] * len(self._left)
 
     def __enter__(self):
         return self
@@ -96,7 +99,7 @@ def test_a_large_answer_leaves_the_event_loop_to_others(default_model_dir):
         top_logprobs_num=128,
         return_text_in_logprobs=True,
     )
-    context = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), metrics=Metrics("x"))
+    context = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer), metrics=Metrics("x"), journal=Journal())
     turns = []
 
     async def tick():
