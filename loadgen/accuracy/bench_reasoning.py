@@ -144,7 +144,7 @@ class Bench:
         return {"method": "reasoncache", "rotation": rotation, "percentile": percentile}
 
     def describe(self) -> None:
-        """What the texts are like."""
+        """Note the nature of the texts."""
         for text in self.a.texts:
             tasks = list(islice(self.tasks(text, "quality"), self.a.chains))
             kind = Kind.of(tasks, self.tokenizer, self.a.page_size)

@@ -170,6 +170,6 @@ def _plot_speed(axes: Any, pools: dict[str, dict[str, Rows]]) -> None:
                 color=f"C{number}", label=f"{pool} pool" if not place else None,
             )  # fmt: skip
     axes.axhline(0, color="gray", linewidth=0.8)
-    axes.set_xticks([place + 0.2 for place in range(len(names))], names)
+    axes.set_xticks([place + 0.2 * (len(pools) - 1) for place in range(len(names))], names)
     axes.set(title="throughput", ylabel="tokens/s beside exact decoding, %")
     axes.legend(fontsize=8)

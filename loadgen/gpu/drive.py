@@ -39,7 +39,8 @@ class WatchedDrive(Drive):
         """Count the host's seconds in scheduling, planning, launching, sampling and booking from now on."""
         core = self.core
         for where, name, shown in (
-            (core.scheduler, "schedule", "schedule"), (core.scheduler, "follow", "schedule"), (core, "_plan", "plan"),
+            (core.scheduler, "schedule", "schedule"), (core.scheduler, "follow", "schedule"),
+            (core.planner, "plan", "plan"),
             (core.executor, "run", "launch"), (core.decoding, "choose", "sample"), (core, "_book", "book"),
         ):  # fmt: skip
             if not hasattr(getattr(where, name), "watched"):

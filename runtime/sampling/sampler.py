@@ -258,7 +258,9 @@ def draw(weights: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         weights: not negative.
         noise: [n, number of blocks + size of one].
     """
-    blocks = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
+    if more := -weights.shape[-1] % _BLOCK:
+        weights = torch.nn.functional.pad(weights, (0, more))
+    blocks = weights.unflatten(-1, (-1, _BLOCK))
     noise = noise.clamp_min(_LEAST_NOISE)  # 0 / 0 would win
     block = (blocks.sum(-1) / noise[:, :-_BLOCK]).argmax(-1)
     inside = blocks[torch.arange(len(blocks), device=blocks.device), block]

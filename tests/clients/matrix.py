@@ -24,8 +24,6 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 MODEL = "smollm2-135m-instruct"
 PATIENCE_S = 900
-# Where a package wants torch, the one for CPUs, which is 3 GB smaller.
-CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,6 @@ def set_up(client: Client, home: Path) -> list[str]:
         # -P: some scripts have the name of the package that they import.
         command = [str(home / "bin/python"), "-P", str(client.script)]
         install = [*command[:1], "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        install += ["--extra-index-url", CPU_TORCH]
     wanted = json.dumps(client.packages)
     if not stamp.exists() or stamp.read_text() != wanted:
         subprocess.run([*install, *client.packages], check=True, capture_output=True, text=True, timeout=PATIENCE_S)

@@ -60,7 +60,8 @@ TELLS_THE_TIME = {
         "runtime/engine/tiering.py",
     ),
     *("runtime/kv/tiers/disk.py", "runtime/kv/tiers/files.py", "runtime/kv/tiers/host.py", "server/tiers/command.py"),
-    *("server/admin/control.py", "server/admin/dashboard.py", "server/openai/common.py", "server/openai/models.py"),
+    *("server/admin/control.py", "server/admin/dashboard.py", "server/admin/history.py", "server/admin/journal.py"),
+    *("server/openai/common.py", "server/openai/models.py"),
     "server/responses/writer.py",
 }
 

@@ -379,7 +379,7 @@ class Fusion(EntryStrategy):
             if request.store:
                 self._choices.keep(fused.layout, fused.namespace, chosen)
             self._select(request, chosen, len(fused.layout.prompt))
-            sequence.pages += fused.held[1].pages
+            sequence.pages = sequence.pages + fused.held[1].pages  # a plan may still read the old ones
             request.segments.remove(fused.held.pop())
             self.counters["fused_rows"] += len(chosen)
         if not isinstance(fused.look, DenseLook):

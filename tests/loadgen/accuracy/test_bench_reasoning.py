@@ -112,7 +112,7 @@ def test_drafts_are_forced_up_to_a_wrong_token(tiny_dir, tokenizer, thinker):
     drafting = Thinker(tiny_dir, True, dtype="float32", pool_tokens=2048, page_size=4, drafts="auto")
     drafter = drafting.core.drafter
 
-    def propose(requests, room):
+    def propose(requests, room, beside):
         for request in requests:
             drafter._find(request)  # makes the state of its books
         return {one: array("i", [*task.forced[one.num_output :][:2], 5]) for one in requests}

@@ -59,8 +59,8 @@ def hub(tmp_path, monkeypatch):
 
 
 def test_an_unsupported_model_is_refused_before_its_weights_are_fetched(hub):
-    asked = hub({"architectures": ["FalconForCausalLM"]})
-    with pytest.raises(ModelError, match="FalconForCausalLM"):
+    asked = hub({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True})
+    with pytest.raises(ModelError, match="T5ForConditionalGeneration is an encoder-decoder"):
         resolve_model(hub.config)
     assert not asked
 

@@ -125,7 +125,7 @@ def test_prompts_are_computed_at_the_start(guarded):
     ("text", "reason"),
     [
         ("{}", "line 1: exactly one of"),
-        ('{"text": "a"}\n{"txt": "a"}', "line 2: txt: "),
+        ('{"text": "a"}\n{"txt": "a"}', "line 2: JSON: unknown field txt"),
         ("[", "line 1: JSON: "),
         ('{"text": "a", "input_ids": [1]}', "exactly one"),
     ],
