@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -52,17 +53,21 @@ TINY_MODELS: dict[str, PretrainedConfig] = {
 }
 
 
-def save_tiny(kind: str, directory: Path, tokenizer_from: Path, **save_options: Any) -> Path:
-    """Write a random model of a kind as a Hugging Face directory, biases and norms random too."""
-    torch.manual_seed(sum(kind.encode()))
-    model = AutoModelForCausalLM.from_config(TINY_MODELS[kind])
+def vary(model: nn.Module) -> None:
+    """Make biases and norms random, and matrices so wide that greedy continuations differ from prompt to prompt."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif "embed" not in name:
-                # Wide enough that greedy continuations differ from prompt to prompt.
                 parameter.mul_(6)
+
+
+def save_tiny(kind: str, directory: Path, tokenizer_from: Path, **save_options: Any) -> Path:
+    """Write a random model of a kind as a Hugging Face directory, biases and norms random too."""
+    torch.manual_seed(sum(kind.encode()))
+    model = AutoModelForCausalLM.from_config(TINY_MODELS[kind])
+    vary(model)
     model.save_pretrained(directory, **save_options)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer_from / name, directory / name)
