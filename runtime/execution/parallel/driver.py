@@ -144,11 +144,11 @@ class ParallelExecutor(Executor):
             self.workers.meet(store)
             self.group = Group(store, 0, size, device)
             super().__init__(config, path, self.group)
-        except RuntimeError as error:
+        except BaseException as error:
             self.workers.close()
-            raise ModelError(f"the model could not be loaded by all ranks ({error}): their log says why") from error
-        except BaseException:
-            self.workers.close()
+            Group.abandon()
+            if isinstance(error, RuntimeError):
+                raise ModelError(f"the model could not be loaded by all ranks ({error}): their log says why") from error
             raise
         self.pool.others, self.pool.ranks = self, size
 

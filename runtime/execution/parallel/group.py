@@ -36,9 +36,7 @@ class Group:
     """
 
     def __init__(self, store: dist.TCPStore, rank: int, size: int, device: torch.device):
-        """Join the other ranks at `store`; blocks until all are there. Raises ModelError."""
-        if dist.is_initialized():
-            raise ModelError("--tensor-parallel: this process is in a process group of torch.distributed already")
+        """Join the other ranks at `store`; blocks until all are there."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
         # All ranks are on this machine, whatever its host name resolves to.
@@ -50,7 +48,9 @@ class Group:
 
     @staticmethod
     def open_store(size: int) -> dist.TCPStore:
-        """The driver's store, on a free port."""
+        """The driver's store, on a free port. Raises ModelError in a process that is in a group."""
+        if dist.is_initialized():
+            raise ModelError("--tensor-parallel: this process is in a process group of torch.distributed already")
         return dist.TCPStore(_HOST, 0, size, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
 
     @staticmethod
@@ -82,3 +82,9 @@ class Group:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+    @staticmethod
+    def abandon() -> None:
+        """Leave the group, if there is one, after a failed load: this process may load another model."""
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from runtime.batch import AttentionPlan, ForwardBatch, HiddenRows, LayerGroup, Span
 from runtime.config import make_config
@@ -134,12 +135,13 @@ def test_heads_that_do_not_divide_are_an_error(tiny_dir):
 
 
 def test_a_rank_that_cannot_load_is_an_error(tiny_dir, tmp_path):
-    """The driver's own error ends the ranks that it has started."""
+    """The driver's own error ends the ranks that it has started, and their group."""
     for file in tiny_dir.iterdir():
         if file.suffix != ".safetensors":
             (tmp_path / file.name).symlink_to(file)
     with pytest.raises(ModelError, match="no safetensors file"):
         Engine(str(tmp_path), tensor_parallel=2, **OPTIONS)
+    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize("size", [2, 3])
