@@ -75,7 +75,9 @@ class Attention {
         const int64_t share = work / (threads * kPiecesPerThread) + 1;
         auto cut = [&](const Edge& edge, int64_t from, int64_t rows, int64_t low, int64_t keys) {
             const bool few = reads_in_place(edge, from, rows);
-            const int64_t unit = few ? kLeastKeys : kSection, at = place(edge), high = low + keys;
+            // A piece within a section leaves a partial result for each block, which is much for many rows.
+            const bool fine = few || share / tiles(rows) < kSection / 4;
+            const int64_t unit = fine ? kLeastKeys : kSection, at = place(edge), high = low + keys;
             const int64_t most = std::max(share / tiles(rows), unit), parts = (keys + most / 2) / most;
             const int64_t step = round_up(keys / std::max<int64_t>(parts, 1), unit);
             auto end_of = [&](int64_t begin) { return std::min((at + begin) / unit * unit + step - at, high); };
@@ -172,7 +174,7 @@ class Attention {
     }
 
   private:
-    static constexpr int64_t kSection = 8 * kKeys;  // keys
+    static constexpr int64_t kSection = 16 * kKeys;
     static constexpr int64_t kFoldedRows = 192;     // in a piece: enough to pay for a block's preparation
     static constexpr int64_t kLeastKeys = 256;      // in a piece: a partial result has a cost, too
     static constexpr int64_t kPiecesPerThread = 6;
