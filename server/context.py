@@ -72,7 +72,7 @@ class Context:
         return self.engine.info.name if (adapter := self.adapter(name)) is None else adapter.name
 
     def namespace(self, tenant: Tenant, body: _ForModel) -> Namespace:
-        """The cache namespace of a request. Raises NotFound as `adapter`, Forbidden for a scope that is not the key's."""
+        """The cache namespace of a request. Raises NotFound, and Forbidden for a scope that is not the key's."""
         namespace, adapter = tenant.namespace(body.cache_salt, body.cache_scope), self.adapter(body.model)
         return namespace if adapter is None else namespace._replace(adapter=adapter.digest)
 

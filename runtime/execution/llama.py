@@ -190,9 +190,8 @@ class LlamaModel:
     def _split(self, layer: Layer, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys side by side [T, heads + kv_heads, head_dim], to be rotated together, and values."""
         spec = self.spec
-        qk, v = qkv.view(len(qkv), -1, spec.head_dim).split(
-            (spec.num_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1
-        )
+        sizes = (spec.num_heads + spec.num_kv_heads, spec.num_kv_heads)
+        qk, v = qkv.view(len(qkv), -1, spec.head_dim).split(sizes, dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = self.ops.rms_norm(qk[:, : spec.num_heads], layer.q_norm, spec.rms_norm_eps)
             k = self.ops.rms_norm(qk[:, spec.num_heads :], layer.k_norm, spec.rms_norm_eps)

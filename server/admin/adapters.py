@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter
 from pydantic import ConfigDict, Field
@@ -21,7 +22,7 @@ class LoadRequest(Body):
     """An adapter to load."""
 
     model_config = ConfigDict(json_schema_extra={"example": {"lora_name": "poems", "lora_path": "/adapters/poems"}})
-    NEUTRAL = {"base_model_name": (), "is_3d_lora_weight": (False,)}
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"base_model_name": (), "is_3d_lora_weight": (False,)}
 
     lora_name: Name
     lora_path: Text = Field(

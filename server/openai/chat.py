@@ -165,7 +165,7 @@ async def _explained(
 
 
 async def _answer(
-    body: ChatRequest, rid: str, outputs: OutputStream, context: Context, inquiry: Inquiry | None
+    body: ChatRequest, head: dict[str, Any], outputs: OutputStream, context: Context, inquiry: Inquiry | None
 ) -> dict[str, Any]:
     logprobs: dict[int, Logprobs] = defaultdict(lambda: Logprobs(body, context.engine.tokenizer))
     done = await collect(outputs, context, lambda output: logprobs[output.choice].add(output))

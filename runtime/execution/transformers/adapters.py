@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from runtime.batch import AdapterRows
@@ -23,7 +24,7 @@ class Adapters:
         loaded: factors by module, by digest.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: transformers.PreTrainedModel):
         self._model = model
         self._hooked: set[str] = set()
         self.rows: Sequence[AdapterRows] = ()
@@ -33,14 +34,11 @@ class Adapters:
     def load(self, adapter: LoraAdapter, dtype: torch.dtype, device: torch.device) -> None:
         """Raises ModelError where it does not fit the model."""
         modules, kind = dict(self._model.named_modules()), type(self._model).__name__
+        head = self._model.get_output_embeddings()
         for name, factor in adapter.factors.items():
             module = modules.get(name)
             # Experts see the rows that were sent to them, in an order of their own.
-            if (
-                not isinstance(module, nn.Linear)
-                or ".experts." in name
-                or module is self._model.get_output_embeddings()
-            ):
+            if not isinstance(module, nn.Linear) or ".experts." in name or module is head:
                 raise ModelError(f"the adapter changes {name}, which is no linear layer of {kind}'s decoder")
             if (shape := (len(factor.b), factor.a.shape[1])) != tuple(module.weight.shape):
                 shown = f"{list(shape)}; the model's is {list(module.weight.shape)}"

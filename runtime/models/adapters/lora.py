@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +121,6 @@ def _scale(config: dict[str, Any], path: Path) -> tuple[int, float]:
     if (beginning := config.get("init_lora_weights")) not in _PLAIN_BEGINNINGS:
         raise ModelError(f"{path}: init_lora_weights is {beginning!r}, which changes the weights of the base as well")
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not abs(alpha) < float("inf"):
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ModelError(f"{path}: r is {rank!r} and lora_alpha {alpha!r}; a count and a number are needed")
     return rank, alpha / (rank**0.5 if config.get("use_rslora") else rank)
