@@ -86,6 +86,20 @@ class DetachTier(msgspec.Struct, tag="detach"):
     name: str
 
 
+class LoadAdapter(msgspec.Struct, tag="load_adapter"):
+    """Load the low-rank adapter in a directory. Answered by `Reply`: `{"digest", "rank"}` or `{"failed": why}`."""
+
+    call: int
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
+    """Forget an adapter once its requests have ended. Answered by `Reply`: `{"running": how many there are}`."""
+
+    call: int
+    digest: str
+
+
 class GetState(msgspec.Struct, tag="state"):
     """Ask for counters and gauges. Answered by `Reply`."""
 
@@ -204,7 +218,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 
 Call = (
     FlushCache | GetState | AddPin | RemovePin | GetPins | GetCached | GetTree | GetOutline | GetRequests | GetQuota
-    | OnNode | Pause | Ping | EraseTenant | AttachTier | DetachTier
+    | OnNode | Pause | Ping | EraseTenant | AttachTier | DetachTier | LoadAdapter | UnloadAdapter
 )  # fmt: skip
 Inbound = AddRequest | Abort | Call | Shutdown
 
