@@ -1,4 +1,4 @@
-"""Block diffusion against transformers: every block from all before it and itself, computed anew at every step."""
+"""Block diffusion against plain loops: every block from all before it and itself, computed anew at every step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from array import array
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from runtime.engine.core import EngineCore
 from runtime.errors import InvalidRequest, ModelError
@@ -17,10 +24,20 @@ from runtime.params import DiffusionParams, SamplingParams
 from runtime.protocol import AddPin
 from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
 from tests.runtime.reuse.bicache.models import CONTEXT, MASK, save_tiny
+from tests.runtime.reuse.plain_llada2 import PlainLLaDA2
 
+# Positions that attend to each other, positions that are denoised together, the shift, the threshold.
 KINDS = {
-    "sdar": (Qwen3Config, Qwen3ForCausalLM, 4, 4, 0, 0.85),
-    "fast_dllm": (Qwen2Config, Qwen2ForCausalLM, 16, 8, 1, 0.9),
+    "sdar": (4, 4, 0, 0.85),
+    "sdar_moe": (4, 4, 0, 0.85),
+    "fast_dllm": (16, 8, 1, 0.9),
+    "llada2": (8, 8, 0, 0.95),
+}
+# Transformers' code of the same body.
+BODIES = {
+    "sdar": (Qwen3Config, Qwen3ForCausalLM),
+    "sdar_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "fast_dllm": (Qwen2Config, Qwen2ForCausalLM),
 }
 # A random model is sure of nothing: so low that some steps decide several masks, and some but one.
 SURE = 0.02
@@ -30,17 +47,22 @@ class Plain:
     """The published loops, without a cache."""
 
     def __init__(self, kind, path):
-        config_type, model_type, self.attended, self.block, self.shift, _ = KINDS[kind]
+        self.attended, self.block, self.shift, _ = KINDS[kind]
+        if kind == "llada2":
+            self.forward = PlainLLaDA2(path).logits
+            return
+        config_type, model_type = BODIES[kind]
         config = json.loads((path / "config.json").read_text())
         config = config_type(**{k: v for k, v in config.items() if k not in ("architectures", "model_type")})
-        self.model = model_type.from_pretrained(path, config=config, dtype=torch.float32, attn_implementation="eager")
+        model = model_type.from_pretrained(path, config=config, dtype=torch.float32, attn_implementation="eager")
+        hidden = lambda seen: torch.where(seen, 0.0, -math.inf)[None, None]  # noqa: E731
+        self.forward = lambda tokens, seen: model(torch.tensor([tokens]), attention_mask=hidden(seen)).logits[0]
 
     @torch.inference_mode()
     def probs(self, tokens):
         """Float64 [n, vocab], row i for token i as far as it is read within these tokens, and that of the next one."""
         block = torch.arange(len(tokens)) // self.attended
-        hidden = torch.where(block[:, None] >= block, 0.0, -math.inf)[None, None]
-        logits = self.model(torch.tensor([tokens]), attention_mask=hidden).logits[0]
+        logits = self.forward(tokens, block[:, None] >= block)
         logits[:, MASK] = -math.inf
         return logits.double().softmax(-1)
 
@@ -130,7 +152,7 @@ def test_schedules_equal_the_plain_loop(driver, plain, options):
 
 def test_defaults_are_those_of_the_authors(driver, plain, kind):
     filled = DiffusionParams().filled(driver.core.info.diffusion, SamplingParams())
-    _, _, _, block, _, threshold = KINDS[kind]
+    _, block, _, threshold = KINDS[kind]
     assert (filled.block_length, filled.threshold) == (block, threshold)
     prompt = text(9, seed=4)
     assert driver.one(prompt, gen_length=8) == plain.denoise(prompt, 8, threshold=threshold)
@@ -190,5 +212,5 @@ def test_the_context_ends_with_a_whole_block(tmp_path, kind):
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT - 1}))
     core: EngineCore = make_core(path, page_size=16)
-    assert core.info.context_length == CONTEXT - KINDS[kind][2]
+    assert core.info.context_length == CONTEXT - KINDS[kind][0]
     assert len(DenoiseDriver(core).one(text(core.info.context_length - 5), gen_length=5)) == 5
