@@ -19,6 +19,12 @@ FAMILIES = {
     "Fast_dLLM_QwenForCausalLM": "Qwen2",
 }
 
+# Architectures that are refused, with the reason.
+REFUSED = {
+    "DiffusionGemmaForBlockDiffusion": "its canvas has no masks but random tokens, drawn anew and fed back as "
+    "soft embeddings, and it attends to prompts and to finished canvases causally"
+}
+
 # Switches of LLaDA's configuration, with the values of its published models; others are refused.
 _LLADA_SWITCHES: dict[str, Any] = {
     "block_type": "llama",

@@ -1,4 +1,4 @@
-"""LLaDA2's forward pass, written plainly from its published configuration: float32, one sequence, an expert at a time."""
+"""LLaDA2's forward pass, plainly from its published configuration: float32, one sequence, every expert of every row."""
 
 from __future__ import annotations
 
@@ -49,20 +49,23 @@ class PlainLLaDA2:
         weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
         return torch.einsum("hqk,khd->qhd", weights, v).flatten(1) @ self.tensors[f"{name}.dense.weight"].T
 
-    def experts(self, row: torch.Tensor, name: str) -> torch.Tensor:
-        """Those of one row: a bias takes part in the choice, first of groups by their two best, and not in weights."""
+    def weights(self, score: list[float], bias: list[float]) -> list[float]:
+        """Of a row's experts. A bias takes part in the choice alone, first of groups, by their two best."""
         config, size = self.config, self.config["num_experts"] // self.config["n_group"]
-        score = torch.sigmoid(self.tensors[f"{name}.gate.weight"] @ row).tolist()
-        rank = [s + b for s, b in zip(score, self.tensors[f"{name}.gate.expert_bias"].tolist(), strict=True)]
+        rank = [s + b for s, b in zip(score, bias, strict=True)]
         groups = [range(first, first + size) for first in range(0, len(rank), size)]
         groups.sort(key=lambda group: -sum(sorted((rank[i] for i in group), reverse=True)[:2]))
         open_to = [i for group in groups[: config["topk_group"]] for i in group]
         chosen = sorted(open_to, key=lambda i: -rank[i])[: config["num_experts_per_tok"]]
         total = sum(score[i] for i in chosen)
-        found = self.mlp(row, f"{name}.shared_experts")
-        for i in chosen:
-            found = found + config["routed_scaling_factor"] * score[i] / total * self.mlp(row, f"{name}.experts.{i}")
-        return found
+        return [config["routed_scaling_factor"] * s / total * (i in chosen) for i, s in enumerate(score)]
+
+    def experts(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        scores = torch.sigmoid(x @ self.tensors[f"{name}.gate.weight"].T).tolist()
+        bias = self.tensors[f"{name}.gate.expert_bias"].tolist()
+        weights = torch.tensor([self.weights(score, bias) for score in scores])
+        found = torch.stack([self.mlp(x, f"{name}.experts.{i}") for i in range(len(bias))], dim=1)
+        return self.mlp(x, f"{name}.shared_experts") + (weights[..., None] * found).sum(1)
 
     def logits(self, tokens: list[int], seen: torch.Tensor) -> torch.Tensor:
         """float32 [n, vocab]; `seen`: bool [n, n], whether a row sees a key."""
@@ -74,5 +77,5 @@ class PlainLLaDA2:
             if i < self.config["first_k_dense_replace"]:
                 x = x + self.mlp(y, f"{layer}.mlp")
             else:
-                x = x + torch.stack([self.experts(row, f"{layer}.mlp") for row in y])
+                x = x + self.experts(y, f"{layer}.mlp")
         return self.norm(x, "model.norm.weight") @ self.tensors["lm_head.weight"].T

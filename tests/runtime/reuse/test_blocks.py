@@ -39,8 +39,8 @@ BODIES = {
     "sdar_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "fast_dllm": (Qwen2Config, Qwen2ForCausalLM),
 }
-# A random model is sure of nothing: so low that some steps decide several masks, and some but one.
-SURE = 0.02
+# Some steps decide several masks, and some but one.
+SURE = 0.8
 
 
 class Plain:
@@ -90,6 +90,30 @@ class Plain:
                     step += 1
         return tokens[len(prompt) : len(prompt) + length]
 
+    def denoise_jointly(self, prompt, length, threshold, edit_threshold, most):
+        """The tokens, and how often one was replaced."""
+        end = -(-(len(prompt) + length) // self.attended) * self.attended
+        tokens, num_edits = prompt + [MASK] * (end - len(prompt)), 0
+        for first in range(len(prompt) // self.attended * self.attended, end, self.attended):
+            block, post = range(max(first, len(prompt)), first + self.attended), 0
+            while True:
+                masks = [i for i in block if tokens[i] == MASK]
+                post += not masks
+                if post > most:
+                    break
+                found = self.probs(tokens[: block.stop]).max(-1)
+                changed = [i for i in masks if found.values[i] >= threshold]
+                if masks and not changed:
+                    changed = [max(masks, key=lambda i: float(found.values[i]))]
+                edits = [i for i in block if i not in masks and found.values[i] > edit_threshold]
+                edits = [i for i in edits if found.indices[i] != tokens[i]]
+                if not changed + edits:
+                    break
+                num_edits += len(edits)
+                for i in changed + edits:
+                    tokens[i] = int(found.indices[i])
+        return tokens[len(prompt) : len(prompt) + length], num_edits
+
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request):
@@ -109,6 +133,13 @@ def plain(kind, path):
 @pytest.fixture(scope="module")
 def driver(path):
     return DenoiseDriver(make_core(path, page_size=16))
+
+
+@pytest.fixture(scope="module")
+def editor(tmp_path_factory):
+    """A driver of LLaDA2, and the plain loops."""
+    path = save_tiny("llada2", tmp_path_factory.mktemp("editor") / "llada2")
+    return DenoiseDriver(make_core(path, page_size=16)), Plain("llada2", path)
 
 
 def text(length, seed=0):
@@ -158,9 +189,11 @@ def test_defaults_are_those_of_the_authors(driver, plain, kind):
     assert driver.one(prompt, gen_length=8) == plain.denoise(prompt, 8, threshold=threshold)
 
 
-def test_many_at_once_in_a_pool_that_is_too_small(path, plain):
+@pytest.mark.parametrize("smallest", [False, True])
+def test_many_at_once_in_a_pool_that_is_too_small(path, plain, smallest):
     """They share prefixes, are chunked, give way to each other, and evict what others left."""
-    driver = DenoiseDriver(make_core(path, page_size=16, pool_tokens=160, step_tokens=32))
+    page_size = plain.attended if smallest else 16
+    driver = DenoiseDriver(make_core(path, page_size=page_size, pool_tokens=160, step_tokens=32))
     prompts = [text(34, seed=5)[:shared] + text(40 - shared, seed=i) for i, shared in enumerate((0, 17, 34, 34, 25))]
     for i, prompt in enumerate(prompts):
         driver.denoise(f"r{i}", prompt, gen_length=30 + i, threshold=SURE)
@@ -169,6 +202,56 @@ def test_many_at_once_in_a_pool_that_is_too_small(path, plain):
         assert driver.tokens[f"r{i}"] == plain.denoise(prompt, 30 + i, threshold=SURE)
     assert driver.core.scheduler.num_retracted
     assert sum(driver.core.cache.tree.stats.evicted.values())
+
+
+@pytest.mark.parametrize(("edit_threshold", "most"), [(0.0, 0), (0.0, 16), (SURE, 1)])
+def test_the_joint_threshold_edits_as_published(editor, edit_threshold, most):
+    """Cold, warm, and with others in the step; the next turn reads what was edited."""
+    driver, plain = editor
+    settings = {"algorithm": "joint_threshold", "threshold": SURE, "edit_threshold": edit_threshold}
+    prompt, num_edits = text(21, seed=8), 0
+    for _ in range(2):
+        expected, more = plain.denoise_jointly(prompt, 13, SURE, edit_threshold, most)
+        for _ in range(2):
+            driver.denoise(f"beside{len(driver.tokens)}", text(9, seed=9), gen_length=20, threshold=SURE)
+            assert driver.one(prompt, gen_length=13, max_post_edit_steps=most, **settings) == expected
+        prompt, num_edits = prompt + expected, num_edits + more
+    assert num_edits
+    assert driver.report(driver.last())["cached_tokens"] >= 32
+
+
+def test_an_editable_token_is_not_streamed(editor):
+    """An answer comes by whole blocks, and its canvas at every step."""
+    driver, _ = editor
+    settings = {"algorithm": "joint_threshold", "threshold": SURE, "edit_threshold": 0.0, "stream_canvas": True}
+    answer = driver.one(text(20, seed=10), gen_length=19, **settings)
+    events = driver.events[driver.last()]
+    shown = [token for event in events for token in event.tokens]
+    assert shown == answer
+    sizes = [len(event.tokens) for event in events if event.tokens]
+    assert sizes == [4, 8, 7]
+    decided = [sum(token != MASK for token in event.canvas) for event in events]
+    assert decided == sorted(decided)
+    assert len(set(decided)) > 3
+
+
+def test_models_that_do_not_edit_refuse_to(driver, kind, plain):
+    info, sampling = driver.core.info.diffusion, SamplingParams()
+
+    def refused(**fields):
+        with pytest.raises(InvalidRequest) as error:
+            DiffusionParams(**fields).filled(info, sampling).check(info, sampling, 4, 10)
+        return error.value.param
+
+    assert refused(edit_threshold=0.5) == "diffusion.edit_threshold"
+    assert refused(max_post_edit_steps=3) == "diffusion.max_post_edit_steps"
+    if kind != "llada2":
+        assert refused(algorithm="joint_threshold") == "diffusion.algorithm"
+        return
+    for field, value in (("steps", 3), ("block_length", 4), ("factor", 0.5)):
+        assert refused(algorithm="joint_threshold", **{field: value}) == f"diffusion.{field}"
+    filled = DiffusionParams(algorithm="joint_threshold").filled(info, sampling)
+    assert (filled.threshold, filled.edit_threshold, filled.max_post_edit_steps) == (0.7, 0.5, 16)
 
 
 def test_no_page_is_left_behind_by_an_abort(driver):
