@@ -372,7 +372,7 @@ class DiffusionInfo(msgspec.Struct):
         num_layers: most layers that can be reused.
         depth_table: name of the table of reuse depths.
         refresh_interval: steps between refreshes of a prefix's other layers, unless a request says otherwise.
-        attended, block, threshold: see `runtime.models.diffusion.DiffusionSpec`.
+        attended, block, threshold, edits: see `runtime.models.diffusion.DiffusionSpec`.
     """
 
     mask_token_id: int
@@ -383,6 +383,7 @@ class DiffusionInfo(msgspec.Struct):
     attended: int | None = None
     block: int = 32
     threshold: float | None = None
+    edits: bool = False
 
 
 class ModelInfo(msgspec.Struct):
