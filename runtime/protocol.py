@@ -359,6 +359,7 @@ class DiffusionInfo(msgspec.Struct):
         depth_table: name of the table of reuse depths.
         refresh_interval: steps between refreshes of a prefix's other layers, unless a request says otherwise.
         attended, block, threshold: see `runtime.models.diffusion.DiffusionSpec`.
+        depth_bound: nats that measured depths may bring, unless a request says otherwise; None: nothing is measured.
     """
 
     mask_token_id: int
@@ -369,6 +370,7 @@ class DiffusionInfo(msgspec.Struct):
     attended: int | None = None
     block: int = 32
     threshold: float | None = None
+    depth_bound: float | None = None
 
 
 class ModelInfo(msgspec.Struct):
