@@ -27,6 +27,11 @@ TAKEN_BY = {
 
 # LLaDA's block length, the default if it divides the length.
 _BLOCK = 32
+# Fields of guidance, Fast-dLLM's caches and BiCache.
+_OF_PREFIXES = (
+    *("cfg_scale", "cache", "reuse", "partial", "prefix_tokens", "depth", "refresh_interval"),
+    *("depth_bound", "refresh", "drift_threshold"),
+)
 # Algorithms whose confidence is a probability, as `threshold` and `factor` require.
 _BY_PROBABILITY = ("low_confidence", "joint_threshold", "maskgit_plus")
 # LLaDA2.1's joint threshold as its authors recommend it for quality.
@@ -184,6 +189,13 @@ class DiffusionParams(BaseModel):
     refresh_interval: int | None = Field(
         None, ge=1, description="steps between refreshes of the prefix's deep layers; 1 and depth 1 are exact"
     )
+    depth_bound: float | None = Field(
+        None, ge=0, le=1e4, description="nats by which outputs may diverge; default: --depth-bound"
+    )
+    refresh: Literal["interval", "drift"] = Field(
+        "interval", description="drift: refresh when the prompt's rows behind the prefix have moved too far"
+    )
+    drift_threshold: float = Field(0.1, gt=0, description="distance over the norm, of keys and values, for `drift`")
     stream_canvas: bool = Field(False, description="report all positions at every step, decided or masked")
 
     def filled(self, model: Denoised, sampling: SamplingParams) -> DiffusionParams:
@@ -248,7 +260,7 @@ class DiffusionParams(BaseModel):
     def _check_blocks(self, attended: int) -> None:
         """Raise InvalidRequest for what a block diffusion model has no use for."""
         default = DiffusionParams()
-        for name in ("cfg_scale", "cache", "reuse", "partial", "prefix_tokens", "depth", "refresh_interval"):
+        for name in _OF_PREFIXES:
             if getattr(self, name) != getattr(default, name):
                 _refuse(f"{name} is not for block diffusion models, whose prefixes are shared as they are", name)
         if attended % (self.block_length or 1):

@@ -373,6 +373,7 @@ class DiffusionInfo(msgspec.Struct):
         depth_table: name of the table of reuse depths.
         refresh_interval: steps between refreshes of a prefix's other layers, unless a request says otherwise.
         attended, block, threshold, edits: see `runtime.models.diffusion.DiffusionSpec`.
+        depth_bound: nats that measured depths may bring, unless a request says otherwise; None: nothing is measured.
     """
 
     mask_token_id: int
@@ -384,6 +385,7 @@ class DiffusionInfo(msgspec.Struct):
     block: int = 32
     threshold: float | None = None
     edits: bool = False
+    depth_bound: float | None = None
 
 
 class ModelInfo(msgspec.Struct):
