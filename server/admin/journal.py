@@ -31,7 +31,7 @@ class BadTrace(RametError):
 
 
 class Journal:
-    """The last completions of every tenant, which API keys bound in number; whole ones go to the trace, if there is one."""
+    """The last completions of every tenant, which API keys bound in number; a trace, if there is one, gets each."""
 
     def __init__(self, trace: Trace | None = None):
         self._last: dict[str, deque[dict[str, Any]]] = {}
@@ -47,7 +47,7 @@ class Journal:
     def add_failed(
         self, submission: Submission, output: Output | None, seconds: float, error: RametError | None
     ) -> None:
-        """Note a completion without an end: its latest Output, if there was one, and its error; None: its client left."""
+        """Note a completion without an end: its latest Output, if there was one; its error, None if its client left."""
         told = {"finish": "client left"} if error is None else {"finish": error.type, "error": error.message[:_CLIP]}
         self._note(submission, output, seconds, **told)
 

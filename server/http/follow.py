@@ -58,9 +58,9 @@ async def open_outputs(
 
 
 async def follow(outputs: OutputStream, context: Context) -> AsyncIterator[Output]:
-    """The Outputs, each recorded in the metrics; the end of each completion is noted in the journal, however it came."""
+    """The Outputs, each recorded in the metrics; the journal notes the end of each completion, however it came."""
     last: dict[tuple[int, int], Output] = {}
-    open_ = {(index, choice) for index, one in enumerate(outputs.submissions) for choice in range(one.sampling.n)}
+    unended = {(index, choice) for index, one in enumerate(outputs.submissions) for choice in range(one.sampling.n)}
     failure: RametError | None = None
     began = time.monotonic()
     try:
@@ -69,7 +69,7 @@ async def follow(outputs: OutputStream, context: Context) -> AsyncIterator[Outpu
             before = last.get(key)
             context.metrics.observe(output, None if before is None else before.e2e_s)
             if output.finish is not None:
-                open_.discard(key)
+                unended.discard(key)
                 context.journal.add(outputs.submissions[output.index], output)
             if output.new_token_ids:  # an Output without tokens reports the prompt or a canvas
                 last[key] = output
@@ -78,7 +78,7 @@ async def follow(outputs: OutputStream, context: Context) -> AsyncIterator[Outpu
         failure = error
         raise
     finally:
-        for key in sorted(open_):
+        for key in sorted(unended):
             context.journal.add_failed(outputs.submissions[key[0]], last.get(key), time.monotonic() - began, failure)
 
 
