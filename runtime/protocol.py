@@ -175,6 +175,18 @@ class GetOutline(msgspec.Struct, tag="outline"):
     tenant: str | None = None
 
 
+class GetRuns(msgspec.Struct, tag="runs"):
+    """Ask for the next slice of the tree's nodes with their tokens, or, `anew`, for the first; see `Admin.runs`.
+
+    `tenant`, `salt`: of the nodes; None: all. Answered by `Reply`.
+    """
+
+    call: int
+    tenant: str | None
+    salt: str | None
+    anew: bool
+
+
 class GetRequests(msgspec.Struct, tag="requests"):
     """Ask for the live requests of a tenant (None: of all), oldest first, `limit` at most. Answered by `Reply`."""
 
@@ -217,8 +229,8 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 
 
 Call = (
-    FlushCache | GetState | AddPin | RemovePin | GetPins | GetCached | GetTree | GetOutline | GetRequests | GetQuota
-    | OnNode | Pause | Ping | EraseTenant | AttachTier | DetachTier | LoadAdapter | UnloadAdapter
+    FlushCache | GetState | AddPin | RemovePin | GetPins | GetCached | GetTree | GetOutline | GetRuns | GetRequests
+    | GetQuota | OnNode | Pause | Ping | EraseTenant | AttachTier | DetachTier | LoadAdapter | UnloadAdapter
 )  # fmt: skip
 Inbound = AddRequest | Abort | Call | Shutdown
 
