@@ -25,7 +25,7 @@ Front = Callable[[Sequence[Replica]], AbstractContextManager[str]]
 
 
 def fronts(tokenizer: Path, pythons: Mapping[str, str], seed: int) -> dict[str, Front]:
-    """Those that can be had, over replicas that run already. `pythons`: interpreters by name of OTHERS, and `dynamo`."""
+    """Those that can be had, over replicas that run. `pythons`: interpreters by name of OTHERS, and `dynamo`."""
 
     def own(make: Callable[[], Chooser]) -> Front:
         @contextmanager

@@ -67,8 +67,18 @@ def make_model(directory: Path, tokenizer: Path) -> Path:
 
 def engine_options(model: Path, pool_tokens: int, more: Sequence[str] = ()) -> list[str]:
     """Options of `ramet serve` that all replicas share. float32, so that all give the same answers."""
-    fixed = ["--model", str(model), "--random-weights", "--dtype", "float32", "--threads", "1", "--log-level", "warning"]
-    return [*fixed, "--page-size", str(PAGE), "--pool-tokens", str(pool_tokens), *more]
+    fixed = [
+        "--model",
+        str(model),
+        "--random-weights",
+        "--dtype",
+        "float32",
+        "--threads",
+        "1",
+        "--log-level",
+        "warning",
+    ]
+    return [*fixed, "--log-level", "error", "--page-size", str(PAGE), "--pool-tokens", str(pool_tokens), *more]
 
 
 def start_replicas(number: int, options: Sequence[str]) -> list[Replica]:

@@ -29,7 +29,7 @@ def routes(replicas: int, weight: float, balance: float, seed: int) -> dict[str,
     draw, turn, everybody = random.Random(seed), count(), range(replicas)
 
     def lighter(known: Placement[int], hashes: Sequence[int]) -> int:
-        return min(draw.sample(everybody, min(2, replicas)), key=known.loads().__getitem__)
+        return min(draw.sample(everybody, min(2, replicas)), key=known.loads.__getitem__)
 
     def placed(known: Placement[int], hashes: Sequence[int]) -> int:
         return known.rank(hashes, everybody)[0]

@@ -34,8 +34,9 @@ class Arguments(BaseModel):
     balance: float = Field(0.1, ge=0, description="tokens of load that a token of past work above the mean counts for")
 
 
-def app(arguments: Arguments) -> Application:
-    """Serve's builder of the application. A wrong option ends it with one line."""
+def app(given_arguments: Arguments | dict[str, Any]) -> Application:
+    """Serve's builder of the application; its command line and its files give a dictionary."""
+    arguments = Arguments.model_validate(given_arguments)
     parser = argparse.ArgumentParser("options")
     add_options(parser)
     given = parser.parse_args(shlex.split(arguments.options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
@@ -42,64 +43,70 @@ class Placement(Generic[R]):
         self._weight = weight
         self._balance = balance
         self._random = chooser or random.Random()
+        self._coming: PrefixIndex[R] = PrefixIndex()
         self._calls: dict[R, dict[str, _Call]] = {}
+        self._wanted: dict[R, Counter[int]] = {}  # blocks, by the calls under way that have them
+        self._loads: dict[R, int] = {}
         self._work: dict[R, float] = {}
 
     def join(self, replica: R) -> None:
         """A new replica, which begins with the mean of the others' work: it need not catch up with their past."""
-        self._calls[replica] = {}
+        self._calls[replica], self._wanted[replica], self._loads[replica] = {}, Counter(), 0
         self._work[replica] = self._mean_work()
 
     def leave(self, replica: R) -> None:
         """A replica has left, or died, with all that it held."""
-        self._calls.pop(replica, None)
-        self._work.pop(replica, None)
+        for kept in (self._calls, self._wanted, self._loads, self._work):
+            kept.pop(replica, None)  # type: ignore[attr-defined]
+        self._coming.forget(replica)
         self.index.forget(replica)
 
-    def loads(self) -> dict[R, int]:
+    @property
+    def loads(self) -> Mapping[R, int]:
         """Tokens that calls under way make each replica compute."""
-        return {replica: sum(call.tokens for call in calls.values()) for replica, calls in self._calls.items()}
+        return self._loads
 
     def matches(self, hashes: Sequence[int]) -> Mapping[R, int]:
         """Tokens of a prompt that replicas hold or are about to; replicas without any are left out."""
-        found = {replica: blocks * self._block_tokens for replica, blocks in self.index.match(hashes).items()}
-        for replica, calls in self._calls.items():
-            coming = max((shared_blocks(call.hashes, hashes) for call in calls.values()), default=0)
-            if coming * self._block_tokens > found.get(replica, 0):
-                found[replica] = coming * self._block_tokens
-        return found
+        held, coming = self.index.match(hashes), self._coming.match(hashes)
+        most = {replica: max(held.get(replica, 0), coming.get(replica, 0)) for replica in held.keys() | coming.keys()}
+        return {replica: blocks * self._block_tokens for replica, blocks in most.items()}
 
     def rank(self, hashes: Sequence[int], among: Collection[R]) -> list[R]:
         """Some of the replicas in the order in which they should be asked, with the cheapest first."""
-        matches, loads, mean = self.matches(hashes), self.loads(), self._mean_work()
+        matches, mean = self.matches(hashes), self._mean_work()
         balance = self._balance if hashes else 0  # a call without a prompt has nothing to balance
 
         def cost(replica: R) -> float:
             past = balance * (self._work.get(replica, mean) - mean)
-            return loads.get(replica, 0) + past - self._weight * matches.get(replica, 0)
+            return self._loads.get(replica, 0) + past - self._weight * matches.get(replica, 0)
 
         shuffled = self._random.sample(list(among), len(among))
         return sorted(shuffled, key=cost)
 
     def begin(self, replica: R, call: str, hashes: Sequence[int]) -> None:
         """A replica takes a call; its blocks count as the replica's until it ends."""
-        if replica in self._calls:
-            # At least one token of a prompt is always computed.
-            tokens = max(len(hashes) * self._block_tokens - self.matches(hashes).get(replica, 0), 1)
-            self._calls[replica][call] = _Call(hashes, tokens)
-            self._work[replica] += tokens
+        if replica not in self._calls:
+            return
+        # At least one token of a prompt is always computed.
+        tokens = max(len(hashes) * self._block_tokens - self.matches(hashes).get(replica, 0), 1)
+        self._calls[replica][call] = _Call(hashes, tokens)
+        self._wanted[replica].update(hashes)
+        self._coming.stored(replica, hashes)
+        self._loads[replica] += tokens
+        self._work[replica] += tokens
 
     def end(self, replica: R, call: str) -> None:
-        self._calls.get(replica, {}).pop(call, None)
+        ended = self._calls.get(replica, {}).pop(call, None)
+        if ended is None:
+            return
+        wanted = self._wanted[replica]
+        wanted.subtract(ended.hashes)
+        gone = [value for value in ended.hashes if not wanted[value]]
+        for value in gone:
+            wanted.pop(value, None)
+        self._coming.removed(replica, gone)
+        self._loads[replica] -= ended.tokens
 
     def _mean_work(self) -> float:
         return sum(self._work.values()) / max(len(self._work), 1)
-
-
-def shared_blocks(one: Sequence[int], other: Sequence[int]) -> int:
-    """Leading blocks that two prompts share. A block's hash stands for all before it, so bisection finds the last."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[middle - 1] == other[middle - 1] else (low, middle - 1)
-    return low

@@ -53,7 +53,7 @@ def test_a_small_cache_keeps_to_its_size():
     fleet.run(TRACE)
     assert all(replica.tree.num_pages + replica.free == 30 for replica in fleet._replicas)
     assert all(len(fleet._known.index.held(n)) == replica.tree.num_pages for n, replica in enumerate(fleet._replicas))
-    assert set(fleet._known.loads().values()) == {0}
+    assert set(fleet._known.loads.values()) == {0}
 
 
 def test_the_command_prints_a_row_for_each_router(tmp_path, capsys):

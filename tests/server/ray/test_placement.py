@@ -5,10 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from hypothesis import given
-from hypothesis import strategies as st
-
-from server.ray.placement import Placement, shared_blocks
+from server.ray.placement import Placement
 
 REPLICAS = ("a", "b", "c")
 BLOCK = 10
@@ -46,9 +43,11 @@ def test_a_prefix_that_is_being_computed_counts_already():
     assert known.matches([*prompt[:5], 99]) == {"c": 50}
     assert known.rank([*prompt, 8], REPLICAS)[0] == "c"
     known.begin("c", "2", [*prompt, 8])
-    assert known.loads() == {"a": 0, "b": 0, "c": 90}, "the second computes its own block alone"
+    assert known.loads == {"a": 0, "b": 0, "c": 90}, "the second computes its own block alone"
     known.end("c", "1")
+    assert known.matches(prompt) == {"c": 80}, "of the other one"
     known.end("c", "2")
+    assert not known._wanted["c"]
     assert known.matches(prompt) == {}, "from here on events say what it holds"
 
 
@@ -62,7 +61,7 @@ def test_new_prompts_go_to_those_who_have_worked_less():
     known.join("d")
     assert known._work["d"] == 500, "a new one need not catch up"
     known.leave("a")
-    assert known.loads() == {"b": 0, "c": 0, "d": 0}
+    assert known.loads == {"b": 0, "c": 0, "d": 0}
 
 
 def test_past_work_gives_way_to_a_prefix():
@@ -92,9 +91,3 @@ def test_a_replica_that_has_left_is_no_matter():
     known.begin("a", "2", [1, 2, 3])
     assert known.matches([1, 2, 3]) == {}
     assert sorted(known.rank([1, 2, 3], REPLICAS)) == list(REPLICAS), "it may still be asked for"
-
-
-@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
-def test_shared_blocks_are_those_before_the_first_that_differs(same, one, two):
-    head = list(range(same))
-    assert shared_blocks([*head, *range(100, 100 + one)], [*head, *range(200, 200 + two)]) == same
