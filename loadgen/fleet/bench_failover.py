@@ -80,7 +80,15 @@ def run(arguments: argparse.Namespace) -> int:
         asyncio.run(_live(life, proxy, relay, replicas, settings, arguments))
     _print(life, arguments.phase)
     if arguments.json:
-        write_json(arguments.json, {"requests": life.rows, "marks": life.marks, "ends": life.ends(), "answers": len(set(life.answers.values()))})
+        write_json(
+            arguments.json,
+            {
+                "requests": life.rows,
+                "marks": life.marks,
+                "ends": life.ends(),
+                "answers": len(set(life.answers.values())),
+            },
+        )
     if arguments.plot:
         _plot(life, arguments.plot)
     return int(life.ends().keys() != {"right"})

@@ -57,7 +57,7 @@ class Placement(Generic[R]):
     def leave(self, replica: R) -> None:
         """A replica has left, or died, with all that it held."""
         for kept in (self._calls, self._wanted, self._loads, self._work):
-            kept.pop(replica, None)  # type: ignore[attr-defined]
+            kept.pop(replica, None)
         self._coming.forget(replica)
         self.index.forget(replica)
 
