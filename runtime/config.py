@@ -203,6 +203,12 @@ class DiffusionConfig(Section):
         ge=1,
         description="steps between refreshes of the deep layers; default: the table's, else 16; without a table 1",
     )
+    depth_bound: float | None = Field(
+        None,
+        ge=0,
+        description="nats by which outputs may diverge, for depths and intervals that are measured prefix by prefix; "
+        "0: exact; default: the table's",
+    )
     boundary_memory: float = Field(
         0.25, ge=0, description="GiB for cached boundary states of prefixes; 0: recompute them at each refresh"
     )

@@ -400,10 +400,10 @@ class EngineCore:
 
     def _keep(self, item: Work, tokens: list[int]) -> list[int]:
         """The tokens of a request with a draft, up to one that ends it; the draft's other rows are left out."""
-        assert self.drafter is not None
         tokens, drafted = self.decoding.cut(item.request, tokens), len(item.draft)
         item.keep(len(tokens))
-        self.drafter.note(item, drafted)
+        item.request.drafted += drafted
+        item.request.accepted += len(item.draft)
         self.counters["drafted_tokens"] += drafted
         self.counters["accepted_tokens"] += len(item.draft)
         return tokens

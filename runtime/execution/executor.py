@@ -78,7 +78,7 @@ class Executor:
         self._windows: list[Window | None] = []
         spec = own_spec(config.model, path)
         self.implementation: ModelCode = "transformers" if spec is None else "ramet"
-        library = None if spec is None else self._choose_kernels(config)
+        library = None if spec is None else self._choose_kernels(config, spec)
         if library is None and config.model.quantization != "none":
             raise ModelError(f"--quantization {config.model.quantization} needs the native kernels of a CPU")
         self.dtype = choose_dtype(config.model, self.device, library is not None)
@@ -133,6 +133,7 @@ class Executor:
             # Torch's threads spin after each parallel operation, on the cores that the kernels use.
             torch.set_num_threads(1)
         else:
+            torch.set_num_threads(config.engine.threads or ALL_THREADS)
             attention = self._make_backend(backend, model, share.num_heads)
             self.backend_name = attention.name
             self.least_saved_tokens = attention.least_saved_tokens
@@ -158,9 +159,9 @@ class Executor:
                 f"the KV pool of {size:.1f} GiB cannot be had: lower --pool-tokens, --pool-memory or --memory-fraction"
             ) from None
 
-    def _choose_kernels(self, config: Config) -> Library | None:
+    def _choose_kernels(self, config: Config, spec: LlamaSpec) -> Library | None:
         torch_only = not config.model.native_kernels or self._group is not None or config.cache.kv_dtype == "fp8"
-        if self.device.type != "cpu" or torch_only:
+        if self.device.type != "cpu" or torch_only or spec.experts is not None:
             return None
         library = load_best()
         if library is None:

@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen2, Qwen3 and SmolLM2, driven by a `ForwardBatch`."""
+"""The decoder of Llama, Mistral, Qwen2, Qwen3, SmolLM2 and LLaDA2, driven by a `ForwardBatch`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ import torch.nn.functional as F
 from runtime.batch import AdapterRows, ForwardBatch, LayerGroup
 from runtime.execution.adapters import Adapted, FusedAdapter, add, fuse, rows_within
 from runtime.execution.attention.backend import AttentionBackend
+from runtime.execution.experts import Experts
 from runtime.execution.ops import Ops
 from runtime.execution.transfers import upload
 from runtime.kv.pool import KVPool
 from runtime.models.adapters.lora import LoraAdapter
-from runtime.models.rope import RotaryEmbedding
+from runtime.models.experts import ExpertSpec
+from runtime.models.rope import RotaryEmbedding, pairs_in_halves
 from runtime.models.spec import LlamaSpec
 
 
 @dataclass(slots=True)
 class Layer:
-    """Weights of one decoder layer; q, k, v and gate, up are fused, as they read the same input."""
+    """Weights of one decoder layer; q, k, v and gate, up are fused, as they read the same input.
+
+    Beside `experts`, gate, up and down are those of the shared expert, without columns if there is none.
+    """
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
@@ -36,6 +41,7 @@ class Layer:
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor
     down_bias: torch.Tensor | None
+    experts: Experts | None
 
 
 @dataclass(slots=True)
@@ -85,7 +91,9 @@ class LlamaModel:
         self.head = self.embedding if head is None else head.to(device)
         self.norm = weights.pop("model.norm.weight").to(device)
         self.rope = RotaryEmbedding(spec.rope, spec.head_dim, device)
-        self.layers = [_take_layer(weights, f"model.layers.{i}.", device) for i in range(spec.num_layers)]
+        if spec.rope.rotated:
+            _order_pairs(weights, spec)
+        self.layers = [_take_layer(weights, i, self) for i in range(spec.num_layers)]
         self.adapters: dict[str, FusedAdapter] = {}
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
@@ -165,6 +173,8 @@ class LlamaModel:
             attended = attend.run(index, q, k, v).flatten(1)
             add(adapted, index, "o", x, attended)
             x, normed = ops.add_linear_norm(x, attended, layer.o, layer.o_bias, layer.post_norm, eps)
+            if layer.experts is not None:
+                x = x + layer.experts(normed)
             gate_up = F.linear(normed, layer.gate_up, layer.gate_up_bias)
             add(adapted, index, "gate_up", gate_up, normed)
             inner = ops.silu_and_mul(gate_up)
@@ -199,7 +209,20 @@ class LlamaModel:
         return qk, v
 
 
-def _take_layer(weights: dict[str, torch.Tensor], prefix: str, device: torch.device) -> Layer:
+def _order_pairs(weights: dict[str, torch.Tensor], spec: LlamaSpec) -> None:
+    """Order the dimensions of queries and keys of which a part is rotated; see `pairs_in_halves`."""
+    order, turned = pairs_in_halves(spec.rope, spec.head_dim), spec.num_heads + spec.num_kv_heads
+    for name, weight in weights.items():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            weights[name] = weight[order]
+        elif name.endswith("qkv_proj.weight"):
+            qk = weight.unflatten(0, (-1, spec.head_dim))[:turned]
+            qk.copy_(qk[:, order])
+
+
+def _take_layer(weights: dict[str, torch.Tensor], index: int, model: LlamaModel) -> Layer:
+    spec, device, prefix = model.spec, model.embedding.device, f"model.layers.{index}."
+
     def one(name: str) -> torch.Tensor | None:
         tensor = weights.pop(prefix + name, None)
         return None if tensor is None else tensor.to(device)
@@ -213,11 +236,13 @@ def _take_layer(weights: dict[str, torch.Tensor], prefix: str, device: torch.dev
     def fused_bias(*names: str) -> torch.Tensor | None:
         return fused(*names) if prefix + names[0] in weights else None
 
-    attention, mlp = "self_attn.", "mlp."
+    attention, mlp, parts, experts = "self_attn.", "mlp.", ("qkv",) if spec.fused_qkv else tuple("qkv"), None
+    if spec.experts is not None and index in spec.experts.layers:
+        experts, mlp = _take_experts(weights, prefix, spec.experts, model), "mlp.shared_experts."
     return Layer(
         input_norm=must("input_layernorm.weight"),
-        qkv=fused(*(f"{attention}{n}_proj.weight" for n in "qkv")),
-        qkv_bias=fused_bias(*(f"{attention}{n}_proj.bias" for n in "qkv")),
+        qkv=fused(*(f"{attention}{n}_proj.weight" for n in parts)),
+        qkv_bias=fused_bias(*(f"{attention}{n}_proj.bias" for n in parts)),
         q_norm=one(attention + "q_norm.weight"),
         k_norm=one(attention + "k_norm.weight"),
         o=must(attention + "o_proj.weight"),
@@ -227,4 +252,24 @@ def _take_layer(weights: dict[str, torch.Tensor], prefix: str, device: torch.dev
         gate_up_bias=fused_bias(mlp + "gate_proj.bias", mlp + "up_proj.bias"),
         down=must(mlp + "down_proj.weight"),
         down_bias=one(mlp + "down_proj.bias"),
+        experts=experts,
     )
+
+
+def _take_experts(weights: dict[str, torch.Tensor], prefix: str, spec: ExpertSpec, model: LlamaModel) -> Experts:
+    """A layer's experts; where no expert is shared, its weights are there afterwards, without columns."""
+    device, mlp = model.embedding.device, f"{prefix}mlp."
+
+    def stacked(*names: str) -> torch.Tensor:
+        experts = range(spec.count)
+        every = [[weights.pop(f"{mlp}experts.{i}.{name}_proj.weight") for name in names] for i in experts]
+        return torch.stack([torch.cat(one) for one in every]).to(device)
+
+    if not spec.shared:
+        hidden = model.spec.hidden_size
+        for name, shape in (("gate", (0, hidden)), ("up", (0, hidden)), ("down", (hidden, 0))):
+            weights[f"{mlp}shared_experts.{name}_proj.weight"] = model.embedding.new_empty(shape)
+    bias = weights.pop(f"{mlp}gate.expert_bias", None)
+    router = weights.pop(f"{mlp}gate.weight").to(device)
+    bias = None if bias is None else bias.float().to(device)
+    return Experts(spec, router, bias, stacked("gate", "up"), stacked("down"), model.ops)

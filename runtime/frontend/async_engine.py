@@ -8,7 +8,7 @@ import logging
 import sys
 import tempfile
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -43,6 +43,7 @@ from runtime.protocol import (
     GetPins,
     GetQuota,
     GetRequests,
+    GetRuns,
     GetState,
     GetTree,
     Inbound,
@@ -92,6 +93,7 @@ class AsyncEngine:
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._num_calls = 0
         self._dead = asyncio.Event()
+        self._walking = asyncio.Lock()
         self._stopping = False
         self._work = TextWork(config.engine.grammar_timeout)
         self._supervisor: asyncio.Task[None] | None = None
@@ -417,6 +419,15 @@ class AsyncEngine:
         while answer["blocks"] is None:
             answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens, tenant=tenant))
         return answer
+
+    async def runs(self, tenant: str | None, salt: str | None) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """The tree's nodes of a tenant and a salt (None: of all), with their tokens, slice by slice, parents first."""
+        asked = partial(GetRuns, tenant=tenant, salt=salt)
+        async with self._walking:  # the engine makes one walk at a time
+            found = await self._call(partial(asked, anew=True))
+            while found["runs"] is not None:
+                yield found["runs"]
+                found = await self._call(partial(asked, anew=False))
 
     async def requests(self, limit: int, tenant: str | None = None) -> list[dict[str, Any]]:
         """The live requests of a tenant, or of all, oldest first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import torch
 
 from radix.node import TOKEN_BYTES, common_tokens
 from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, HiddenRows, LayerGroup, Span
+
+_BLOCK = 64  # tokens; kKeys of the CPU kernels
 
 
 @dataclass(slots=True)
@@ -321,7 +324,8 @@ class Stretch:
 def stretches(tables: Sequence[bytes], page_size: int, least_saved_tokens: int = 256) -> list[Stretch]:
     """Cut sorted page tables into stretches that are worth reading once, and the rest of each table.
 
-    The tree is not consulted: requests share a node exactly where they share its pages.
+    The tree is not consulted: requests share a node exactly where they share its pages. A stretch ends with its tables
+    or with a block of keys, as the CPU kernels sum them: a row's sums are then the same to the bit, whoever shares.
 
     Args:
         tables: int32 page ids as bytes, in ascending order of these bytes.
@@ -332,6 +336,7 @@ def stretches(tables: Sequence[bytes], page_size: int, least_saved_tokens: int =
     Returns:
         Stretches that cover every table exactly once; the last of each table is its own and may be empty.
     """
+    unit = _BLOCK // math.gcd(_BLOCK, page_size)
     found: list[Stretch] = []
     pending = [(0, len(tables), 0, 0)] if tables else []
     while pending:
@@ -341,9 +346,11 @@ def stretches(tables: Sequence[bytes], page_size: int, least_saved_tokens: int =
             continue
         # The first and the last of sorted tables share the least.
         shared = at + common_tokens(tables[first], at * TOKEN_BYTES, tables[last - 1][at * TOKEN_BYTES :])
-        if (shared - start) * page_size * (last - first - 1) >= least_saved_tokens:
-            found.append(Stretch(first, last, start, shared))
-            start = shared
+        all_equal = len(tables[first]) == len(tables[last - 1]) == shared * TOKEN_BYTES
+        whole = shared if all_equal else shared // unit * unit
+        if (whole - start) * page_size * (last - first - 1) >= least_saved_tokens:
+            found.append(Stretch(first, last, start, whole))
+            start = whole
         parting = slice(shared * TOKEN_BYTES, (shared + 1) * TOKEN_BYTES)
         for page, group in groupby(range(first, last), key=lambda i: tables[i][parting]):
             members = list(group)

@@ -45,6 +45,8 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "denoise_steps": ("Denoising steps of all requests", ("ramet:denoise_steps",)),
     "refreshes": ("Denoising steps that refreshed a shared prefix", ("ramet:prefix_refreshes",)),
     "encoded_prefixes": ("Shared prefixes encoded for a diffusion model", ("ramet:encoded_prefixes",)),
+    "divergences": ("Measurements of the reuse of prefixes that requests were served with", ("ramet:divergences",)),
+    "divergences_exceeded": ("Measurements that exceeded the bound", ("ramet:divergences_exceeded",)),
     "encoded_modules": ("Prompt modules encoded", ("ramet:encoded_modules",)),
     "encoded_documents": ("Chunks of documents encoded", ("ramet:encoded_documents",)),
     "fused_rows": ("Rows of documents that were chosen to be computed again", ("ramet:fused_rows",)),

@@ -152,7 +152,7 @@ def _parting(
 
 
 def _unknown(lookup: Lookup) -> str:
-    return f"no more of it has left within the {_seconds(lookup.known_s)} s that are remembered"
+    return f"no more of it has been there in the last {_seconds(lookup.known_s)} s, and nothing older is remembered"
 
 
 def _seconds(seconds: float) -> str:

@@ -145,6 +145,11 @@ _NODE = {
     **{"idle_s": 3.5, "age_s": 60.0, "cost_s": 0.4, "locked": False, "pinned": True, "meta": None, "tenant": "alice"},
     **{"outlook": {"kind": "first turn", "age": 12, "promise": 0.004}, "tiers": ["host", "disk"]},
 }
+_FOUND = {
+    **{"id": 32, "parent": 0, "start": 512, "tokens": 64, "tenant": "alice", "hits": 7, "pinned": False},
+    **{"above": [0], "text": "the assistant of a shop for ship models."},
+}
+FOUND = answers({"nodes": [_FOUND], "searched_tokens": 576, "complete": True})
 TREE = answers({"nodes": [_NODE], "next_cursor": None})
 PAUSED = answers({"paused": True})
 RESUMED = answers({"paused": False})

@@ -324,6 +324,7 @@ class NativePlan:
         self.spans = (c.Span * len(plan.spans))()
         self.edges = (c.Edge * self.num_edges)()
         for to, span in zip(self.spans, plan.spans, strict=True):
+            to.position = span.position
             if span.keep is not None:
                 to.keep = self._tensor(span.keep)
             if span.shift:

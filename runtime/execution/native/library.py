@@ -33,7 +33,7 @@ class Product(Structure):
 
 
 class Span(Structure):
-    _fields_ = (("pages", c_void_p), ("length", c_int64), ("keep", c_void_p), ("turn", c_void_p))
+    _fields_ = (("pages", c_void_p), ("length", c_int64), ("keep", c_void_p), ("turn", c_void_p), ("position", c_int64))
 
 
 class Edge(Structure):

@@ -1,5 +1,7 @@
 """A whole native step against `LlamaModel.forward`, in every architecture."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -148,6 +150,35 @@ def test_steps_reuse_their_buffers(library, tiny_dir):
     first = native.forward(long).clone()
     native.forward(short)
     assert torch.equal(native.forward(long)[0], first[0])
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_steps_of_any_size_give_the_same_bits(library, tiny_dir, int8):
+    """A prompt at once, in chunks, and token by token."""
+    if library.isa != "avx512bf16":
+        pytest.skip("only pairs of bfloat16 are summed in one order")
+    length, tokens = 180, torch.randint(0, 49152, (180,), generator=torch.Generator().manual_seed(3))
+
+    def run(steps):
+        model = make_model(tiny_dir, torch.bfloat16)
+        spec, pool, logits = model.spec, make_pool(model.spec, torch.bfloat16), []
+        native = NativeDecoder(library, model, pool, 2, int8)
+        for start, stop in pairwise(steps):
+            s, rows = Span(every_page[: -(-stop // PAGE)], stop), stop - start
+            plan = AttentionPlan(rows)
+            plan.add(slice(0, rows), s, causal_visible(stop, rows))
+            group = LayerGroup(range(spec.num_layers), None, torch.tensor(slots_of(s, start)), plan)
+            positions = torch.arange(start, stop)
+            logits.append(
+                native.forward(ForwardBatch(tokens[start:stop], positions, [group], positions - start)).clone()
+            )
+        return torch.cat(logits), pool.k, pool.v
+
+    every_page = np.random.default_rng(0).permutation(PAGES).astype(np.int32)
+    wanted = run([0, length])
+    for steps in ([0, 100, 101, 107, length], range(0, length + 1, 9), range(length + 1)):
+        for got, of in zip(run(list(steps)), wanted, strict=True):
+            assert torch.equal(got, of)
 
 
 def test_no_logits_wanted(library, tiny_dir):
