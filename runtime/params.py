@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -27,6 +27,11 @@ TAKEN_BY = {
 
 # LLaDA's block length, the default if it divides the length.
 _BLOCK = 32
+# Fields of guidance, Fast-dLLM's caches and BiCache.
+_OF_PREFIXES = (
+    *("cfg_scale", "cache", "reuse", "partial", "prefix_tokens", "depth", "refresh_interval"),
+    *("depth_bound", "refresh", "drift_threshold"),
+)
 # Algorithms whose confidence is a probability, as `threshold` and `factor` require.
 _BY_PROBABILITY = ("low_confidence", "joint_threshold", "maskgit_plus")
 # LLaDA2.1's joint threshold as its authors recommend it for quality.
@@ -184,6 +189,13 @@ class DiffusionParams(BaseModel):
     refresh_interval: int | None = Field(
         None, ge=1, description="steps between refreshes of the prefix's deep layers; 1 and depth 1 are exact"
     )
+    depth_bound: float | None = Field(
+        None, ge=0, le=1e4, description="nats by which outputs may diverge; default: --depth-bound"
+    )
+    refresh: Literal["interval", "drift"] = Field(
+        "interval", description="drift: refresh when the prompt's rows behind the prefix have moved too far"
+    )
+    drift_threshold: float = Field(0.1, gt=0, description="distance over the norm, of keys and values, for `drift`")
     stream_canvas: bool = Field(False, description="report all positions at every step, decided or masked")
 
     def filled(self, model: Denoised, sampling: SamplingParams) -> DiffusionParams:
@@ -201,7 +213,8 @@ class DiffusionParams(BaseModel):
         """Where the number of steps is said, they decide; else the model's threshold does."""
         block = self.block_length or model.block
         scheduled = self.steps is not None or self.factor is not None or algorithm not in _BY_PROBABILITY
-        filled = {"algorithm": algorithm, "gen_length": length, "block_length": block, "steps": self.steps or block}
+        filled: dict[str, Any] = {"algorithm": algorithm, "gen_length": length, "block_length": block}
+        filled["steps"] = self.steps or block
         defaults = _JOINT if algorithm == "joint_threshold" else {} if scheduled else {"threshold": model.threshold}
         filled |= {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return self.model_copy(update=filled)
@@ -248,7 +261,7 @@ class DiffusionParams(BaseModel):
     def _check_blocks(self, attended: int) -> None:
         """Raise InvalidRequest for what a block diffusion model has no use for."""
         default = DiffusionParams()
-        for name in ("cfg_scale", "cache", "reuse", "partial", "prefix_tokens", "depth", "refresh_interval"):
+        for name in _OF_PREFIXES:
             if getattr(self, name) != getattr(default, name):
                 _refuse(f"{name} is not for block diffusion models, whose prefixes are shared as they are", name)
         if attended % (self.block_length or 1):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from runtime.batch import ForwardBatch, LayerGroup
+from runtime.batch import AdapterRows, ForwardBatch, LayerGroup
+from runtime.execution.adapters import Adapted, FusedAdapter, add, fuse, rows_within
 from runtime.execution.attention.backend import AttentionBackend
 from runtime.execution.experts import Experts
 from runtime.execution.ops import Ops
 from runtime.execution.transfers import upload
 from runtime.kv.pool import KVPool
+from runtime.models.adapters.lora import LoraAdapter
 from runtime.models.experts import ExpertSpec
 from runtime.models.rope import RotaryEmbedding, pairs_in_halves
 from runtime.models.spec import LlamaSpec
@@ -66,7 +69,11 @@ class Attend:
 
 
 class LlamaModel:
-    """The decoder stack and head over a paged pool."""
+    """The decoder stack and head over a paged pool.
+
+    Attributes:
+        adapters: by digest.
+    """
 
     def __init__(self, spec: LlamaSpec, weights: dict[str, torch.Tensor], device: torch.device, ops: Ops | None = None):
         """Move the weights to `device`.
@@ -87,6 +94,14 @@ class LlamaModel:
         if spec.rope.rotated:
             _order_pairs(weights, spec)
         self.layers = [_take_layer(weights, i, self) for i in range(spec.num_layers)]
+        self.adapters: dict[str, FusedAdapter] = {}
+
+    def load_adapter(self, adapter: LoraAdapter) -> None:
+        """Raises ModelError where it does not fit."""
+        dtype, device = self.embedding.dtype, self.embedding.device
+        self.adapters[adapter.digest] = [
+            {product: one.to(dtype, device) for product, one in layer.items()} for layer in fuse(adapter, self.spec)
+        ]
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool, backend: AttentionBackend) -> torch.Tensor:
@@ -98,11 +113,12 @@ class LlamaModel:
             for given in group.load:
                 hidden[self._upload(given.rows)] = given.states.to(hidden.device, hidden.dtype)
             attend = Attend(pool, backend, plan, *self._written(group))
+            adapted = self._adapted(rows_within(batch.adapters, group.rows))
             if group.rows is None:
-                hidden = self.run_layers(group.layers, hidden, positions, attend)
+                hidden = self.run_layers(group.layers, hidden, positions, attend, adapted)
             else:
                 rows = self._upload(group.rows)
-                alive = self.run_layers(group.layers, hidden[rows], positions[rows], attend)
+                alive = self.run_layers(group.layers, hidden[rows], positions[rows], attend, adapted)
                 hidden = hidden.index_copy(0, rows, alive)
             for wanted in group.save:
                 wanted.states.copy_(hidden[self._upload(wanted.rows)])
@@ -125,7 +141,17 @@ class LlamaModel:
         rows = (group.kv_write >= 0).nonzero()[:, 0]
         return self._upload(group.kv_write[rows]), self._upload(rows)
 
-    def run_layers(self, layers: range, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def _adapted(self, rows: Sequence[AdapterRows]) -> list[Adapted]:
+        return [Adapted(self.adapters[one.digest], one.first, one.stop) for one in rows]
+
+    def run_layers(
+        self,
+        layers: range,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        adapted: Sequence[Adapted] = (),
+    ) -> torch.Tensor:
         """Hidden states [T', hidden] after `layers`.
 
         Args:
@@ -133,19 +159,26 @@ class LlamaModel:
             x: [T', hidden], the states before them; may be overwritten.
             positions: int64 [T'].
             attend: attention of these rows.
+            adapted: those of them that have an adapter.
         """
         eps, ops = self.spec.rms_norm_eps, self.ops
         angles = ops.angles(self.rope, positions)
         normed = ops.rms_norm(x, self.layers[layers.start].input_norm, eps)
         for index in layers:
             layer = self.layers[index]
-            qk, v = self._qkv(layer, normed)
+            qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+            add(adapted, index, "qkv", qkv, normed)
+            qk, v = self._split(layer, qkv)
             q, k = ops.rotate_qk(qk, self.spec.num_heads, angles)
             attended = attend.run(index, q, k, v).flatten(1)
+            add(adapted, index, "o", x, attended)
             x, normed = ops.add_linear_norm(x, attended, layer.o, layer.o_bias, layer.post_norm, eps)
             if layer.experts is not None:
                 x = x + layer.experts(normed)
-            inner = ops.silu_and_mul(F.linear(normed, layer.gate_up, layer.gate_up_bias))
+            gate_up = F.linear(normed, layer.gate_up, layer.gate_up_bias)
+            add(adapted, index, "gate_up", gate_up, normed)
+            inner = ops.silu_and_mul(gate_up)
+            add(adapted, index, "down", x, inner)
             if index + 1 == layers.stop:
                 return ops.add_linear(x, inner, layer.down, layer.down_bias)
             following = self.layers[index + 1].input_norm
@@ -160,15 +193,15 @@ class LlamaModel:
         """
         weights, device = self.layers[layer], self.embedding.device
         normed = self.ops.rms_norm(states.to(device, self.embedding.dtype), weights.input_norm, self.spec.rms_norm_eps)
-        qk, v = self._qkv(weights, normed)
+        qk, v = self._split(weights, F.linear(normed, weights.qkv, weights.qkv_bias))
         q, k = self.ops.rotate_qk(qk, self.spec.num_heads, self.ops.angles(self.rope, self._upload(positions)))
         return torch.cat((q, k, v), dim=1).float()
 
-    def _qkv(self, layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _split(self, layer: Layer, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys side by side [T, heads + kv_heads, head_dim], to be rotated together, and values."""
         spec = self.spec
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, spec.head_dim)
-        qk, v = qkv.split((spec.num_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        sizes = (spec.num_heads + spec.num_kv_heads, spec.num_kv_heads)
+        qk, v = qkv.view(len(qkv), -1, spec.head_dim).split(sizes, dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = self.ops.rms_norm(qk[:, : spec.num_heads], layer.q_norm, spec.rms_norm_eps)
             k = self.ops.rms_norm(qk[:, spec.num_heads :], layer.k_norm, spec.rms_norm_eps)
