@@ -44,6 +44,7 @@ def test_every_option_of_the_configuration_is_there_and_explained(capsys):
         ([], "COMMAND"),
         (["serve", "--pool-memry", "2"], "unrecognized arguments: --pool-memry 2; did you mean --pool-memory?"),
         (["serve", "--xyz"], "unrecognized arguments: --xyz"),
+        (["srve"], "there is no command 'srve'; did you mean serve?"),
         (["bench", "policies", "--capacitis=3"], "did you mean --capacities?"),
         (["profile", "--out", "missing/t.json"], "argument --out: there is no directory missing"),
     ],
