@@ -62,7 +62,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors leave out the usage, which is a screen long for `serve`."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\nsee {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def _meant(parser: argparse.ArgumentParser, unknown: list[str]) -> str:
