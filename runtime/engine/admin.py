@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from radix import Block, Namespace, Node, outline, path, slices, view
 from radix.stats import Histogram
+from runtime.engine.adapters import Adapters
 from runtime.engine.scheduler import Scheduler
 from runtime.errors import InvalidRequest
 from runtime.kv.cache import PagedCache
@@ -29,11 +30,13 @@ from runtime.protocol import (
     GetRuns,
     GetState,
     GetTree,
+    LoadAdapter,
     OnNode,
     Pause,
     Ping,
     RemovePin,
     Reply,
+    UnloadAdapter,
 )
 from runtime.request import Request, Status
 from runtime.reuse.strategy import Strategy
@@ -45,6 +48,7 @@ _Walk = Generator[None, None, list[Block]]
 class _Core(Protocol):
     """The attributes of `EngineCore` that `Admin` reads; it sets `paused`."""
 
+    adapters: Adapters
     cache: PagedCache
     scheduler: Scheduler
     strategies: dict[str, Strategy]
@@ -82,10 +86,12 @@ class Admin:
             GetRuns: self.runs,
             GetState: lambda _: self.state(),
             GetTree: self.tree,
+            LoadAdapter: lambda message: self._core.adapters.load(message),
             OnNode: lambda message: getattr(self, f"_{message.verb}")(self._find(message.page, message.start)),
             Pause: self._pause,
             Ping: lambda _: {},
             RemovePin: lambda message: {"found": self._core.cache.pins.unpin(message.pin)},
+            UnloadAdapter: lambda message: self._core.adapters.unload(message),
         }
 
     def handle(self, message: Call) -> Reply:
@@ -260,6 +266,7 @@ class Admin:
             "keeps_refused": cache.pins.num_unkept,
             "keeps_broken": cache.pins.num_displaced,
             "tree_nodes": tree.num_nodes,
+            "requests_by_adapter": dict(core.adapters.requests),
             **({} if core.tiers is None else core.tiers.state()),
             "idle_before_evict_s": _plain(stats.idle_s),
             "lifetime_s": _plain(stats.lifetime_s),

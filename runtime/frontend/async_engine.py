@@ -20,6 +20,7 @@ import zmq.asyncio
 from radix import Namespace
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, EngineDead, ModelError, PinRefused, RametError
+from runtime.frontend.adapters import Adapters
 from runtime.frontend.output import PlacedPrompt, Submission, expected_tokens
 from runtime.frontend.processor import Frontend
 from runtime.frontend.stream import OutputStream
@@ -77,6 +78,7 @@ class AsyncEngine:
         info: the loaded model; set by `start`.
         tokenizer: its tokenizer; set by `start`.
         paused: whether the engine is paused.
+        adapters: of the model, by name.
     """
 
     config: Config
@@ -96,6 +98,7 @@ class AsyncEngine:
         self._work = TextWork(config.engine.grammar_timeout)
         self._supervisor: asyncio.Task[None] | None = None
         self._watchdog = Watchdog(config.engine.step_timeout)
+        self.adapters = Adapters(self._call, config.model)
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -109,6 +112,11 @@ class AsyncEngine:
             self._close()
             raise
         self._supervisor = asyncio.create_task(self._supervise())
+        try:
+            await self.adapters.open()
+        except BaseException:
+            await self.stop()
+            raise
 
     async def _load(self) -> Path:
         """The model's directory, verified, and its tokenizer. Raises ModelError."""
@@ -189,6 +197,7 @@ class AsyncEngine:
             self._outbox.close()
             try:
                 await self._spawn(await self._load())
+                await self.adapters.restore()
             except RametError as error:
                 log.error("the engine could not be restarted: %s", error.message)
                 self._dead.set()

@@ -115,7 +115,9 @@ class Inquiry:
         if asked is None:
             return because("comparison_not_found", f"no answer {self._earlier!r} of this key is remembered")
         if asked.namespace != submission.namespace:
-            return because("other_salt", f"{named} has another cache_salt or cache_scope, and shares no pages with it")
+            return because(
+                "other_salt", f"{named} has another cache_salt, cache_scope or adapter, and shares no pages with it"
+            )
         shared = common_tokens(submission.tokens, 0, asked.tokens)
         other = asked.tokens[shared * TOKEN_BYTES :]
         parting = self._part(submission, shared, other) if other else None
