@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -213,7 +213,8 @@ class DiffusionParams(BaseModel):
         """Where the number of steps is said, they decide; else the model's threshold does."""
         block = self.block_length or model.block
         scheduled = self.steps is not None or self.factor is not None or algorithm not in _BY_PROBABILITY
-        filled = {"algorithm": algorithm, "gen_length": length, "block_length": block, "steps": self.steps or block}
+        filled: dict[str, Any] = {"algorithm": algorithm, "gen_length": length, "block_length": block}
+        filled["steps"] = self.steps or block
         defaults = _JOINT if algorithm == "joint_threshold" else {} if scheduled else {"threshold": model.threshold}
         filled |= {name: value for name, value in defaults.items() if getattr(self, name) is None}
         return self.model_copy(update=filled)

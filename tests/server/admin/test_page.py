@@ -304,7 +304,14 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
                "evicted_tokens_by_tenant": {"alice": 48}, "missed_tokens_by_reason": {"new": 7, "room": 5},
                "substituted_pages": 5, "saved_pages": 2, "tokens_per_s": 0, "ttft_p50_s": None,
                "ttft_p95_s": None}  # fmt: skip
-    refused = {"rid": "r", "tenant": "", "at_s": 1e9, "finish": "timeout_error", "error": "it took too long", "e2e_s": 2}
+    refused = {
+        "rid": "r",
+        "tenant": "",
+        "at_s": 1e9,
+        "finish": "timeout_error",
+        "error": "it took too long",
+        "e2e_s": 2,
+    }
     refused |= {"prompt_tokens": 3, "cached_tokens": 0, "output_tokens": 1, "queue_s": 0, "prefill_s": 0.1}
     figures |= {"finished": [refused]}
     before = figures | {"at_s": 1e9 - 60, "evicted_tokens_by_cause": {"room": 0}, "missed_tokens_by_reason": {}}
