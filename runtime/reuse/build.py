@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from radix.node import TOKEN_BYTES, common_tokens
-from runtime.batch import AttentionPlan, ForwardBatch, HiddenRows, LayerGroup, Span
+from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, HiddenRows, LayerGroup, Span
 
 _BLOCK = 64  # tokens; kKeys of the CPU kernels
 
@@ -66,12 +66,14 @@ class RowSet:
         tokens, positions: int64 [n].
         stages: cover all layers, in order.
         logits: int64, the rows whose logits are wanted, ascending.
+        adapter: digest of the one with which they are computed; empty: none.
     """
 
     tokens: np.ndarray
     positions: np.ndarray
     stages: list[Stage]
     logits: np.ndarray
+    adapter: str = ""
 
     @property
     def row_layers(self) -> int:
@@ -122,13 +124,13 @@ def build(
     wherever they stand in each set. Nothing is written into the arguments.
 
     Args:
-        sets: their rows; those that begin with the same read become neighbours.
+        sets: their rows; those of one adapter, and of these those that begin with the same read, become neighbours.
         num_layers: layers of the model.
         page_size: tokens in a page.
         hidden_size, device: of the states that stages save.
         least_saved_tokens: see `stretches`.
     """
-    order = sorted(range(len(sets)), key=lambda i: _first_table(sets[i]))
+    order = sorted(range(len(sets)), key=lambda i: (sets[i].adapter, _first_table(sets[i])))
     starts, logits = [0] * len(sets), [slice(0)] * len(sets)
     logits_rows: list[int] = []
     total = 0
@@ -147,8 +149,18 @@ def build(
         positions=torch.from_numpy(np.concatenate([one.positions for one, _ in ordered])),
         groups=groups,
         logits_rows=torch.tensor(logits_rows, dtype=torch.int64),
+        adapters=_adapters(ordered) if any(one.adapter for one in sets) else [],
     )
     return Plan(batch, logits, saved)
+
+
+def _adapters(ordered: Sequence[tuple[RowSet, int]]) -> list[AdapterRows]:
+    found = []
+    for digest, several in groupby(ordered, key=lambda pair: pair[0].adapter):
+        (_, first), *_ = members = list(several)
+        last, start = members[-1]
+        found.append(AdapterRows(digest, first, start + len(last.tokens)))
+    return [rows for rows in found if rows.digest]
 
 
 def _first_table(one: RowSet) -> bytes:

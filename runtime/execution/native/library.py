@@ -72,6 +72,18 @@ class HiddenRows(Structure):
     _fields_ = (("rows", c_void_p), ("num_rows", c_int64), ("states", c_void_p))
 
 
+class LowRank(Structure):
+    _fields_ = (("a", Matrix), ("b", Matrix))
+
+
+class AdapterLayer(Structure):
+    _fields_ = tuple((name, LowRank) for name in ("qkv", "o", "gate_up", "down"))
+
+
+class Adapted(Structure):
+    _fields_ = (("layers", POINTER(AdapterLayer)), *_fields("most_rank first stop"))
+
+
 class Group(Structure):
     _fields_ = (
         *_fields("first_layer last_layer"),
@@ -80,6 +92,7 @@ class Group(Structure):
         *(("spans", POINTER(Span)), ("edges", POINTER(Edge)), ("num_edges", c_int64)),
         *(("load", POINTER(HiddenRows)), ("num_load", c_int64)),
         *(("save", POINTER(HiddenRows)), ("num_save", c_int64)),
+        *(("adapted", POINTER(Adapted)), ("num_adapted", c_int64)),
     )
 
 

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
+from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
 from runtime.execution.attention.cpu import CPUAttention
 from runtime.execution.llama import LlamaModel
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.kv.pool import KVPool
+from runtime.models.adapters.lora import LoraAdapter, LowRank
 from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
 
@@ -102,6 +103,41 @@ def test_every_architecture(library, any_tiny_dir, storage, threads, make_batch)
     for group in batch.groups:
         untouched[group.kv_write[group.kv_write >= 0]] = False
     assert torch.equal(native_pool.k[:, untouched].float(), pool.k[:, untouched])
+
+
+def make_adapter(spec, digest, rank):
+    """A random adapter of every linear layer but those of keys, in values that bfloat16 holds exactly."""
+    torch.manual_seed(rank)
+    shapes = {name.removesuffix(".weight"): s for name, s in spec.expected_tensors().items() if "_proj.weight" in name}
+    factors = {
+        name: LowRank(
+            (torch.randn(rank, inner) / inner**0.5).bfloat16().float(), torch.randn(out, rank).bfloat16().float()
+        )
+        for name, (out, inner) in shapes.items()
+        if "k_proj" not in name
+    }
+    return LoraAdapter(digest, rank, factors)
+
+
+@pytest.mark.parametrize("make_batch", [mixed_batch, fewer_rows_later])
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16])
+def test_rows_with_adapters(library, tiny_dir, storage, make_batch):
+    """Ranks of 3 and 40 side by side, and rows without one before, between and behind them."""
+    reference = make_model(tiny_dir, storage, torch.float32)
+    spec = reference.spec
+    batch = make_batch(spec.num_layers)
+    pool, native_pool = make_pool(spec, torch.float32), make_pool(spec, storage)
+    native = NativeDecoder(library, make_model(tiny_dir, storage), native_pool, 2)
+    plain = reference.forward(batch, make_pool(spec, torch.float32), CPUAttention(pool, reference.rope))
+    for digest, rank in (("a", 3), ("b", 40)):
+        for model in (reference, native):
+            model.load_adapter(make_adapter(spec, digest, rank))
+    batch.adapters = [AdapterRows("a", 1, 5), AdapterRows("b", 6, len(batch.tokens) - 1)]
+    wanted = reference.forward(batch, pool, CPUAttention(pool, reference.rope))
+    assert _distance(plain, wanted) > 0.1
+    tolerance = 1e-5 if storage == torch.float32 else 4e-2
+    assert _distance(native.forward(batch), wanted) < tolerance
+    assert _distance(native_pool.v.float(), pool.v) < tolerance
 
 
 def test_steps_reuse_their_buffers(library, tiny_dir):
