@@ -12,7 +12,7 @@ from pathlib import Path
 ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2")
 
 # Result of `ramet_interface` in libraries with these declarations.
-_INTERFACE = 6
+_INTERFACE = 7
 
 
 def _fields(integers: str = "", pointers: str = "") -> list[tuple[str, type]]:
