@@ -46,6 +46,11 @@ class ModelConfig(Section):
     served_model_name: str | None = Field(
         None, description="the model's names for clients, separated by commas; default: derived from --model"
     )
+    lora: str | None = Field(
+        None,
+        pattern=r"^[^=,]+=[^,]+(,[^=,]+=[^,]+)*$",
+        description="low-rank adapters (PEFT) to load at the start: NAME=DIRECTORY, separated by commas",
+    )
     any_model_name: bool = Field(False, description="serve requests for any model")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -197,6 +202,12 @@ class DiffusionConfig(Section):
         None,
         ge=1,
         description="steps between refreshes of the deep layers; default: the table's, else 16; without a table 1",
+    )
+    depth_bound: float | None = Field(
+        None,
+        ge=0,
+        description="nats by which outputs may diverge, for depths and intervals that are measured prefix by prefix; "
+        "0: exact; default: the table's",
     )
     boundary_memory: float = Field(
         0.25, ge=0, description="GiB for cached boundary states of prefixes; 0: recompute them at each refresh"

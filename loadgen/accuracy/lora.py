@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from loadgen.accuracy.plain_llama import LINEARS, PlainLlama
@@ -40,6 +42,17 @@ class LoraLlama(PlainLlama):
         weight = self.weights[f"model.layers.{layer}.{name}.weight"]
         a, b = self.factors[_key(layer, name, "A")], self.factors[_key(layer, name, "B")]
         return _LoraLinear.apply(x, weight, a, b, self.scale)
+
+    def take(self, path: Path) -> dict[str, str]:
+        """The factors and the mask's embedding of an adapter file in place of its own; returns the file's metadata."""
+        with safe_open(path, framework="pt") as file:
+            tensors = {name.replace(".", ":"): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            about: dict[str, str] = file.metadata()
+        with torch.no_grad():
+            self.mask_embedding.copy_(tensors.pop(MASK_EMBEDDING))
+            for name, tensor in tensors.items():
+                self.factors[name].copy_(tensor)
+        return about
 
     def adapter(self) -> dict[str, Tensor]:
         """The tensors of an adapter file, by PEFT's names, in bfloat16 on the CPU."""

@@ -65,15 +65,20 @@ class Trainer:
         self.options = options
         self.device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         base = options.base or fetch_default(options.cache_dir)
-        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        dtype = torch.bfloat16 if options.bfloat16 or self.device.type == "cuda" else torch.float32
         self.vocabulary = Vocabulary(base)
         self.model = LoraLlama.load(base, self.device, dtype)
         self.model.adapt(options.rank, 2.0 * options.rank, MASK_TOKEN_ID, options.seed)
         self.parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=options.lr, betas=(0.9, 0.98), weight_decay=0.01)
         self.source = Source(self.vocabulary, ("train", options.seed))
-        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.first = self.step = self.tokens = 0
+        self.seconds = 0.0
         self.checkpoint = options.out / "checkpoint.pt"
+        if options.start:
+            about = self.model.take(options.start)
+            self.first = self.step = int(about["steps"])
+            self.tokens = int(about["tokens"])
         if self.checkpoint.exists():
             self._resume()
 
@@ -109,7 +114,8 @@ class Trainer:
             losses.append((task, float(loss.detach())))
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         for group in self.optimizer.param_groups:
-            group["lr"] = options.lr * min(1.0, (self.step + 1) / _WARMUP, (1 - progress) / (1 - _DECAY_FROM))
+            warm = (self.step - self.first + 1) / _WARMUP
+            group["lr"] = options.lr * min(1.0, warm, (1 - progress) / (1 - _DECAY_FROM))
         self.optimizer.step()
         self.step += 1
         return losses
@@ -225,9 +231,11 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="tokens of sequences filled with prose")
     parser.add_argument("--device", help="cpu or cuda; the GPU where there is one")
     parser.add_argument("--threads", type=int, default=0, help="of the CPU; torch's default with 0")
+    parser.add_argument("--bfloat16", action="store_true", help="base and arithmetic on the CPU, too")
     parser.add_argument("--save-minutes", type=float, default=5.0)
     parser.add_argument("--log-every", type=int, default=5, help="steps between two lines")
     parser.add_argument("--cache-dir", type=Path, default=default_cache_dir(), help="where the default model lies")
+    parser.add_argument("--start", type=Path, help="go on from this adapter, at the step at which it was written")
     parser.add_argument("--base", type=Path, help="directory of another base model with the same vocabulary")
     return parser.parse_args(arguments)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,23 @@ from runtime.request import Request, Work
 from runtime.sampling.decoding import Decoding
 
 log = logging.getLogger("ramet.engine")
+
+# Of distributions that are none.
+_MOST_NATS = 1e4
+
+
+def divergence(exact: torch.Tensor, other: torch.Tensor, mask_token_id: int) -> float:
+    """KL divergence in nats of other distributions from exact ones, the mean over rows, of logits [n, vocab].
+
+    The mask is never chosen, so it belongs to no distribution. The result is finite, whatever the logits are.
+    """
+    p, q = (logits.index_fill(1, _index(mask_token_id, logits), -1e4).log_softmax(-1) for logits in (exact, other))
+    nats = float((p.exp() * (p - q)).sum(-1).mean())
+    return max(nats, 0.0) if math.isfinite(nats) else _MOST_NATS
+
+
+def _index(token: int, logits: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([token], device=logits.device)
 
 
 class CanvasDecoding(Decoding):
@@ -59,14 +77,19 @@ class CanvasDecoding(Decoding):
         tokens: list[int],
         logprobs: list[TokenLogprob] | None,
     ) -> TokenEvent | None:
-        """Book a denoising step. A second row set is the canvas without its prompt, for guidance."""
+        """Book a denoising step.
+
+        A second row set is the canvas without its prompt, for guidance, or one with which the first is compared.
+        """
         request = work.request
         canvas = request.canvas
         if canvas is None:
             return self.event(request, [], Finish("length"))
         self.counters["denoise_steps"] += 1
         wanted = logits[places[0]]
-        if len(places) > 1:
+        if len(places) > 1 and not canvas.params.cfg_scale:
+            work.detail.trial.note(divergence(wanted, logits[places[1]], self._spec.mask_token_id))
+        elif len(places) > 1:
             unprompted = logits[places[1]]
             wanted = unprompted + (canvas.params.cfg_scale + 1) * (wanted - unprompted)
         try:
@@ -81,7 +104,7 @@ class CanvasDecoding(Decoding):
     def _report(self, request: Request) -> TokenEvent | None:
         """New final tokens of this step: those before the first mask, up to the first stop token.
 
-        Decided tokens never change. So the request ends at a stop token that follows the prompt without a gap.
+        These never change. So the request ends at a stop token that follows the prompt without a gap.
         """
         canvas = request.canvas
         output = canvas.tokens[request.prompt_len : request.max_tokens]

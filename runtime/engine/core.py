@@ -11,6 +11,7 @@ from typing import Any
 from radix.stats import Histogram
 from runtime.config import Config, unusable
 from runtime.diffusion.decoding import CanvasDecoding
+from runtime.engine.adapters import Adapters
 from runtime.engine.admin import Admin
 from runtime.engine.in_flight import InFlight
 from runtime.engine.keeping import keep_prompt
@@ -59,7 +60,7 @@ log = logging.getLogger("ramet.engine")
 _COUNTED = (
     *("requests", "aborted_requests", "failed_requests", "failed_steps", "bad_logits", "prompt_tokens"),
     *("queries", "hits", "queried_tokens", "cached_tokens", "generation_tokens", "prefill_tokens", "steps"),
-    *("row_layers", "drafted_tokens", "accepted_tokens"),
+    *("row_layers", "drafts", "drafted_tokens", "accepted_tokens"),
 )
 
 # Bounds of the histogram of a step's token rows.
@@ -108,6 +109,7 @@ class EngineCore:
         self.paused = False
         self.publisher = self._make_publisher()
         self.requests: dict[str, Request] = {}
+        self.adapters = Adapters(self)
         self.admin = Admin(self)
         self.drafter = Drafter(self.cache.tree) if self._wants_drafts() else None
         self._in_flight: InFlight | None = None
@@ -243,6 +245,7 @@ class EngineCore:
             strategy = self.strategy_of(message.reuse or {})
             self._serial += 1
             request = open_request(message, self.info, strategy, self.decoding, self._serial)
+            self.adapters.check(request)
         except RametError as error:
             return StepEvents([TokenEvent(message.rid, [], _finish(error))])
         self.requests[request.rid] = request
@@ -401,6 +404,7 @@ class EngineCore:
         item.keep(len(tokens))
         item.request.drafted += drafted
         item.request.accepted += len(item.draft)
+        self.counters["drafts"] += 1
         self.counters["drafted_tokens"] += drafted
         self.counters["accepted_tokens"] += len(item.draft)
         return tokens
@@ -464,6 +468,7 @@ class EngineCore:
     ) -> list[TokenEvent]:
         """Take a request out; its terminal event, none for the computation of a pin, whose call is answered."""
         del self.requests[request.rid]
+        self.adapters.ended()
         if request.sampling.constrained and request.grammar is None:
             self.grammars.cancel(request.rid)
         self.scheduler.remove(request, keep)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -45,6 +45,8 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "denoise_steps": ("Denoising steps of all requests", ("ramet:denoise_steps",)),
     "refreshes": ("Denoising steps that refreshed a shared prefix", ("ramet:prefix_refreshes",)),
     "encoded_prefixes": ("Shared prefixes encoded for a diffusion model", ("ramet:encoded_prefixes",)),
+    "divergences": ("Measurements of the reuse of prefixes that requests were served with", ("ramet:divergences",)),
+    "divergences_exceeded": ("Measurements that exceeded the bound", ("ramet:divergences_exceeded",)),
     "encoded_modules": ("Prompt modules encoded", ("ramet:encoded_modules",)),
     "encoded_documents": ("Chunks of documents encoded", ("ramet:encoded_documents",)),
     "fused_rows": ("Rows of documents that were chosen to be computed again", ("ramet:fused_rows",)),
@@ -59,6 +61,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("ramet:reasoning_deferred",),
     ),
     "reasoning_seconds": ("CPU seconds of the comparison of reasoning steps", ("ramet:reasoning_cpu_seconds",)),
+    "drafts": ("Drafts that were verified", ("vllm:spec_decode_num_drafts",)),
     "drafted_tokens": ("Tokens of drafts that were verified", ("vllm:spec_decode_num_draft_tokens",)),
     "accepted_tokens": ("Tokens of drafts that were right", ("vllm:spec_decode_num_accepted_tokens",)),
     "prefill_tokens": ("Token rows computed by prefill", ("ramet:prefill_tokens",)),
@@ -189,8 +192,8 @@ class Metrics:
             "ttft_p95_s": self._ttfts.percentile(95),
         }
 
-    def render(self, state: dict[str, Any]) -> bytes:
-        """The exposition text; `state` is `AsyncEngine.state()`, and what else is to be shown."""
+    def render(self, state: dict[str, Any], adapters: Mapping[str, str]) -> bytes:
+        """The exposition text; `state`: `AsyncEngine.state()`, and more; `adapters`: digests by name."""
         total = state["pages_total"]
         queried = state["queried_tokens"]
         used = state["pages_private"] + state["pages_locked"]
@@ -199,6 +202,7 @@ class Metrics:
             "usage": used / total,
             "throughput": self._generated.per_second(),
             "hit_rate": state["cached_tokens"] / queried if queried else 0.0,
+            "requests_by_adapter": {n: state["requests_by_adapter"].get(digest, 0) for n, digest in adapters.items()},
         }
         return generate_latest(self._registry)
 
@@ -211,17 +215,16 @@ class Metrics:
                     metric.add_metric(list(self._labels.values()), self._state.get(key, 0))
                     yield metric
         if self._state:
-            yield self._evictions()
+            yield self._by("evicted_tokens_by_cause", "ramet:evicted_tokens", "Tokens evicted from the cache", "cause")
+            yield self._by("requests_by_adapter", "ramet:adapter_requests", "Requests of an adapter", "adapter")
             yield from self._tiers()
             yield self._waiting()
             yield from self._engine_histograms()
 
-    def _evictions(self) -> Metric:
-        family = CounterMetricFamily(
-            "ramet:evicted_tokens", "Tokens evicted from the cache, by cause", labels=[*self._labels, "cause"]
-        )
-        for cause, tokens in self._state["evicted_tokens_by_cause"].items():
-            family.add_metric([*self._labels.values(), cause], tokens)
+    def _by(self, key: str, name: str, text: str, label: str) -> Metric:
+        family = CounterMetricFamily(name, text, labels=[*self._labels, label])
+        for value, count in self._state[key].items():
+            family.add_metric([*self._labels.values(), value], count)
         return family
 
     def _tiers(self) -> Iterator[Metric]:

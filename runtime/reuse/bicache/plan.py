@@ -8,7 +8,8 @@ Joining after layer d would reuse layer d + 1 as well.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -17,6 +18,8 @@ import torch
 from radix import Namespace
 from runtime.diffusion.canvas import Canvas
 from runtime.request import Request, Work
+from runtime.reuse.bicache.drift import Drift
+from runtime.reuse.bicache.shallow_meta import ShallowMeta
 from runtime.reuse.build import Read, RowSet, Stage
 
 
@@ -28,7 +31,10 @@ class Share:
         reuse, partial: whether prefixes are shared, and the beginnings of longer ones.
         declared: leading prompt tokens that requests share, as the request says; None: it does not.
         wanted_depth: layers in which the prefix is to be reused; None: as the table says.
+        wanted_interval: as the request says; None: as the table says.
+        bound: most divergence in nats that measured depths and intervals may bring; None: nothing is measured.
         interval: denoising steps between two refreshes of the prefix.
+        drift: says instead when the prefix is refreshed; None: the interval does.
         length: shared leading positions, whole pages; 0: none.
         encoded: tokens that were encoded together with them; more than `length` where part of an encoding matches.
         depth: layers in which they are reused.
@@ -37,13 +43,19 @@ class Share:
         boundary: states with which the prefix enters layer `depth`, float32 [length, hidden], once they are known.
         refreshed_at: the number of the last denoising step that refreshed; -1: none has.
         refreshes: how many have.
+        meta: the record of the encoding's nodes.
+        measures: whether this request measures, for which it has pages for a second canvas.
+        divergences: largest divergence in nats of what this request was served with, by `depth` and `refresh`.
     """
 
     reuse: bool = True
     partial: bool = False
     declared: int | None = None
     wanted_depth: int | None = None
+    wanted_interval: int | None = None
+    bound: float | None = None
     interval: int = 1
+    drift: Drift | None = None
     length: int = 0
     encoded: int = 0
     depth: int = 0
@@ -52,11 +64,31 @@ class Share:
     boundary: torch.Tensor | None = None
     refreshed_at: int = -1
     refreshes: int = 0
+    meta: ShallowMeta | None = None
+    measures: bool = False
+    divergences: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_partial(self) -> bool:
         """Whether the prefix is the beginning of a longer encoding."""
         return self.encoding is not None and self.encoded > self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Reuse whose outputs a refresh compares with its own, in the same step: a second row set with pages of its own.
+
+    Attributes:
+        depth: layers in which the prefix is reused. The other row set computes the prefix in all layers then.
+        age: denoising steps since the prefix's other layers were computed; 0: they are computed now.
+        boundary: see `Share`.
+        note: takes the divergence in nats.
+    """
+
+    depth: int
+    age: int
+    boundary: torch.Tensor | None
+    note: Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,35 +102,52 @@ class Turn:
 
     refresh: bool = False
     unprompted: range = range(0)
+    trial: Trial | None = None
 
 
-def next_work(request: Request, num_layers: int) -> Work:
-    """The next step of a request that has all its pages."""
+def next_work(request: Request, num_layers: int, trial: Callable[[], Trial | None]) -> Work:
+    """The next step of a request that has all its pages; `trial`: what a refresh is to measure, if it can."""
     share, canvas = request.reuse, request.canvas
     if share.is_encoding:
         return Work(request, 0, share.length, share.length, detail=Turn())
     active = canvas.active(share.length)
+    due = share.length > 0 and _is_due(share, canvas)
+    is_whole = len(active) == len(canvas.tokens) - share.length
     turn = Turn(
-        refresh=_is_due(share, canvas) and share.length > 0 and share.depth < num_layers,
+        refresh=due and share.depth < num_layers,
         unprompted=canvas.active(0) if canvas.params.cfg_scale else range(0),
+        trial=trial() if due and is_whole and share.measures else None,
     )
-    num_rows = len(active) + (share.length if turn.refresh else 0) + len(turn.unprompted)
+    num_prefix = share.length if turn.refresh or turn.trial else 0
+    num_rows = len(active) + num_prefix + len(turn.unprompted)
+    if turn.trial is not None:
+        num_rows += len(active) + (0 if turn.trial.age else num_prefix)
     return Work(request, active.start, len(active), num_rows, detail=turn)
 
 
 def _is_due(share: Share, canvas: Canvas) -> bool:
-    """Whether the prefix is refreshed: every `interval` steps; with a Fast-dLLM cache at a block's beginning."""
-    if canvas.params.cache == "none":
-        return canvas.num_steps % share.interval == 0
-    since = canvas.num_steps - share.refreshed_at
-    return canvas.is_block_start and (share.refreshed_at < 0 or since >= share.interval)
+    """Whether the prefix is refreshed: after `interval` steps or for its drift; with a Fast-dLLM cache at a block's
+    beginning alone."""
+    if canvas.params.cache != "none" and not canvas.is_block_start:
+        return False
+    if share.refreshed_at < 0:
+        return True
+    if share.drift is not None and share.drift.known:
+        return share.drift.is_due
+    return canvas.num_steps - share.refreshed_at >= share.interval
 
 
 def plan_rows(work: Work, num_layers: int, page_size: int) -> list[RowSet]:
     """The row sets of a step: the canvas (or the prefix, while it is encoded), and the canvas without its prompt."""
     if work.request.reuse.is_encoding:
         return [_encode(work.request, num_layers, page_size)]
-    sets = [_CanvasRows(work, page_size).row_set(num_layers)]
+    share, turn = work.request.reuse, work.detail
+    prefix = share.length if turn.refresh or turn.trial else 0
+    if (trial := turn.trial) is not None:
+        served = _CanvasRows(work, page_size, prefix, share.depth if trial.age else 0, share.boundary, second=True)
+        other = _CanvasRows(work, page_size, 0 if trial.age else prefix, trial.depth, trial.boundary)
+        return [served.row_set(num_layers), other.row_set(num_layers)]
+    sets = [_CanvasRows(work, page_size, prefix, share.depth, share.boundary).row_set(num_layers)]
     if work.detail.unprompted:
         sets.append(_guide(work, num_layers, page_size))
     return sets
@@ -109,7 +158,7 @@ def entry_layer(depth: int) -> int:
     return max(depth - 1, 0)
 
 
-def _slots(pages: np.ndarray, positions: np.ndarray, page_size: int) -> np.ndarray:
+def slots_of(pages: np.ndarray, positions: np.ndarray, page_size: int) -> np.ndarray:
     return pages[positions // page_size].astype(np.int64) * page_size + positions % page_size
 
 
@@ -118,7 +167,7 @@ def _encode(request: Request, num_layers: int, page_size: int) -> RowSet:
     (segment,), length = request.segments, request.reuse.length
     positions = np.arange(length)
     pages = np.frombuffer(segment.pages, dtype=np.int32)
-    writes, reads = _slots(pages, positions, page_size), [Read(pages, length)]
+    writes, reads = slots_of(pages, positions, page_size), [Read(pages, length)]
     entry = entry_layer(request.reuse.depth)
     stages = [Stage(range(*cut), writes, reads) for cut in pairwise(sorted({0, entry, num_layers}))]
     if entry:
@@ -135,42 +184,52 @@ def _guide(work: Work, num_layers: int, page_size: int) -> RowSet:
     pages = np.frombuffer(work.request.sequence.pages, dtype=np.int32)[num_own:]
     positions = np.arange(rows.start, rows.stop)
     tokens = np.where(positions < canvas.prompt_len, spec.mask_token_id, canvas.tokens[positions])
-    stage = Stage(range(num_layers), _slots(pages, positions, page_size), [Read(pages, length)])
+    stage = Stage(range(num_layers), slots_of(pages, positions, page_size), [Read(pages, length)])
     return RowSet(tokens, positions, [stage], canvas.candidates() - spec.logits_shift - rows.start)
 
 
 class _CanvasRows:
-    """The rows of a canvas: first its active ones, then, at a refresh, those of the prefix."""
+    """The rows of a canvas: first its active ones, then, at a refresh, the `num_prefix` of the prefix.
 
-    def __init__(self, work: Work, page_size: int):
+    `second`: on the second half of the request's pages.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        page_size: int,
+        num_prefix: int,
+        depth: int,
+        boundary: torch.Tensor | None,
+        second: bool = False,
+    ):
         request = work.request
         self.work, self.page_size = work, page_size
+        self.num_prefix, self.depth, self.boundary = num_prefix, depth, boundary
         self.share: Share = request.reuse
         self.tokens = request.canvas.tokens
         num_own = -(-len(self.tokens) // page_size)
-        self.own = np.frombuffer(request.sequence.pages, dtype=np.int32)[:num_own]
+        self.own = np.frombuffer(request.sequence.pages, dtype=np.int32)[num_own * second :][:num_own]
         shared = request.segments[0].pages if request.segments else request.sequence.pages[:0]
         self.shared = np.frombuffer(shared, dtype=np.int32)
         self.num_active = work.count
-        self.num_prefix = self.share.length if work.detail.refresh else 0
         active = np.arange(work.start, work.start + work.count)
         self.positions = np.concatenate((active, np.arange(self.num_prefix)))
-        self.slots = _slots(self.own, self.positions, page_size)
+        self.slots = slots_of(self.own, self.positions, page_size)
         self.prefix_rows = np.arange(self.num_active, self.num_active + self.num_prefix)
 
     def row_set(self, num_layers: int) -> RowSet:
-        share, depth = self.share, self.share.depth
-        if not share.length:
+        depth, boundary = self.depth, self.boundary
+        if not self.share.length:
             stages = [self._full(range(num_layers))]
         elif not self.num_prefix:
             stages = [self._without_prefix(range(depth)), self._full(range(depth, num_layers))]
         else:
             entry = entry_layer(depth)
-            known = share.boundary is not None
-            before = self._without_prefix(range(entry)) if known else self._apart(range(entry))
+            before = self._apart(range(entry)) if boundary is None else self._without_prefix(range(entry))
             joined, deep = self._joined(range(entry, depth)), self._full(range(depth, num_layers))
-            if share.boundary is not None and entry:
-                joined.load = self.prefix_rows, share.boundary
+            if boundary is not None and entry:
+                joined.load = self.prefix_rows, boundary
             elif entry:
                 before.save = self.prefix_rows
             stages = [before, joined, deep]

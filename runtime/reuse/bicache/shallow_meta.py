@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from radix import Node, path
 from runtime.reuse.bicache.depth_table import DepthTable
+from runtime.reuse.bicache.measured import Measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +20,12 @@ class ShallowMeta:
     Attributes:
         encoded_tokens: length of the encoded prefix, with this run's tokens and those behind them.
         table: depths and similarities by the prefix's share of a request, which only its reader knows.
+        measured: what was measured while it was served.
     """
 
     encoded_tokens: int
     table: DepthTable
+    measured: Measured = field(default_factory=Measured, compare=False)
 
     @property
     def tokens(self) -> int:
@@ -33,8 +36,9 @@ class ShallowMeta:
         return self.table.partial_depth(ratio, length / self.encoded_tokens)
 
     def describe(self) -> dict[str, Any]:
-        table = self.table
+        table, measured = self.table, self.measured.describe()
         return {
+            **({"measured": measured} if measured else {}),
             "encoded_tokens": self.encoded_tokens,
             "depth_table": table.version,
             "depths": {str(ratio): depth for ratio, depth in sorted(table.depths.items())},

@@ -8,18 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from radix import Namespace, path
 from runtime.config import DiffusionConfig
+from runtime.diffusion.canvas import Canvas
 from runtime.kv.cache import PagedCache
 from runtime.models.spec import ModelSpec
 from runtime.protocol import DiffusionInfo
 from runtime.request import Request, Segment, Work
 from runtime.reuse.bicache.boundary_states import BoundaryStore
 from runtime.reuse.bicache.depth_table import NO_TABLE, DepthTable, choose_table
+from runtime.reuse.bicache.drift import Drift
 from runtime.reuse.bicache.encodings import Beginning, Encodings, encoding_of
-from runtime.reuse.bicache.plan import Share, next_work, plan_rows
+from runtime.reuse.bicache.measured import Ledger
+from runtime.reuse.bicache.plan import Share, Trial, next_work, plan_rows, slots_of
 from runtime.reuse.bicache.shallow_meta import ShallowMeta, meet_all
 from runtime.reuse.build import RowSet
 from runtime.reuse.strategy import Found, Run, Strategy
@@ -38,7 +42,7 @@ class BiCache(Strategy):
 
     name = "bicache"
     takes_turns = True
-    counted = ("encoded_prefixes", "partial_matches", "refreshes")
+    counted = ("encoded_prefixes", "partial_matches", "refreshes", "divergences", "divergences_exceeded")
 
     def __init__(self, config: DiffusionConfig, table: DepthTable, spec: ModelSpec, cache: PagedCache):
         super().__init__(cache, spec.num_layers)
@@ -61,6 +65,7 @@ class BiCache(Strategy):
             self.spec.num_layers,
             self.table.version,
             self._default_interval(None),
+            depth_bound=self.config.depth_bound,
         )
 
     def _default_interval(self, depth: int | None) -> int:
@@ -81,7 +86,10 @@ class BiCache(Strategy):
             partial=self.config.partial_matches and declared is None if params.partial is None else params.partial,
             declared=declared,
             wanted_depth=params.depth,
+            wanted_interval=params.refresh_interval,
+            bound=self.config.depth_bound if params.depth_bound is None else params.depth_bound,
             interval=params.refresh_interval or self._default_interval(params.depth),
+            drift=Drift(params.drift_threshold) if params.refresh == "drift" else None,
         )
 
     def runs(self, tokens: array[int], namespace: Namespace, asked: dict[str, Any]) -> list[Run]:
@@ -114,6 +122,7 @@ class BiCache(Strategy):
         share = request.reuse
         found = self._whole(request)
         found = self._beginning(request, found) or found
+        share.measures = False
         private = self._num_private(request)
         if self.cache.pages_for(found.length) + private > self.cache.pool.num_pages:
             found = Beginning(None, 0, 0)
@@ -124,13 +133,16 @@ class BiCache(Strategy):
             found = replace(found, meta=None if match is None else meet_all(match.node))
         share.depth = self._depth(request, found)
         share.encoding = found.encoding if share.depth else None
+        share.meta = found.meta or ShallowMeta(found.encoded, self.table)
+        share.measures = self._measures(request)
         return Found(share.length, match) if match is not None and share.depth else Found()
 
     def _num_private(self, request: Request) -> int:
-        """Pages for the canvas, and with guidance for a second one."""
+        """Pages for the canvas, and with guidance or for measurements for a second one."""
         if request.canvas is None:
             return 0
-        return self.cache.pages_for(request.max_tokens) * (2 if request.canvas.params.cfg_scale else 1)
+        has_second = request.canvas.params.cfg_scale or request.reuse.measures
+        return self.cache.pages_for(request.max_tokens) * (2 if has_second else 1)
 
     def _depth(self, request: Request, found: Beginning) -> int:
         if not found.length:
@@ -139,6 +151,9 @@ class BiCache(Strategy):
         if depth is None:
             meta = found.meta or ShallowMeta(found.encoded, self.table)
             depth = meta.depth(found.length, found.length / request.max_tokens)
+            bound = request.reuse.bound
+            if bound is not None and found.length == found.encoded:
+                depth = meta.measured.at(found.length / request.max_tokens).depth.choose(bound, depth)
         return min(depth, self.num_layers)
 
     def _limit(self, request: Request) -> int:
@@ -208,13 +223,17 @@ class BiCache(Strategy):
         request.cached_tokens = 0 if is_encoding else len(behind) * cache.page_size
         share.is_encoding = is_encoding
         share.boundary = self.boundaries.get(share.encoding, share.length, share.depth)
+        if self._learns_interval(share):
+            share.interval = self._ledger(request).interval.choose(share.bound, self._default_interval(None))
+        if share.bound is not None and share.encoding is not None:
+            self._ledger(request).requests += 1
         return True
 
     def grow(self, request: Request, ahead: int = 0) -> bool:
         return True
 
     def work(self, request: Request, limit: int) -> Work:
-        return next_work(request, self.num_layers)
+        return next_work(request, self.num_layers, lambda: self._trial(request))
 
     def shrink(self, work: Work) -> bool:
         """Rows that see each other cannot be cut."""
@@ -225,17 +244,26 @@ class BiCache(Strategy):
 
     def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
         request, share = work.request, work.request.reuse
-        if saved[0] is not None and self.boundaries.max_bytes:
+        # A row set with which another is compared may have another depth; the other saves nothing then.
+        trial = work.detail.trial
+        states, depth = (saved[0], share.depth) if trial is None or trial.age else (saved[-1], trial.depth)
+        if states is not None and self.boundaries.max_bytes:
             # For other requests, and for this one's next refresh.
             if request.store:
-                self.boundaries.put(share.encoding, share.depth, saved[0])
-            share.boundary = saved[0]
+                self.boundaries.put(share.encoding, depth, states)
+            if depth == share.depth:
+                share.boundary = states
         if share.is_encoding:
             self._insert(request, seconds)
             self.counters["encoded_prefixes"] += 1
             self.counters["prefill_tokens"] += work.num_rows
             return not request.wants_tokens
-        if work.detail.refresh:
+        if trial is not None:
+            pages, half = request.sequence.pages, len(request.sequence.pages) // 2
+            request.sequence.pages = pages[half:] + pages[:half]
+        if share.drift is not None and work.start <= share.length:
+            self._note_drift(work)
+        if work.detail.refresh or trial is not None:
             share.refreshed_at = request.canvas.num_steps
             share.refreshes += 1
             self.counters["refreshes"] += 1
@@ -251,10 +279,9 @@ class BiCache(Strategy):
         share.is_encoding = False
         if not request.store:
             return
-        meta = ShallowMeta(share.length, self.table)
         key = request.tokens[: share.length]
         node, segment.pages = self.cache.insert(
-            key.tobytes(), segment.pages, share.encoding, seconds, meta, request.owner
+            key.tobytes(), segment.pages, share.encoding, seconds, share.meta, request.owner
         )
         self.cache.tree.lock(node)
         segment.node = node
@@ -290,4 +317,85 @@ class BiCache(Strategy):
             "refreshes": share.refreshes,
             "prefix_ratio": round(share.length / request.max_tokens, 4),
             "denoise_steps": canvas.num_steps,
+            **({} if share.bound is None else self._report_measured(share)),
         }
+
+    # -- measuring -------------------------------------------------------------------------------------------
+
+    def _ledger(self, request: Request) -> Ledger:
+        share = request.reuse
+        return share.meta.measured.at(share.length / request.max_tokens)
+
+    @staticmethod
+    def _learns_interval(share: Share) -> bool:
+        is_free = share.wanted_interval is None and share.drift is None
+        return share.bound is not None and is_free and not share.is_partial
+
+    def _measures(self, request: Request) -> bool:
+        """Whether a request that shares a whole encoding measures, where there is something to learn, and room."""
+        share, canvas = request.reuse, request.canvas
+        if not share.bound or share.encoding is None or canvas is None or share.is_partial:
+            return False
+        room = self.cache.pages_for(share.length) + 2 * self.cache.pages_for(request.max_tokens)
+        if canvas.params.cfg_scale or room > self.cache.pool.num_pages:
+            return False
+        most_depth = self.num_layers if share.wanted_depth is None else 0
+        most_interval = _most_interval(canvas) if self._learns_interval(share) else 0
+        return self._ledger(request).wants(share.bound, most_depth, most_interval)
+
+    def _trial(self, request: Request) -> Trial | None:
+        """What the next refresh measures: a depth and the age of the other layers' rows take turns."""
+        share, ledger = request.reuse, self._ledger(request)
+        is_turn = share.refreshes == 0 or (
+            share.refreshes % 2 == 0 and not ledger.depth.is_settled(share.bound, self.num_layers)
+        )
+        if share.wanted_depth is None and is_turn:
+            start = self.table.depth(share.length / request.max_tokens)
+            depth = ledger.depth.trial(share.bound, start, self.num_layers)
+            if depth > 1:
+                boundary = self.boundaries.get(share.encoding, share.length, depth)
+                return Trial(depth, 0, boundary, lambda nats: self._note_depth(request, depth, nats))
+        age = request.canvas.num_steps - share.refreshed_at
+        if share.refreshed_at < 0 or age < 2 or share.depth == self.num_layers or not self._learns_interval(share):
+            return None
+        return Trial(share.depth, age, share.boundary, lambda nats: self._note_interval(request, age, nats))
+
+    def _note_depth(self, request: Request, depth: int, nats: float) -> None:
+        """The request goes on with the depth that follows; it has just computed the prefix in all layers."""
+        share, ladder = request.reuse, self._ledger(request).depth
+        ladder.note(depth, nats)
+        if depth == share.depth:
+            self._count(share, "depth", nats)
+        chosen = ladder.choose(share.bound, depth)
+        if chosen != share.depth:
+            share.depth, share.boundary = chosen, self.boundaries.get(share.encoding, share.length, chosen)
+            request.segments[0].layers = range(chosen)
+
+    def _note_interval(self, request: Request, age: int, nats: float) -> None:
+        share, ladder = request.reuse, self._ledger(request).interval
+        ladder.note(age, nats)
+        self._count(share, "refresh", nats)
+        share.interval = ladder.trial(share.bound, age, _most_interval(request.canvas))
+
+    def _count(self, share: Share, what: str, nats: float) -> None:
+        assert share.bound is not None
+        share.divergences[what] = max(nats, share.divergences.get(what, 0.0))
+        self.counters["divergences"] += 1
+        self.counters["divergences_exceeded"] += nats > share.bound
+
+    def _note_drift(self, work: Work) -> None:
+        request, share = work.request, work.request.reuse
+        rows = np.arange(share.length, request.prompt_len)
+        pages = np.frombuffer(request.sequence.pages, dtype=np.int32)
+        slots, layers = slots_of(pages, rows, self.cache.page_size), range(share.depth, self.num_layers)
+        share.drift.note(self.cache.pool, slots, layers, work.detail.refresh)
+
+    @staticmethod
+    def _report_measured(share: Share) -> dict[str, Any]:
+        measured = {f"{what}_divergence": share.divergences.get(what) for what in ("depth", "refresh")}
+        return {"divergence_bound": share.bound, "refresh_interval": share.interval, **measured}
+
+
+def _most_interval(canvas: Canvas) -> int:
+    """The longest interval that a request measures: it ends with a refresh in the second half of the steps."""
+    return max((canvas.params.steps or 1) // 2, 1)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.config import CacheConfig, DiffusionConfig
-from runtime.diffusion.decoding import CanvasDecoding
+from runtime.diffusion.decoding import CanvasDecoding, divergence
 from runtime.execution.executor import Executor
 from runtime.kv.cache import PagedCache
 from runtime.params import DiffusionParams, SamplingParams
@@ -74,17 +74,11 @@ class Probe:
         while len(found) < steps and not full.canvas.done:
             reusing = self._reusing(sample, depth)
             reusing.canvas = full.canvas
-            with_reuse = self._log_probs(reusing)
-            without = self._log_probs(full)
-            found.append(float((without.exp() * (without - with_reuse)).sum(-1).mean()))
+            with_reuse = self._run(reusing).clone()
+            without = self._run(full)
+            found.append(divergence(without, with_reuse, self._diffusion.mask_token_id))
             full.canvas.commit(without)
         return float(np.mean(found))
-
-    def _log_probs(self, request: Request) -> torch.Tensor:
-        logits = self._run(request).clone()
-        # Never chosen, so it belongs to no distribution; the difference of two infinities is NaN.
-        logits[:, self._diffusion.mask_token_id] = -1e4
-        return logits.log_softmax(-1)
 
     @torch.inference_mode()
     def _run(self, request: Request) -> torch.Tensor:

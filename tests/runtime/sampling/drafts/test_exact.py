@@ -131,6 +131,7 @@ def test_what_is_found_is_right(tiny_dir, monkeypatch, prompts):
     events = [event for events in driver.events.values() for event in events if event.finish is not None]
     assert sum(event.accepted for event in events) == core.counters["accepted_tokens"]
     assert sum(event.drafted for event in events) == core.counters["drafted_tokens"]
+    assert 0 < core.counters["drafts"] <= core.counters["drafted_tokens"]
 
 
 @pytest.mark.parametrize("pool_tokens", [160, 72])
