@@ -80,7 +80,7 @@ class Drafter:
         rows = sum(item.num_rows for item in work)
         if not decoding or rows >= step_tokens:
             return
-        proposed = self.propose([item.request for item in decoding], step_tokens - rows, rows - len(decoding))
+        proposed = self.propose([item.request for item in decoding], step_tokens - rows, sum(_rows_of_prompts(work)))
         for item in decoding:
             draft = proposed.get(item.request)
             if draft and item.request.strategy.grow(item.request, ahead=len(draft)):
@@ -88,7 +88,7 @@ class Drafter:
 
     def note_step(self, work: Sequence[Work], seconds: float) -> None:
         """Book the time of a step."""
-        beside = [item.num_rows for item in work if item.prefills]
+        beside = _rows_of_prompts(work)
         self._pace.note(len(work) - len(beside), sum(len(item.draft) for item in work), seconds, sum(beside))
 
     def ended(self, request: Request) -> None:
@@ -156,6 +156,11 @@ class Drafter:
         if source not in state.rates:
             state.rates[source] = Acceptance(self._rates.setdefault(source, Acceptance()), memory=16)
         return state.rates[source]
+
+
+def _rows_of_prompts(work: Sequence[Work]) -> list[int]:
+    """Of each prompt; one of which but a row is left costs what decoding does."""
+    return [item.num_rows for item in work if item.prefills and item.num_rows > 1]
 
 
 def _grade(equal: int) -> int:

@@ -66,21 +66,21 @@ class Pace:
     def seconds(self, requests: int, most: int, beside: int = 0) -> list[float] | None:
         """Of steps with 0 to `most` drafted rows; None: those without drafts are not known yet.
 
-        Beside rows of prompts, those of a step in which all decode, had it rows at the price of theirs: only tokens
-        that come cheaper than in later steps may let prompts wait.
+        Beside rows of prompts, those of a step in which all decode, had it rows at the price of theirs at least: only
+        tokens that come cheaper than in later steps may let prompts wait.
         """
         batch = _bucket(requests)
         costs, now = self._costs.get(batch, {}), self._steps.get(batch, 0)
         if 0 not in costs or len(costs[0].latest) < _FEWEST:
             return None
         known = [(rows, costs[rows].seconds) for rows in sorted(costs) if not rows or now - costs[rows].at < _OLD]
-        if beside:
-            row_s = self._row_s
-            return None if row_s is None else [known[0][1] + row_s * rows for rows in range(most + 1)]
+        if beside and self._row_s is None:
+            return None
         # More rows never take less time: where they seem to, something else delayed the step with fewer.
         for i in range(len(known) - 2, -1, -1):
             known[i] = known[i][0], min(known[i][1], known[i + 1][1])
-        return _lines(known, most)
+        found, row_s = _lines(known, most), self._row_s if beside else None
+        return found if row_s is None else [max(time, found[0] + row_s * rows) for rows, time in enumerate(found)]
 
     def due(self, requests: int, gain: float) -> bool:
         """Whether a step should do without drafts, so that its time stays known.

@@ -124,6 +124,8 @@ def test_beside_prompts_rows_cost_what_theirs_do_on_top_of_a_step_that_decodes()
     assert pace.seconds(2, 3, beside=10) is None, "it is not known what rows cost there"
     pace.note(2, 3, 3.0, beside=10)
     assert pace.seconds(2, 3, beside=10) == pytest.approx([1.0, 1.2, 1.4, 1.6])
+    pace.note(2, 1, 1.5)
+    assert pace.seconds(2, 1, beside=10) == [1.0, 1.5], "a row is not cheaper there than where all decode"
     assert pace.seconds(3, 3, beside=10) is None
     assert pace.seconds(2, 0) == [1.0]
 
