@@ -455,7 +455,7 @@ def test_an_adapter_has_modules_of_its_own(tiny_dir, tmp_path):
     adapter = save_lora(tmp_path / "adapter", model, seed=1)
     merged(model, adapter).save_pretrained(tmp_path / "merged")
     draw = random.Random(3)
-    one, driver = module(draw, 40), ModuleDriver(tiny_dir)
+    one, driver = module(draw, 40), ModuleDriver(tiny_dir, native_kernels=False)
     digest = driver.core.handle(LoadAdapter(1, str(adapter))).result["digest"]
     prompts = [behind(draw, [one]) for _ in range(2)]
     for place in (Namespace(), Namespace(adapter=digest)):
