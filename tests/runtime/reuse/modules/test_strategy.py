@@ -7,9 +7,11 @@ from array import array
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from radix import Namespace
-from runtime.protocol import AddPin, GetPins, GetTree, RemovePin
+from runtime.protocol import AddPin, GetPins, GetTree, LoadAdapter, RemovePin
+from tests.lora import merged, save_lora
 from tests.runtime.reuse.modules.plain import Module, ModuleDriver, Prompt, Reference, draw_tokens
 from tests.tiny import VOCAB
 
@@ -445,3 +447,25 @@ def test_refusals_beside_the_fields(tiny_dir):
             "computed_tokens": 1,
         },
     )
+
+
+def test_an_adapter_has_modules_of_its_own(tiny_dir, tmp_path):
+    """Encoded and read with its weights, beside those of the model, of which it reads none."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32)
+    adapter = save_lora(tmp_path / "adapter", model, seed=1)
+    merged(model, adapter).save_pretrained(tmp_path / "merged")
+    draw = random.Random(3)
+    one, driver = module(draw, 40), ModuleDriver(tiny_dir, native_kernels=False)
+    digest = driver.core.handle(LoadAdapter(1, str(adapter))).result["digest"]
+    prompts = [behind(draw, [one]) for _ in range(2)]
+    for place in (Namespace(), Namespace(adapter=digest)):
+        for i, prompt in enumerate(prompts):
+            driver.ask(f"{place.adapter}{i}", prompt, NEW, namespace=place)
+        driver.run()
+        assert sorted(driver.results(f"{place.adapter}{i}")[0] for i in range(2)) == [0, 40]
+    for place, path in (("", tiny_dir), (digest, tmp_path / "merged")):
+        wanted = Reference(path)
+        for i, prompt in enumerate(prompts):
+            tokens = driver.tokens[f"{place}{i}"]
+            assert tokens == wanted.best(prompt, tokens)
+    assert driver.tokens["0"] != driver.tokens[f"{digest}0"]
