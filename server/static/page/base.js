@@ -4,6 +4,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const number = (value, digits = 0) => value == null ? "–" : value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: digits });
 const stored = (store, name, value) => { try { if (value === undefined) return store.getItem(name); store.setItem(name, value); } catch { return null; } };
 const short = (text, most) => text.length > most ? `${text.slice(0, most - 1)}…` : text;
+const inNodes = (count) => `${number(count)} node${count === 1 ? "" : "s"}`;
 const ago = (s) => s < 90 ? `${number(s)} s` : s < 5400 ? `${number(s / 60)} min` : `${number(s / 3600, 1)} h`;
 const COLOURS = ["--a", "--b", "--c", "--d", "--e", "--f"];
 

@@ -45,8 +45,8 @@ function showFigures(now) {
     ["live requests", "--b", share((s) => s.pages_private + s.pages_locked)], ["pinned", "--d", share((s) => s.pages_pinned)],
     ["cached", "--a", share((s) => s.pages_tree - s.pages_locked - s.pages_pinned)]], { stack: true, top: 100, rest: "free" });
   chart("Hit ratio", hit == null ? "–" : `${number(hit, 1)} %`, "%", [[`of prompt tokens, over ${HIT_WINDOW_S} s`, "--c", hitRatio]], { top: 100 });
-  const reused = growth((s) => s.cached_tokens), computed = growth((s) => s.queried_tokens - s.cached_tokens);
-  chart("Prompt tokens", `${number(Math.max(now.cached_tokens - since.cached_tokens, 0))} of ${number(Math.max(now.queried_tokens - since.queried_tokens, 0))} reused`, "", [["reused", "--c", reused], ["computed", "--b", computed]], { stack: true, bars: true });
+  const asked = now.queried_tokens - since.queried_tokens, reused = growth((s) => s.cached_tokens), computed = growth((s) => s.queried_tokens - s.cached_tokens);
+  chart("Prompt tokens", asked > 0 ? `${number(100 * (now.cached_tokens - since.cached_tokens) / asked)} % reused` : "–", "", [["reused", "--c", reused], ["computed", "--b", computed]], { stack: true, bars: true });
   chart("Requests", `${now.running} running, ${now.waiting} waiting`, "", [["running", "--a", gauge((s) => s.running)], ["waiting", "--bad", gauge((s) => s.waiting)]]);
   chart("Time to first token", now.ttft_p50_s == null ? "–" : `${number(1000 * now.ttft_p50_s)} ms`, "ms",
     [["median", "--a", gauge((s) => s.ttft_p50_s && 1000 * s.ttft_p50_s)], ["95 %", "--b", gauge((s) => s.ttft_p95_s && 1000 * s.ttft_p95_s)]]);

@@ -1,5 +1,7 @@
 // Live and finished requests, pins, evictions, and a tenant's quota.
 function rows(table, head, lines, none) {
+  const empty = head.indexOf("tenant");
+  if (empty >= 0 && lines.every((cells) => cells[empty] === "–")) { head = head.toSpliced(empty, 1); lines = lines.map((cells) => cells.toSpliced(empty, 1)); }
   const top = make("tr");
   head.forEach((text) => top.append(make("th", text)));
   const body = lines.map((cells) => { const row = make("tr"); row.append(...cells.map((cell) => { if (cell.tagName === "TD") return cell; const td = make("td"); td.append(cell); return td; })); return row; });

@@ -77,7 +77,7 @@ function showTree() {
   const sum = (list, field) => list.reduce((all, one) => all + one[field], 0);
   markFound();
   showFound();
-  $("treefigures").textContent = `${number(sum(roots, "total"))} tokens in ${number(sum(roots, "nodes"))} nodes` +
+  $("treefigures").textContent = `${number(sum(roots, "total"))} tokens in ${inNodes(sum(roots, "nodes"))}` +
     (sought ? `; ${sought.nodes.length || "no"} node${sought.nodes.length === 1 ? " has" : "s have"} \u201c${short(sought.text, 30)}\u201d${sought.complete ? "" : ", and more were not read"}` : sum(roots, "nodes") ? `, ${number(sum(blocks, "chained"))} of them shown` : ": empty. Send a prompt, and look again.");
   const from = zoom && blocks.find((block) => nameOf(block) === zoom);
   if (zoom && !from) zoom = null;
@@ -156,7 +156,7 @@ const kindOf = ({ meta, kind }) => meta?.module != null ? `module ${meta.module}
   meta?.document != null ? `document ${meta.document}, ${number(meta.document_tokens)} tokens` : { rows: "behind prompt modules", fused: "behind documents", bicache: "encoding" }[kind];
 function facts(block) {
   const root = block.id < 0, kind = kindOf(block);
-  return [root ? `${number(block.total)} tokens in ${number(block.nodes)} nodes` : `${number(block.tokens)} tokens after ${number(block.start)}; ${number(block.total)} in ${number(block.nodes)} nodes from here on`,
+  return [root ? `${number(block.total)} tokens in ${inNodes(block.nodes)}` : `${number(block.tokens)} tokens after ${number(block.start)}; ${number(block.total)} in ${inNodes(block.nodes)} from here on`,
     `${number(block.hits)} hits`, `last used ${ago(block.idle_s)} ago`, ownerOf(block) && `of ${ownerOf(block)}`, block.pinned && "pinned", block.locked && "locked by a live request",
     block.outlook && `foreseen: ${foreseen(block.outlook)}`, kind].filter(Boolean).join("; ");
 }

@@ -150,7 +150,7 @@ def test_traffic_of_one_s_own_is_read_and_told_what_to_change(tmp_path, default_
     assert traffic.block_tokens == 16
     assert [s for s, _ in traffic.trace] == [0.0, 60.0, 120.0, 180.0], "in the order of arrival"
     assert reuse_gaps(traffic.trace) == [60.0] * 6
-    options = argparse.Namespace(traces=[str(path)], capacities=None, stress=[], seed=0, tokenizer=None)
+    options = argparse.Namespace(traces=[str(path)], capacities=None, stress=None, seed=0, tokenizer=None)
     options.plot = options.json = None
     assert run(options) == 0
     said = " ".join(capsys.readouterr().out.split())

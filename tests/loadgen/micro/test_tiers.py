@@ -22,9 +22,9 @@ def options(tiny_dir, tmp_path):
     return parser.parse_args(["--model", str(tiny_dir), "--directory", str(tmp_path), *small, *files])
 
 
-def test_a_trace_is_replayed_and_restarted(options, tmp_path):
-    options.parts = ["trace", "restart"]
+def test_a_trace_is_replayed_and_restarted(options, tmp_path, capsys):
     assert bench_tiers.run(options) == 0
+    assert "This traffic wants" in " ".join(capsys.readouterr().out.split()[-20:]), "at the end"
     figures = json.loads((tmp_path / "t.json").read_text())
     share = figures["trace"]["cached, %"]
     assert share["pool"][0] <= share["+ host, 4 x pool"][0] <= share["+ disk"][0] <= share["infinite"][0]
@@ -34,6 +34,17 @@ def test_a_trace_is_replayed_and_restarted(options, tmp_path):
     assert len(restarted["pool"]) == 20
     assert restarted["pool"][6] == 0 < restarted["+ disk"][6], "the first request behind the restart"
     assert (tmp_path / "t.png").stat().st_size > 5_000
+
+
+def test_parts_of_a_trace_want_one(options, tmp_path, capsys):
+    options.parts, options.trace = ["trace"], None
+    assert bench_tiers.run(options) == 2
+    options.trace = tmp_path / "bad"
+    options.trace.write_text('{"timestamp": 0, "hash_ids": "abc"}')
+    assert bench_tiers.run(options) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "ramet bench: --parts trace needs --trace"
+    assert "bad, line 1: not a request with timestamp and hash_ids" in told[1]
 
 
 def test_first_tokens_and_writes_are_measured(options, tmp_path, monkeypatch):
