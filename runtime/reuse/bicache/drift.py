@@ -41,5 +41,6 @@ class Drift:
         if refreshed:
             self._at_refresh, self.value = now, 0.0
         else:
-            then = self._at_refresh
+            # A depth that was measured at the refresh may have moved the first of the layers.
+            now, then = now[-len(self._at_refresh) :], self._at_refresh[-len(now) :]
             self.value = float(((now - then).norm(dim=1) / then.norm(dim=1)).max())

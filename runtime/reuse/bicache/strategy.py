@@ -340,7 +340,8 @@ class BiCache(Strategy):
         if canvas.params.cfg_scale or room > self.cache.pool.num_pages:
             return False
         most_depth = self.num_layers if share.wanted_depth is None else 0
-        most_interval = _most_interval(canvas) if self._learns_interval(share) else 0
+        learns_interval = self._learns_interval(share) and share.depth < self.num_layers
+        most_interval = _most_interval(canvas) if learns_interval else 0
         return self._ledger(request).wants(share.bound, most_depth, most_interval)
 
     def _trial(self, request: Request) -> Trial | None:
