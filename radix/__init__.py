@@ -3,7 +3,7 @@
 from radix.events import Event, EventLog, Eviction, Evictions, Removed, Stored
 from radix.eviction import Outlook, Policy
 from radix.gone import Gone, Left, WhyGone
-from radix.inspection import Block, NodeView, outline, view
+from radix.inspection import Block, NodeView, outline, slices, view
 from radix.namespace import Namespace
 from radix.node import Meta, Node
 from radix.policies import POLICIES, PolicyName, make_policy
@@ -38,5 +38,6 @@ __all__ = [
     "make_policy",
     "outline",
     "path",
+    "slices",
     "view",
 ]

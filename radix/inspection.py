@@ -187,6 +187,22 @@ def outline(
     return walk.heaviest(limit, preview_tokens)
 
 
+def slices(
+    tree: RadixTree, wanted: Callable[[Namespace], bool] = lambda namespace: True
+) -> Iterator[list[tuple[Node, int]]]:
+    """All nodes with the tokens before them, parents first, a thousand a slice; the tree may change as in `outline`."""
+    waiting = [(root, 0) for namespace, root in tree.roots() if wanted(namespace)]
+    found: list[tuple[Node, int]] = []
+    while waiting:
+        node, start = waiting.pop()
+        waiting.extend((child, start + len(node.key) // TOKEN_BYTES) for child in node.children.values())
+        if node.pages:  # not a root
+            found.append((node, start))
+        if len(found) == _SLICE or not waiting:
+            yield found
+            found = []
+
+
 class _Walk:
     """Nodes level by level, so that parents come first and siblings stand together.
 

@@ -12,11 +12,13 @@ class Namespace(NamedTuple):
         tenant: account of an API key; empty where nobody is named.
         salt: chosen by the client.
         entry: `KIND:HASH` of an entry whose KV depends on more than the tokens before it; empty for exact prefixes.
+        adapter: digest of what changes the model's weights; empty for the model itself.
     """
 
     tenant: str = ""
     salt: str = ""
     entry: str = ""
+    adapter: str = ""
 
     @property
     def owner(self) -> Namespace:
@@ -26,13 +28,13 @@ class Namespace(NamedTuple):
     @property
     def without_entry(self) -> Namespace:
         """The namespace of the requests that use an entry."""
-        return Namespace(self.tenant, self.salt)
+        return self._replace(entry="")
 
     def for_entry(self, kind: str, digest: str) -> Namespace:
         """The namespace of an entry in this one."""
-        return Namespace(self.tenant, self.salt, f"{kind}:{digest}")
+        return self._replace(entry=f"{kind}:{digest}")
 
     def to_bytes(self) -> bytes:
-        """An unambiguous form for hashing: every field behind its length."""
-        fields = [field.encode("utf-8", "surrogatepass") for field in self]
+        """An unambiguous form for hashing: every field behind its length; the adapter only if there is one."""
+        fields = [field.encode("utf-8", "surrogatepass") for field in (self if self.adapter else self[:-1])]
         return b"".join(len(field).to_bytes(4, "little") + field for field in fields)

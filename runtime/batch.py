@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -106,6 +107,14 @@ class LayerGroup:
     save: list[HiddenRows] = field(default_factory=list)
 
 
+class AdapterRows(NamedTuple):
+    """The flat rows `first` to `stop` of a step are computed with the adapter of a digest."""
+
+    digest: str
+    first: int
+    stop: int
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """One step of the model over many requests. Tensors are on the host except where noted.
@@ -116,9 +125,11 @@ class ForwardBatch:
         positions: int64 [T], position ids; they need not be contiguous.
         groups: in the order of their layers; there is none for layers in which no row is computed.
         logits_rows: int64 [S], the flat rows whose logits are computed.
+        adapters: rows with an adapter, in order; those of one lie side by side.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     groups: list[LayerGroup]
     logits_rows: torch.Tensor
+    adapters: list[AdapterRows] = field(default_factory=list)

@@ -46,6 +46,11 @@ class ModelConfig(Section):
     served_model_name: str | None = Field(
         None, description="the model's names for clients, separated by commas; default: derived from --model"
     )
+    lora: str | None = Field(
+        None,
+        pattern=r"^[^=,]+=[^,]+(,[^=,]+=[^,]+)*$",
+        description="low-rank adapters (PEFT) to load at the start: NAME=DIRECTORY, separated by commas",
+    )
     any_model_name: bool = Field(False, description="serve requests for any model")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from runtime.errors import InvalidRequest
 
-Algorithm = Literal["low_confidence", "entropy", "maskgit_plus", "topk_margin", "origin"]
+Algorithm = Literal["low_confidence", "joint_threshold", "entropy", "maskgit_plus", "topk_margin", "origin"]
 DocumentMethod = Literal["none", "a3", "cacheblend", "prophetkv", "legolink", "pie", "full", "random"]
 
 # Fields of `SamplingParams` that constrain the output; they exclude each other.
@@ -33,7 +33,9 @@ _OF_PREFIXES = (
     *("depth_bound", "refresh", "drift_threshold"),
 )
 # Algorithms whose confidence is a probability, as `threshold` and `factor` require.
-_BY_PROBABILITY = ("low_confidence", "maskgit_plus")
+_BY_PROBABILITY = ("low_confidence", "joint_threshold", "maskgit_plus")
+# LLaDA2.1's joint threshold as its authors recommend it for quality.
+_JOINT = {"threshold": 0.7, "edit_threshold": 0.5, "max_post_edit_steps": 16}
 
 
 class Lazy(BaseModel):
@@ -142,6 +144,8 @@ class Denoised(Protocol):
     def block(self) -> int: ...
     @property
     def threshold(self) -> float | None: ...
+    @property
+    def edits(self) -> bool: ...
 
 
 class DiffusionParams(BaseModel):
@@ -167,6 +171,15 @@ class DiffusionParams(BaseModel):
     threshold: float | None = Field(None, gt=0, le=1, description="decide every mask of at least this confidence (0.9)")
     factor: float | None = Field(
         None, gt=0, le=100, description="decide the n-th mask if its confidence >= 1 - factor/(n+1)"
+    )
+    edit_threshold: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="joint_threshold: replace a decided token by one of more confidence than this (0.5)",
+    )
+    max_post_edit_steps: int | None = Field(
+        None, ge=0, le=1024, description="joint_threshold: most steps on a block without masks (16)"
     )
     cache: Literal["none", "prefix", "dual"] = Field("none", description="Fast-dLLM's caches within the request")
     reuse: bool | None = Field(None, description="share the prefix's shallow layers; default: --bicache")
@@ -200,9 +213,11 @@ class DiffusionParams(BaseModel):
         """Where the number of steps is said, they decide; else the model's threshold does."""
         block = self.block_length or model.block
         scheduled = self.steps is not None or self.factor is not None or algorithm not in _BY_PROBABILITY
-        threshold = self.threshold if scheduled or self.threshold is not None else model.threshold
-        filled = {"algorithm": algorithm, "gen_length": length, "block_length": block, "threshold": threshold}
-        return self.model_copy(update={**filled, "steps": self.steps or block})
+        filled: dict[str, Any] = {"algorithm": algorithm, "gen_length": length, "block_length": block}
+        filled["steps"] = self.steps or block
+        defaults = _JOINT if algorithm == "joint_threshold" else {} if scheduled else {"threshold": model.threshold}
+        filled |= {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        return self.model_copy(update=filled)
 
     def check(self, model: Denoised, sampling: SamplingParams, num_layers: int, prompt_tokens: int) -> None:
         """Raise InvalidRequest if the filled values do not fit each other, the model or the prompt."""
@@ -218,6 +233,7 @@ class DiffusionParams(BaseModel):
                 _refuse(f"steps {self.steps} cannot be divided among {blocks} blocks", "steps")
         else:
             self._check_blocks(model.attended)
+        self._check_edits(model)
         if self.threshold is not None and self.factor is not None:
             _refuse("threshold and factor exclude each other", "factor")
         for name in ("threshold", "factor"):
@@ -228,6 +244,19 @@ class DiffusionParams(BaseModel):
         if self.prefix_tokens is not None and self.prefix_tokens > prompt_tokens:
             _refuse(f"prefix_tokens is {self.prefix_tokens}; the prompt has {prompt_tokens} tokens", "prefix_tokens")
         _refuse_sampling(sampling)
+
+    def _check_edits(self, model: Denoised) -> None:
+        """Raise InvalidRequest for tokens that are to be edited by a model or an algorithm that does not edit."""
+        if self.algorithm != "joint_threshold":
+            for name in ("edit_threshold", "max_post_edit_steps"):
+                if getattr(self, name) is not None:
+                    _refuse(f"{name} needs algorithm joint_threshold, not {self.algorithm}", name)
+        elif not model.edits:
+            _refuse("algorithm joint_threshold is for models that edit decided tokens (LLaDA2.1)", "algorithm")
+        elif self.block_length != model.attended:
+            _refuse(f"algorithm joint_threshold edits whole blocks of {model.attended} positions", "block_length")
+        elif self.steps != self.block_length:
+            _refuse("algorithm joint_threshold has no schedule of steps", "steps")
 
     def _check_blocks(self, attended: int) -> None:
         """Raise InvalidRequest for what a block diffusion model has no use for."""

@@ -86,6 +86,20 @@ class DetachTier(msgspec.Struct, tag="detach"):
     name: str
 
 
+class LoadAdapter(msgspec.Struct, tag="load_adapter"):
+    """Load the low-rank adapter in a directory. Answered by `Reply`: `{"digest", "rank"}` or `{"failed": why}`."""
+
+    call: int
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
+    """Forget an adapter once its requests have ended. Answered by `Reply`: `{"running": how many there are}`."""
+
+    call: int
+    digest: str
+
+
 class GetState(msgspec.Struct, tag="state"):
     """Ask for counters and gauges. Answered by `Reply`."""
 
@@ -161,6 +175,18 @@ class GetOutline(msgspec.Struct, tag="outline"):
     tenant: str | None = None
 
 
+class GetRuns(msgspec.Struct, tag="runs"):
+    """Ask for the next slice of the tree's nodes with their tokens, or, `anew`, for the first; see `Admin.runs`.
+
+    `tenant`, `salt`: of the nodes; None: all. Answered by `Reply`.
+    """
+
+    call: int
+    tenant: str | None
+    salt: str | None
+    anew: bool
+
+
 class GetRequests(msgspec.Struct, tag="requests"):
     """Ask for the live requests of a tenant (None: of all), oldest first, `limit` at most. Answered by `Reply`."""
 
@@ -203,8 +229,8 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
 
 
 Call = (
-    FlushCache | GetState | AddPin | RemovePin | GetPins | GetCached | GetTree | GetOutline | GetRequests | GetQuota
-    | OnNode | Pause | Ping | EraseTenant | AttachTier | DetachTier
+    FlushCache | GetState | AddPin | RemovePin | GetPins | GetCached | GetTree | GetOutline | GetRuns | GetRequests
+    | GetQuota | OnNode | Pause | Ping | EraseTenant | AttachTier | DetachTier | LoadAdapter | UnloadAdapter
 )  # fmt: skip
 Inbound = AddRequest | Abort | Call | Shutdown
 
@@ -358,7 +384,7 @@ class DiffusionInfo(msgspec.Struct):
         num_layers: most layers that can be reused.
         depth_table: name of the table of reuse depths.
         refresh_interval: steps between refreshes of a prefix's other layers, unless a request says otherwise.
-        attended, block, threshold: see `runtime.models.diffusion.DiffusionSpec`.
+        attended, block, threshold, edits: see `runtime.models.diffusion.DiffusionSpec`.
         depth_bound: nats that measured depths may bring, unless a request says otherwise; None: nothing is measured.
     """
 
@@ -370,6 +396,7 @@ class DiffusionInfo(msgspec.Struct):
     attended: int | None = None
     block: int = 32
     threshold: float | None = None
+    edits: bool = False
     depth_bound: float | None = None
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from difflib import get_close_matches
+from typing import Annotated, Literal, Protocol
 
 from fastapi import Depends, Request
 
+from radix import Namespace
 from runtime.config import Config
+from runtime.frontend.adapters import Adapter
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.models.resolve import known_names
 from server.admin.journal import Journal
@@ -19,6 +22,14 @@ from server.http.errors import NotFound
 from server.http.gate import Gate
 from server.responses.store import ResponseStore
 from server.schemas.store import SchemaStore
+
+
+class _ForModel(Protocol):
+    """A body that asks for a model, and says with whom it shares cached pages."""
+
+    model: str | None
+    cache_salt: str | None
+    cache_scope: Literal["private", "public"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +45,36 @@ class Context:
     responses: ResponseStore
     journal: Journal
 
-    def check_model(self, name: str | None) -> None:
-        """Raise NotFound unless this is a name of the served model; no name is one."""
-        own = self.engine.info.name
-        if not name or self.config.model.any_model_name or name in (own, *known_names(self.config.model)):
-            return
+    def adapter(self, name: str | None) -> Adapter | None:
+        """The adapter that a model's name means, `ADAPTER` or `MODEL:ADAPTER`; None: the model, as without a name.
+
+        Raises NotFound unless it is a name of one of them.
+        """
+        own, adapters = self.engine.info.name, self.engine.adapters
+        models = {own, *known_names(self.config.model)}
+        if not name or name in models:
+            return None
+        base, _, last = name.rpartition(":")
+        if (found := adapters.get(name) or (adapters.get(last) if base in models else None)) is not None:
+            return found
+        if self.config.model.any_model_name:
+            return None
+        meant = get_close_matches(name, [own, *adapters.names(), *(f"{own}:{each}" for each in adapters.names())], 1)
         message = f"the model {name!r} does not exist; this server has {own!r}"
-        raise NotFound(message, param="model", code="model_not_found")
+        raise NotFound(
+            message + (f"; did you mean {meant[0]!r}?" if meant and meant[0] != own else ""),
+            param="model",
+            code="model_not_found",
+        )
+
+    def check_model(self, name: str | None) -> str:
+        """The name of the asked model, as answers show it. Raises NotFound as `adapter`."""
+        return self.engine.info.name if (adapter := self.adapter(name)) is None else adapter.name
+
+    def namespace(self, tenant: Tenant, body: _ForModel) -> Namespace:
+        """The cache namespace of a request. Raises NotFound, and Forbidden for a scope that is not the key's."""
+        namespace, adapter = tenant.namespace(body.cache_salt, body.cache_scope), self.adapter(body.model)
+        return namespace if adapter is None else namespace._replace(adapter=adapter.digest)
 
     def tenant_name(self, account: str) -> str:
         """A tenant of the cache as the operator calls its key; empty on an open server."""

@@ -100,7 +100,7 @@ def unique(draw: random.Random, prose: Prose) -> Question:
 TASKS: dict[str, Callable[[random.Random, Prose], Question]] = {
     "quote": quote, "edit": edit, "call": call, "chat": chat, "again": again, "unique": unique,
 }  # fmt: skip
-_HEAT = {"unique": 1.5, "chat": 0.7, "again": 0.7}
+HEAT = {"unique": 1.5, "chat": 0.7, "again": 0.7}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -150,7 +150,7 @@ def _measure(
         asked = [TASKS[task](draw, prose) for _ in range(clients)]
         seed = draw.randrange(1 << 30)
         for name in sorted(engines, reverse=bool(number % 2)):
-            rate, outputs = _run(engines[name], asked, _HEAT.get(task, 0.0), seed, a.output)
+            rate, outputs = _run(engines[name], asked, HEAT.get(task, 0.0), seed, a.output)
             if not number:
                 continue  # warms up
             cell[name].append(rate)
@@ -177,11 +177,11 @@ def _run(engine: Engine, asked: Sequence[Question], heat: float, seed: int, most
 
 def _sampling(question: Question, heat: float, seed: int, most: int) -> dict[str, Any]:
     if question.answer is not None:
-        return {"temperature": heat, "regex": _literal(question.answer)}
+        return {"temperature": heat, "regex": literal(question.answer)}
     return {"temperature": heat, "seed": seed, "max_new_tokens": most, "ignore_eos": True}
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     """A regular expression that one text alone matches."""
     return "".join("\\" + c if c in r"\.+*?()|[]{}^$#&-~/" else "\\n" if c == "\n" else c for c in text)
 

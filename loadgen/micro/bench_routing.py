@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.progress import track
 
-from loadgen.http.tables import make_table
+from loadgen.http.tables import make_table, wide_console
 from loadgen.micro.bench_policies import replay
 from loadgen.micro.fleet import Findings, Fleet, routes
 from loadgen.micro.stress import Trace
@@ -24,6 +23,9 @@ from loadgen.micro.traffic import read_trace
 _COLUMNS = ("replicas, router", "hits %", "of the bound %", "imbalance", "TTFT p50 s", "p99 s")
 
 _BOUND = "one replica with all the memory"
+
+# Of the trade-off's curve.
+_BALANCES, _WEIGHTS = (0, 0.03, 0.1, 0.3), (1, 2, 4, 8, 16, 32, 64)
 
 Row = dict[str, float]
 
@@ -34,11 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--blocks", type=int, default=500, help="in the cache of a replica; default: 500")
     parser.add_argument("--busy", type=float, default=0.6, help="share of the time, without a cache; default: 0.6")
-    parser.add_argument("--weight", type=float, default=8, help="of the bounded prefix; default: 8")
-    parser.add_argument("--share", type=float, default=2, help="of the bounded prefix; default: 2")
-    parser.add_argument("--slack", type=float, default=32768, help="of the bounded prefix, tokens; default: 32768")
+    parser.add_argument("--weight", type=float, default=16, help="of a cached token; default: 16")
+    parser.add_argument("--balance", type=float, default=0.1, help="of past work; default: 0.1")
     parser.add_argument("--seeds", type=int, default=3, help="rounds with other random choices; default: 3")
     parser.add_argument("--plot", metavar="FILE", help="write the plot as PNG or SVG")
+    parser.add_argument("--curve", metavar="FILE", help="plot hits over balance and waits, by weight and balance")
     parser.add_argument("--json", metavar="FILE", help="write the figures")
 
 
@@ -54,17 +56,35 @@ def run(arguments: argparse.Namespace) -> int:
     _print(found)
     if arguments.plot:
         _plot(found, arguments.plot)
+    if arguments.curve:
+        replicas = max(arguments.replicas)
+        _plot_curve(_trade_off(trace, replicas, arguments), found[replicas][_BOUND][0]["hit_ratio"], arguments.curve)
     return 0
 
 
 def _measure(trace: Trace, replicas: int, arguments: argparse.Namespace) -> dict[str, list[Row]]:
-    seconds = trace[-1][0] - trace[0][0]
-    block_s = arguments.busy * seconds * replicas / sum(len(blocks) for _, blocks in trace)
-    work = [(name, seed) for seed in range(arguments.seeds) for name in routes(1, 1, 1, 0, 0)]
+    work = [(name, seed) for seed in range(arguments.seeds) for name in routes(1, 1, 1, 0)]
     rows: dict[str, list[Row]] = {}
     for name, seed in track(work, description=f"{replicas} replicas"):
-        route = routes(replicas, arguments.weight, arguments.share, arguments.slack, seed)[name]
-        rows.setdefault(name, []).append(_row(Fleet(route, replicas, arguments.blocks, block_s).run(trace)))
+        known, route = routes(replicas, arguments.weight, arguments.balance, seed)[name]
+        block_s = _block_s(trace, replicas, arguments.busy)
+        rows.setdefault(name, []).append(_row(Fleet(known, route, replicas, arguments.blocks, block_s).run(trace)))
+    return rows
+
+
+def _block_s(trace: Trace, replicas: int, busy: float) -> float:
+    """Seconds in which a replica computes a block."""
+    return busy * (trace[-1][0] - trace[0][0]) * replicas / sum(len(blocks) for _, blocks in trace)
+
+
+def _trade_off(trace: Trace, replicas: int, arguments: argparse.Namespace) -> dict[float, list[Row]]:
+    """For each balance, the figures by weight."""
+    rows: dict[float, list[Row]] = {}
+    block_s = _block_s(trace, replicas, arguments.busy)
+    for balance, weight in track([(b, w) for b in _BALANCES for w in _WEIGHTS], description="trade-off"):
+        known, route = routes(replicas, weight, balance, 0)["prefix and work"]
+        row = _row(Fleet(known, route, replicas, arguments.blocks, block_s).run(trace))
+        rows.setdefault(balance, []).append({**row, "weight": weight})
     return rows
 
 
@@ -87,7 +107,7 @@ def _print(found: Mapping[int, Mapping[str, list[Row]]]) -> None:
             if "imbalance" in rows[0]:
                 cells += [f"{_median(rows, name):.2f}" for name in ("imbalance", "p50_s", "p99_s")]
             table.add_row(f"{replicas}, {name}", *cells, *[""] * (5 - len(cells)))
-    Console().print(table)
+    wide_console().print(table)
 
 
 def _plot(found: Mapping[int, Mapping[str, list[Row]]], path: str) -> None:
@@ -111,4 +131,25 @@ def _plot(found: Mapping[int, Mapping[str, list[Row]]], path: str) -> None:
         axes.xaxis.set_minor_formatter("")
         axes.grid(alpha=0.3)
     hits.legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+
+
+def _plot_curve(rows: Mapping[float, Sequence[Row]], bound: float, path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, both = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
+    for axes, name in zip(both, ("imbalance", "p50_s"), strict=True):
+        for balance, points in rows.items():
+            hits = [100 * row["hit_ratio"] / bound for row in points]
+            axes.plot([row[name] for row in points], hits, "o-", markersize=3, label=f"balance {balance:g}")
+            if name == "imbalance" and not balance:
+                for row, share in zip(points, hits, strict=True):
+                    axes.annotate(f"weight {row['weight']:g}", (row[name], share), fontsize=6)
+        axes.grid(alpha=0.3)
+    both[0].set(xlabel="computed blocks, busiest replica / mean", ylabel="hits, % of the bound")
+    both[1].set(xlabel="time to first token, median, s")
+    both[0].legend(fontsize=7)
     figure.savefig(path, dpi=110)

@@ -13,27 +13,37 @@ from itertools import count
 from loadgen.micro.stress import Trace
 from radix import EventLog, Namespace, RadixTree, Stored, make_policy
 from radix.events import block_hashes
-from server.ray.prefixes import BoundedPrefix, PrefixIndex
+from server.ray.placement import Placement
 
 # Bytes of a block's id, which stands for all its tokens.
 _ID = 4
+# Tokens of a block of Mooncake's traces.
+BLOCK_TOKENS = 512
 
-# Chooses a replica by the tokens of the prompt that replicas hold, and those that they have to compute yet.
-Route = Callable[[dict[int, int], dict[int, float]], int]
+# Chooses one of the replicas for a prompt of these blocks.
+Route = Callable[[Placement[int], Sequence[int]], int]
 
 
-def routes(replicas: int, weight: float, share: float, slack: float, seed: int) -> dict[str, Route]:
-    """The routers by name; `bounded prefix` is the one that Ray Serve runs here."""
-    draw, turn = random.Random(seed), count()
-    two = BoundedPrefix(chooser=random.Random(seed))
-    unbounded = BoundedPrefix(1e6, float("inf"), chooser=random.Random(seed))
-    bounded = BoundedPrefix(weight, share, slack, chooser=random.Random(seed))
+def routes(replicas: int, weight: float, balance: float, seed: int) -> dict[str, tuple[Placement[int], Route]]:
+    """Routers by name, with what each knows of the replicas; `prefix and work` is the one that Ray Serve runs here."""
+    draw, turn, everybody = random.Random(seed), count(), range(replicas)
+
+    def lighter(known: Placement[int], hashes: Sequence[int]) -> int:
+        return min(draw.sample(everybody, min(2, replicas)), key=known.loads.__getitem__)
+
+    def placed(known: Placement[int], hashes: Sequence[int]) -> int:
+        return known.rank(hashes, everybody)[0]
+
+    def place(weight: float, balance: float) -> Placement[int]:
+        return Placement(BLOCK_TOKENS, weight, balance, random.Random(seed))
+
     return {
-        "random": lambda matches, loads: draw.randrange(replicas),
-        "round robin": lambda matches, loads: next(turn) % replicas,
-        "power of two": lambda matches, loads: two.rank({}, loads)[0],
-        "longest prefix": lambda matches, loads: unbounded.rank(matches, loads)[0],
-        "bounded prefix": lambda matches, loads: bounded.rank(matches, loads)[0],
+        "random": (place(0, 0), lambda known, hashes: draw.randrange(replicas)),
+        "round robin": (place(0, 0), lambda known, hashes: next(turn) % replicas),
+        "power of two": (place(0, 0), lighter),
+        "longest prefix": (place(1e6, 0), placed),
+        "prefix and load": (place(weight, 0), placed),
+        "prefix and work": (place(weight, balance), placed),
     }
 
 
@@ -62,7 +72,6 @@ class _Job:
     arrived_s: float
     key: bytes
     hashes: Sequence[int]
-    lacking: int = 0
 
 
 class _Replica:
@@ -100,24 +109,29 @@ class Fleet:
     """Replays a trace.
 
     Args:
-        route: the router.
+        known, route: the router.
         replicas: their number.
         capacity: blocks of each one's cache.
         block_s: seconds in which a replica computes a block.
-        block_tokens: tokens of a block.
         delay_s: time that KV events take to the router.
     """
 
     def __init__(
-        self, route: Route, replicas: int, capacity: int, block_s: float, block_tokens: int = 512, delay_s: float = 0.05
+        self,
+        known: Placement[int],
+        route: Route,
+        replicas: int,
+        capacity: int,
+        block_s: float,
+        delay_s: float = 0.05,
     ):
+        self._known = known
         self._route = route
         self._replicas = [_Replica(capacity) for _ in range(replicas)]
         self._block_s = block_s
-        self._block_tokens = block_tokens
         self._delay_s = delay_s
-        self._index: PrefixIndex[int] = PrefixIndex()
-        self._loads = dict.fromkeys(range(replicas), 0.0)
+        for number in range(replicas):
+            known.join(number)
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = count()
         self.found = Findings(computed=[0] * replicas)
@@ -139,10 +153,8 @@ class Fleet:
         heappush(self._events, (at_s, next(self._order), act))
 
     def _arrive(self, job: _Job) -> None:
-        matches = {replica: n * self._block_tokens for replica, n in self._index.match(job.hashes).items()}
-        chosen = self._route(matches, self._loads)
-        job.lacking = len(job.hashes) * self._block_tokens - matches.get(chosen, 0)
-        self._loads[chosen] += job.lacking
+        chosen = self._route(self._known, job.hashes)
+        self._known.begin(chosen, str(id(job)), job.hashes)
         queue = self._replicas[chosen].queue
         queue.append(job)
         if len(queue) == 1:
@@ -161,7 +173,7 @@ class Fleet:
         replica = self._replicas[number]
         job, replica.now_s = replica.queue.popleft(), now_s
         replica.end(job)
-        self._loads[number] -= job.lacking
+        self._known.end(number, str(id(job)))
         self.found.waits_s.append(now_s - job.arrived_s)
         self.found.at_s.append(job.arrived_s)
         if changes := replica.log.take():
@@ -171,5 +183,5 @@ class Fleet:
 
     def _hear(self, number: int, changes: Sequence[object]) -> None:
         for change in changes:
-            book = self._index.stored if isinstance(change, Stored) else self._index.removed
+            book = self._known.index.stored if isinstance(change, Stored) else self._known.index.removed
             book(number, change.hashes)  # type: ignore[attr-defined]

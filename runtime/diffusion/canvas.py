@@ -17,8 +17,8 @@ class Canvas:
     """The canvas of one request, from all masks to none.
 
     A canvas is the prompt and `gen_length` further positions, in blocks that are denoised from left to right, each in
-    `steps / blocks` steps. Decided tokens never change, and the mask itself is never chosen. Steps that would decide
-    nothing are skipped.
+    `steps / blocks` steps. The mask itself is never chosen, and decided tokens never change, except by the joint
+    threshold, until their block is left. Steps that would decide nothing are skipped.
 
     A block diffusion model attends by blocks that begin at position 0, so that the first one has some of the prompt,
     and the canvas ends with a whole one. `steps` are those of each block that is denoised; these divide the others.
@@ -44,16 +44,17 @@ class Canvas:
         assert params.steps
         self.params, self.sampling, self.spec = params, sampling, spec
         self.prompt_len = len(prompt)
-        end = self.prompt_len + params.gen_length
-        if spec.attended is not None:
-            end = -(-end // spec.attended) * spec.attended
+        # Of the whole canvas, what depends on the kind of attention: its unit, where blocks begin, steps of each.
+        self._unit, self._origin, self._steps = spec.attended or 1, 0, params.steps
+        if spec.attended is None:
+            self._origin, self._steps = self.prompt_len, params.steps // (params.gen_length // params.block_length)
+        self._leads = spec.attended is not None and spec.logits_shift > 0
+        end = -(-(self.prompt_len + params.gen_length) // self._unit) * self._unit
         masks = np.full(end - self.prompt_len, spec.mask_token_id, dtype=np.int64)
         self.tokens = np.concatenate((prompt.astype(np.int64), masks))
         self._undecided = np.arange(len(self.tokens)) >= self.prompt_len
         self._generator = generator
-        self._steps = params.steps
-        if spec.attended is None:
-            self._steps //= params.gen_length // params.block_length
+        self._length, self._edits = params.block_length, params.algorithm == "joint_threshold"
         self._times = torch.linspace(1, params.eps, self._steps + 1)
         self._bias = _bias_of(sampling, generator.device)
         self.num_steps = 0
@@ -61,11 +62,9 @@ class Canvas:
 
     def _begin(self, start: int) -> None:
         """Enter the block that begins at a position."""
-        length = self.params.block_length or 1
-        first = start if self.spec.attended is None else start // length * length
-        self.block = range(start, min(first + length, len(self.tokens)))
-        self._masks = len(self.block) if self.spec.attended is None else length
-        self._step = 0
+        first = start - (start - self._origin) % self._length
+        self.block = range(start, min(first + self._length, len(self.tokens)))
+        self._step = self._post_edits = 0
         self.is_block_start = True
         self._skip()
 
@@ -79,26 +78,27 @@ class Canvas:
 
     @property
     def num_decided(self) -> int:
-        """Number of positions after the prompt that are decided without a gap."""
+        """Number of positions after the prompt that are decided without a gap, for good."""
+        if self._edits and self.block:
+            return self.block.start - self.prompt_len
         undecided = self._undecided[self.prompt_len :]
         return int(undecided.argmax()) if undecided.any() else len(undecided)
 
     @property
     def leads(self) -> bool:
         """Whether the next token is read from the last row of the blocks before its own, which must be whole."""
-        spec, start = self.spec, self.block.start
-        return bool(spec.attended and spec.logits_shift and start % spec.attended == 0 and self._undecided[start])
+        start = self.block.start
+        return self._leads and start % self._unit == 0 and bool(self._undecided[start])
 
     @property
     def settled(self) -> int:
         """Leading positions in blocks of attention that are decided: their KV will not change."""
-        attended = self.spec.attended or 1
-        return (self.block.start if self.block else len(self.tokens)) // attended * attended
+        return (self.block.start if self.block else len(self.tokens)) // self._unit * self._unit
 
     @property
     def end(self) -> int:
         """The position up to which the next step of a block diffusion model needs rows."""
-        return self.settled + (0 if self.leads else self.spec.attended or 0)
+        return self.settled + (0 if self.leads else self._unit)
 
     def active(self, first: int) -> range:
         """The positions, from `first` on, whose rows the next step computes."""
@@ -106,9 +106,11 @@ class Canvas:
         return active_rows(self.params.cache, self.is_block_start, self.block, self.spec.logits_shift, rows)
 
     def candidates(self) -> np.ndarray:
-        """Positions, int64 [n], whose logits the next step wants: the block's masks."""
+        """Positions, int64 [n], whose logits the next step wants: the block's masks, or all that it may edit."""
         if self.leads:
             return np.array((self.block.start,))
+        if self._edits:
+            return np.array(self.block)
         return self.block.start + np.flatnonzero(self._undecided[self.block.start : self.block.stop])
 
     @torch.inference_mode()
@@ -130,21 +132,32 @@ class Canvas:
         if not bool(confidence.isfinite().all()):
             raise BadLogits
         leads = self.leads
-        decided = np.zeros(1, dtype=np.int64) if leads else self._select(confidence).cpu().numpy()
+        if leads:
+            decided = np.zeros(1, dtype=np.int64)
+        elif self._edits:
+            decided = self._select_joint(positions, tokens, confidence)
+        else:
+            decided = self._select(confidence).cpu().numpy()
         self.tokens[positions[decided]] = tokens.cpu().numpy()[decided]
         self._undecided[positions[decided]] = False
         self._step += not leads
         self.num_steps += 1
         self.is_block_start = False
-        if not self._undecided[self.block.start : self.block.stop].any():
+        if self._is_left(len(decided)):
             self._begin(self.block.stop)
         else:
             self._skip()
 
+    def _is_left(self, num_changed: int) -> bool:
+        """Whether the block is done: it has no mask, and none of its tokens may still be edited."""
+        if self._undecided[self.block.start : self.block.stop].any():
+            return False
+        return not self._edits or not num_changed or self._post_edits >= (self.params.max_post_edit_steps or 0)
+
     def _choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A token for each row, int64 [n], and its confidence, float32 [n]."""
         temperature = 0.0 if self.sampling.greedy else self.sampling.divisor
-        if self.params.algorithm == "low_confidence":
+        if self.params.algorithm in ("low_confidence", "joint_threshold"):
             return self._choose_llada(logits, temperature)
         if temperature:
             logits = logits / temperature
@@ -173,6 +186,18 @@ class Canvas:
         tokens = (restrict(logits, self.sampling).double() - temperature * noise.log()).argmax(-1)
         return tokens, probs.gather(1, tokens[:, None])[:, 0]
 
+    def _select_joint(self, positions: np.ndarray, tokens: torch.Tensor, confidence: torch.Tensor) -> np.ndarray:
+        """Indices of the masks to decide, by the threshold, and of the tokens to replace, by that of edits."""
+        params, masked = self.params, self._undecided[positions]
+        sure, changed = confidence.cpu(), tokens.cpu().numpy() != self.tokens[positions]
+        selected = ~masked & changed & (sure > (params.edit_threshold or 0.0)).numpy()
+        if masked.any():
+            masks = np.flatnonzero(masked)
+            selected[masks[by_threshold(sure[masks], params.threshold or 0.0)]] = True
+        else:
+            self._post_edits += 1
+        return np.flatnonzero(selected)
+
     def _select(self, confidence: torch.Tensor) -> torch.Tensor:
         """Indices of the candidates to decide."""
         params = self.params
@@ -200,7 +225,7 @@ class Canvas:
         if self.params.threshold is not None or self.params.factor is not None or self.params.algorithm == "origin":
             return 1  # at least
         if self.params.algorithm == "low_confidence":
-            each, more = divmod(self._masks, self._steps)
+            each, more = divmod(self._length, self._steps)
             return each + (self._step < more)
         left = int(self._undecided[self.block.start : self.block.stop].sum())
         # In float32, in which the published schedule rounds.

@@ -104,7 +104,7 @@ class CanvasDecoding(Decoding):
     def _report(self, request: Request) -> TokenEvent | None:
         """New final tokens of this step: those before the first mask, up to the first stop token.
 
-        Decided tokens never change. So the request ends at a stop token that follows the prompt without a gap.
+        These never change. So the request ends at a stop token that follows the prompt without a gap.
         """
         canvas = request.canvas
         output = canvas.tokens[request.prompt_len : request.max_tokens]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict
 from itertools import islice
 from typing import Any, Protocol
 
-from radix import Block, Namespace, Node, outline, path, view
+from radix import Block, Namespace, Node, outline, path, slices, view
 from radix.stats import Histogram
+from runtime.engine.adapters import Adapters
 from runtime.engine.scheduler import Scheduler
 from runtime.errors import InvalidRequest
 from runtime.kv.cache import PagedCache
@@ -26,13 +27,16 @@ from runtime.protocol import (
     GetPins,
     GetQuota,
     GetRequests,
+    GetRuns,
     GetState,
     GetTree,
+    LoadAdapter,
     OnNode,
     Pause,
     Ping,
     RemovePin,
     Reply,
+    UnloadAdapter,
 )
 from runtime.request import Request, Status
 from runtime.reuse.strategy import Strategy
@@ -44,6 +48,7 @@ _Walk = Generator[None, None, list[Block]]
 class _Core(Protocol):
     """The attributes of `EngineCore` that `Admin` reads; it sets `paused`."""
 
+    adapters: Adapters
     cache: PagedCache
     scheduler: Scheduler
     strategies: dict[str, Strategy]
@@ -67,6 +72,7 @@ class Admin:
     def __init__(self, core: _Core):
         self._core = core
         self._walk: _Walk | None = None
+        self._slices: Iterator[list[tuple[Node, int]]] = iter(())
         self._answers: dict[type, Callable[[Any], dict[str, Any]]] = {
             AttachTier: lambda _: {"failed": "there is no prefix cache below which a tier could be"},
             DetachTier: lambda _: {"found": False},
@@ -77,12 +83,15 @@ class Admin:
             GetPins: lambda _: self.pins(),
             GetQuota: lambda message: self.quota(Namespace(message.tenant)),
             GetRequests: lambda message: self.requests(message.limit, message.tenant),
+            GetRuns: self.runs,
             GetState: lambda _: self.state(),
             GetTree: self.tree,
+            LoadAdapter: lambda message: self._core.adapters.load(message),
             OnNode: lambda message: getattr(self, f"_{message.verb}")(self._find(message.page, message.start)),
             Pause: self._pause,
             Ping: lambda _: {},
             RemovePin: lambda message: {"found": self._core.cache.pins.unpin(message.pin)},
+            UnloadAdapter: lambda message: self._core.adapters.unload(message),
         }
 
     def handle(self, message: Call) -> Reply:
@@ -190,6 +199,16 @@ class Admin:
             return {"blocks": [asdict(block) for block in end.value], "evictions": evictions}
         return {"blocks": None}
 
+    def runs(self, asked: GetRuns) -> dict[str, Any]:
+        """The next slice of all nodes, parents first: `{"runs"}`, None behind the last. One walk at a time."""
+        if asked.anew:
+            of_tenant = _of(asked.tenant)
+            self._slices = slices(
+                self._core.cache.tree, lambda space: of_tenant(space) and asked.salt in (None, space.salt)
+            )
+        found = next(self._slices, None)
+        return {"runs": None if found is None else [_run(node, start) for node, start in found]}
+
     def _find(self, page: int, start: int) -> Node | None:
         """The node named by its first page and the tokens before it. Walks the tree."""
         tree = self._core.cache.tree
@@ -247,6 +266,7 @@ class Admin:
             "keeps_refused": cache.pins.num_unkept,
             "keeps_broken": cache.pins.num_displaced,
             "tree_nodes": tree.num_nodes,
+            "requests_by_adapter": dict(core.adapters.requests),
             **({} if core.tiers is None else core.tiers.state()),
             "idle_before_evict_s": _plain(stats.idle_s),
             "lifetime_s": _plain(stats.lifetime_s),
@@ -258,6 +278,14 @@ class Admin:
 
 def _of(tenant: str | None) -> Callable[[Namespace], bool]:
     return lambda namespace: tenant is None or namespace.tenant == tenant
+
+
+def _run(node: Node, start: int) -> dict[str, Any]:
+    above = node.parent.pages if node.parent is not None else ()
+    return {
+        **{"id": node.pages[0], "parent": above[0] if above else None, "start": start, "key": node.key},
+        **{"tenant": node.namespace.tenant, "hits": node.hits, "pinned": node.pins > 0},
+    }
 
 
 def _describe(request: Request, now_s: float) -> dict[str, Any]:

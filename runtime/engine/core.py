@@ -11,6 +11,7 @@ from typing import Any
 from radix.stats import Histogram
 from runtime.config import Config, unusable
 from runtime.diffusion.decoding import CanvasDecoding
+from runtime.engine.adapters import Adapters
 from runtime.engine.admin import Admin
 from runtime.engine.in_flight import InFlight
 from runtime.engine.keeping import keep_prompt
@@ -108,6 +109,7 @@ class EngineCore:
         self.paused = False
         self.publisher = self._make_publisher()
         self.requests: dict[str, Request] = {}
+        self.adapters = Adapters(self)
         self.admin = Admin(self)
         self.drafter = Drafter(self.cache.tree) if self._wants_drafts() else None
         self._in_flight: InFlight | None = None
@@ -243,6 +245,7 @@ class EngineCore:
             strategy = self.strategy_of(message.reuse or {})
             self._serial += 1
             request = open_request(message, self.info, strategy, self.decoding, self._serial)
+            self.adapters.check(request)
         except RametError as error:
             return StepEvents([TokenEvent(message.rid, [], _finish(error))])
         self.requests[request.rid] = request
@@ -397,10 +400,10 @@ class EngineCore:
 
     def _keep(self, item: Work, tokens: list[int]) -> list[int]:
         """The tokens of a request with a draft, up to one that ends it; the draft's other rows are left out."""
-        assert self.drafter is not None
         tokens, drafted = self.decoding.cut(item.request, tokens), len(item.draft)
         item.keep(len(tokens))
-        self.drafter.note(item, drafted)
+        item.request.drafted += drafted
+        item.request.accepted += len(item.draft)
         self.counters["drafted_tokens"] += drafted
         self.counters["accepted_tokens"] += len(item.draft)
         return tokens
@@ -464,6 +467,7 @@ class EngineCore:
     ) -> list[TokenEvent]:
         """Take a request out; its terminal event, none for the computation of a pin, whose call is answered."""
         del self.requests[request.rid]
+        self.adapters.ended()
         if request.sampling.constrained and request.grammar is None:
             self.grammars.cancel(request.rid)
         self.scheduler.remove(request, keep)

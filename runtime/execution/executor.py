@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +26,7 @@ from runtime.execution.ops import FlashInferOps, Ops
 from runtime.execution.parallel.group import Group
 from runtime.execution.sizing import check_weights, pool_pages
 from runtime.kv.pool import KVPool
+from runtime.models.adapters.lora import LoraAdapter
 from runtime.models.implementation import own_spec
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.shards import Shard, split_spec
@@ -35,6 +37,15 @@ log = logging.getLogger("ramet.engine")
 
 # Torch's own choice, which follows $OMP_NUM_THREADS; read before an executor changes it.
 ALL_THREADS = torch.get_num_threads()
+
+
+class _Adaptable(Protocol):
+    """A decoder that computes rows with adapters."""
+
+    @property
+    def adapters(self) -> dict[str, Any]: ...
+
+    def load_adapter(self, adapter: LoraAdapter) -> None: ...
 
 
 class Executor:
@@ -53,6 +64,7 @@ class Executor:
     spec: ModelSpec
     has_windows = False
     _forward: Callable[[ForwardBatch], torch.Tensor]
+    _decoder: _Adaptable
     rope: RotaryEmbedding
     argmax: Callable[[torch.Tensor], torch.Tensor] | None = None
     project: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -66,7 +78,7 @@ class Executor:
         self._windows: list[Window | None] = []
         spec = own_spec(config.model, path)
         self.implementation: ModelCode = "transformers" if spec is None else "ramet"
-        library = None if spec is None else self._choose_kernels(config)
+        library = None if spec is None else self._choose_kernels(config, spec)
         if library is None and config.model.quantization != "none":
             raise ModelError(f"--quantization {config.model.quantization} needs the native kernels of a CPU")
         self.dtype = choose_dtype(config.model, self.device, library is not None)
@@ -85,7 +97,7 @@ class Executor:
         if config.model.attention_backend == "flashinfer":
             raise ModelError("--attention-backend flashinfer is not served with transformers' code")
         torch.set_num_threads(config.engine.threads or ALL_THREADS)
-        model = TransformersModel(path, config.model, self.dtype, self.device)
+        self._decoder = model = TransformersModel(path, config.model, self.dtype, self.device)
         self.spec = model.spec
         self.context_length = _context_length(config, self.spec)
         self.pool = self._make_pool(config, self.spec)
@@ -110,17 +122,18 @@ class Executor:
         else:
             weights = load_weights(path, spec, self.dtype, shard)
         model = LlamaModel(share, weights, self.device, ops)
-        self.rope = model.rope
+        self.rope, self._decoder = model.rope, model
         graphs = self._graph_sizes(config) if backend == "flashinfer" else []
         self.pool = self._make_pool(config, share, spare_pages=1 if graphs else 0)
         if library is not None:
             threads, int8 = config.engine.threads or ALL_THREADS, config.model.quantization == "int8"
-            native = NativeDecoder(library, model, self.pool, threads, int8)
+            self._decoder = native = NativeDecoder(library, model, self.pool, threads, int8)
             self.backend_name, self._forward, self.argmax = native.name, native.forward, native.argmax
             self.project = native.project
             # Torch's threads spin after each parallel operation, on the cores that the kernels use.
             torch.set_num_threads(1)
         else:
+            torch.set_num_threads(config.engine.threads or ALL_THREADS)
             attention = self._make_backend(backend, model, share.num_heads)
             self.backend_name = attention.name
             self.least_saved_tokens = attention.least_saved_tokens
@@ -146,9 +159,9 @@ class Executor:
                 f"the KV pool of {size:.1f} GiB cannot be had: lower --pool-tokens, --pool-memory or --memory-fraction"
             ) from None
 
-    def _choose_kernels(self, config: Config) -> Library | None:
+    def _choose_kernels(self, config: Config, spec: LlamaSpec) -> Library | None:
         torch_only = not config.model.native_kernels or self._group is not None or config.cache.kv_dtype == "fp8"
-        if self.device.type != "cpu" or torch_only:
+        if self.device.type != "cpu" or torch_only or spec.experts is not None:
             return None
         library = load_best()
         if library is None:
@@ -170,6 +183,18 @@ class Executor:
             return CPUAttention(self.pool, model.rope)
         return FlashInferAttention(self.pool, model.rope, num_heads, self.dtype)
 
+    def load_adapter(self, adapter: LoraAdapter) -> None:
+        """Compute rows with an adapter from now on, if they ask for it. Raises ModelError where it does not fit."""
+        if self._group is not None or self.spec.diffusion is not None:
+            where = "several ranks" if self._group is not None else "a diffusion model"
+            raise ModelError(f"adapters are not served with {where}")
+        if adapter.digest not in self._decoder.adapters:
+            self._decoder.load_adapter(adapter)
+
+    def drop_adapter(self, digest: str) -> None:
+        """Forget an adapter that no step asks for any more."""
+        self._decoder.adapters.pop(digest, None)
+
     @property
     def step_tokens(self) -> int:
         """Default number of rows of a step.
@@ -187,7 +212,7 @@ class Executor:
             raise ValueError(f"position {last} is outside a context of {self.context_length}")
         if self._windows and last >= min(window.size for window in self._windows if window):
             batch = narrowed(batch, self._windows, self.pool.page_size)
-        logits = None if self._graphs is None else self._graphs.run(batch)
+        logits = None if self._graphs is None or batch.adapters else self._graphs.run(batch)
         return self._forward(batch) if logits is None else logits
 
     def on_death(self, call: Callable[[EngineDead], None]) -> None:

@@ -1,25 +1,33 @@
-"""The decoder of Llama, Mistral, Qwen2, Qwen3 and SmolLM2, driven by a `ForwardBatch`."""
+"""The decoder of Llama, Mistral, Qwen2, Qwen3, SmolLM2 and LLaDA2, driven by a `ForwardBatch`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from runtime.batch import ForwardBatch, LayerGroup
+from runtime.batch import AdapterRows, ForwardBatch, LayerGroup
+from runtime.execution.adapters import Adapted, FusedAdapter, add, fuse, rows_within
 from runtime.execution.attention.backend import AttentionBackend
+from runtime.execution.experts import Experts
 from runtime.execution.ops import Ops
 from runtime.execution.transfers import upload
 from runtime.kv.pool import KVPool
-from runtime.models.rope import RotaryEmbedding
+from runtime.models.adapters.lora import LoraAdapter
+from runtime.models.experts import ExpertSpec
+from runtime.models.rope import RotaryEmbedding, pairs_in_halves
 from runtime.models.spec import LlamaSpec
 
 
 @dataclass(slots=True)
 class Layer:
-    """Weights of one decoder layer; q, k, v and gate, up are fused, as they read the same input."""
+    """Weights of one decoder layer; q, k, v and gate, up are fused, as they read the same input.
+
+    Beside `experts`, gate, up and down are those of the shared expert, without columns if there is none.
+    """
 
     input_norm: torch.Tensor
     qkv: torch.Tensor
@@ -33,6 +41,7 @@ class Layer:
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor
     down_bias: torch.Tensor | None
+    experts: Experts | None
 
 
 @dataclass(slots=True)
@@ -60,7 +69,11 @@ class Attend:
 
 
 class LlamaModel:
-    """The decoder stack and head over a paged pool."""
+    """The decoder stack and head over a paged pool.
+
+    Attributes:
+        adapters: by digest.
+    """
 
     def __init__(self, spec: LlamaSpec, weights: dict[str, torch.Tensor], device: torch.device, ops: Ops | None = None):
         """Move the weights to `device`.
@@ -78,7 +91,17 @@ class LlamaModel:
         self.head = self.embedding if head is None else head.to(device)
         self.norm = weights.pop("model.norm.weight").to(device)
         self.rope = RotaryEmbedding(spec.rope, spec.head_dim, device)
-        self.layers = [_take_layer(weights, f"model.layers.{i}.", device) for i in range(spec.num_layers)]
+        if spec.rope.rotated:
+            _order_pairs(weights, spec)
+        self.layers = [_take_layer(weights, i, self) for i in range(spec.num_layers)]
+        self.adapters: dict[str, FusedAdapter] = {}
+
+    def load_adapter(self, adapter: LoraAdapter) -> None:
+        """Raises ModelError where it does not fit."""
+        dtype, device = self.embedding.dtype, self.embedding.device
+        self.adapters[adapter.digest] = [
+            {product: one.to(dtype, device) for product, one in layer.items()} for layer in fuse(adapter, self.spec)
+        ]
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool, backend: AttentionBackend) -> torch.Tensor:
@@ -90,11 +113,12 @@ class LlamaModel:
             for given in group.load:
                 hidden[self._upload(given.rows)] = given.states.to(hidden.device, hidden.dtype)
             attend = Attend(pool, backend, plan, *self._written(group))
+            adapted = self._adapted(rows_within(batch.adapters, group.rows))
             if group.rows is None:
-                hidden = self.run_layers(group.layers, hidden, positions, attend)
+                hidden = self.run_layers(group.layers, hidden, positions, attend, adapted)
             else:
                 rows = self._upload(group.rows)
-                alive = self.run_layers(group.layers, hidden[rows], positions[rows], attend)
+                alive = self.run_layers(group.layers, hidden[rows], positions[rows], attend, adapted)
                 hidden = hidden.index_copy(0, rows, alive)
             for wanted in group.save:
                 wanted.states.copy_(hidden[self._upload(wanted.rows)])
@@ -117,7 +141,17 @@ class LlamaModel:
         rows = (group.kv_write >= 0).nonzero()[:, 0]
         return self._upload(group.kv_write[rows]), self._upload(rows)
 
-    def run_layers(self, layers: range, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def _adapted(self, rows: Sequence[AdapterRows]) -> list[Adapted]:
+        return [Adapted(self.adapters[one.digest], one.first, one.stop) for one in rows]
+
+    def run_layers(
+        self,
+        layers: range,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        adapted: Sequence[Adapted] = (),
+    ) -> torch.Tensor:
         """Hidden states [T', hidden] after `layers`.
 
         Args:
@@ -125,17 +159,26 @@ class LlamaModel:
             x: [T', hidden], the states before them; may be overwritten.
             positions: int64 [T'].
             attend: attention of these rows.
+            adapted: those of them that have an adapter.
         """
         eps, ops = self.spec.rms_norm_eps, self.ops
         angles = ops.angles(self.rope, positions)
         normed = ops.rms_norm(x, self.layers[layers.start].input_norm, eps)
         for index in layers:
             layer = self.layers[index]
-            qk, v = self._qkv(layer, normed)
+            qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+            add(adapted, index, "qkv", qkv, normed)
+            qk, v = self._split(layer, qkv)
             q, k = ops.rotate_qk(qk, self.spec.num_heads, angles)
             attended = attend.run(index, q, k, v).flatten(1)
+            add(adapted, index, "o", x, attended)
             x, normed = ops.add_linear_norm(x, attended, layer.o, layer.o_bias, layer.post_norm, eps)
-            inner = ops.silu_and_mul(F.linear(normed, layer.gate_up, layer.gate_up_bias))
+            if layer.experts is not None:
+                x = x + layer.experts(normed)
+            gate_up = F.linear(normed, layer.gate_up, layer.gate_up_bias)
+            add(adapted, index, "gate_up", gate_up, normed)
+            inner = ops.silu_and_mul(gate_up)
+            add(adapted, index, "down", x, inner)
             if index + 1 == layers.stop:
                 return ops.add_linear(x, inner, layer.down, layer.down_bias)
             following = self.layers[index + 1].input_norm
@@ -150,15 +193,15 @@ class LlamaModel:
         """
         weights, device = self.layers[layer], self.embedding.device
         normed = self.ops.rms_norm(states.to(device, self.embedding.dtype), weights.input_norm, self.spec.rms_norm_eps)
-        qk, v = self._qkv(weights, normed)
+        qk, v = self._split(weights, F.linear(normed, weights.qkv, weights.qkv_bias))
         q, k = self.ops.rotate_qk(qk, self.spec.num_heads, self.ops.angles(self.rope, self._upload(positions)))
         return torch.cat((q, k, v), dim=1).float()
 
-    def _qkv(self, layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _split(self, layer: Layer, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys side by side [T, heads + kv_heads, head_dim], to be rotated together, and values."""
         spec = self.spec
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, spec.head_dim)
-        qk, v = qkv.split((spec.num_heads + spec.num_kv_heads, spec.num_kv_heads), dim=1)
+        sizes = (spec.num_heads + spec.num_kv_heads, spec.num_kv_heads)
+        qk, v = qkv.view(len(qkv), -1, spec.head_dim).split(sizes, dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q = self.ops.rms_norm(qk[:, : spec.num_heads], layer.q_norm, spec.rms_norm_eps)
             k = self.ops.rms_norm(qk[:, spec.num_heads :], layer.k_norm, spec.rms_norm_eps)
@@ -166,7 +209,20 @@ class LlamaModel:
         return qk, v
 
 
-def _take_layer(weights: dict[str, torch.Tensor], prefix: str, device: torch.device) -> Layer:
+def _order_pairs(weights: dict[str, torch.Tensor], spec: LlamaSpec) -> None:
+    """Order the dimensions of queries and keys of which a part is rotated; see `pairs_in_halves`."""
+    order, turned = pairs_in_halves(spec.rope, spec.head_dim), spec.num_heads + spec.num_kv_heads
+    for name, weight in weights.items():
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            weights[name] = weight[order]
+        elif name.endswith("qkv_proj.weight"):
+            qk = weight.unflatten(0, (-1, spec.head_dim))[:turned]
+            qk.copy_(qk[:, order])
+
+
+def _take_layer(weights: dict[str, torch.Tensor], index: int, model: LlamaModel) -> Layer:
+    spec, device, prefix = model.spec, model.embedding.device, f"model.layers.{index}."
+
     def one(name: str) -> torch.Tensor | None:
         tensor = weights.pop(prefix + name, None)
         return None if tensor is None else tensor.to(device)
@@ -180,11 +236,13 @@ def _take_layer(weights: dict[str, torch.Tensor], prefix: str, device: torch.dev
     def fused_bias(*names: str) -> torch.Tensor | None:
         return fused(*names) if prefix + names[0] in weights else None
 
-    attention, mlp = "self_attn.", "mlp."
+    attention, mlp, parts, experts = "self_attn.", "mlp.", ("qkv",) if spec.fused_qkv else tuple("qkv"), None
+    if spec.experts is not None and index in spec.experts.layers:
+        experts, mlp = _take_experts(weights, prefix, spec.experts, model), "mlp.shared_experts."
     return Layer(
         input_norm=must("input_layernorm.weight"),
-        qkv=fused(*(f"{attention}{n}_proj.weight" for n in "qkv")),
-        qkv_bias=fused_bias(*(f"{attention}{n}_proj.bias" for n in "qkv")),
+        qkv=fused(*(f"{attention}{n}_proj.weight" for n in parts)),
+        qkv_bias=fused_bias(*(f"{attention}{n}_proj.bias" for n in parts)),
         q_norm=one(attention + "q_norm.weight"),
         k_norm=one(attention + "k_norm.weight"),
         o=must(attention + "o_proj.weight"),
@@ -194,4 +252,24 @@ def _take_layer(weights: dict[str, torch.Tensor], prefix: str, device: torch.dev
         gate_up_bias=fused_bias(mlp + "gate_proj.bias", mlp + "up_proj.bias"),
         down=must(mlp + "down_proj.weight"),
         down_bias=one(mlp + "down_proj.bias"),
+        experts=experts,
     )
+
+
+def _take_experts(weights: dict[str, torch.Tensor], prefix: str, spec: ExpertSpec, model: LlamaModel) -> Experts:
+    """A layer's experts; where no expert is shared, its weights are there afterwards, without columns."""
+    device, mlp = model.embedding.device, f"{prefix}mlp."
+
+    def stacked(*names: str) -> torch.Tensor:
+        experts = range(spec.count)
+        every = [[weights.pop(f"{mlp}experts.{i}.{name}_proj.weight") for name in names] for i in experts]
+        return torch.stack([torch.cat(one) for one in every]).to(device)
+
+    if not spec.shared:
+        hidden = model.spec.hidden_size
+        for name, shape in (("gate", (0, hidden)), ("up", (0, hidden)), ("down", (hidden, 0))):
+            weights[f"{mlp}shared_experts.{name}_proj.weight"] = model.embedding.new_empty(shape)
+    bias = weights.pop(f"{mlp}gate.expert_bias", None)
+    router = weights.pop(f"{mlp}gate.weight").to(device)
+    bias = None if bias is None else bias.float().to(device)
+    return Experts(spec, router, bias, stacked("gate", "up"), stacked("down"), model.ops)

@@ -100,7 +100,7 @@ class FlashInferOps(Ops):
         return x, product
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self._flashinfer.silu_and_mul(gate_up)
+        return self._flashinfer.silu_and_mul(gate_up) if gate_up.numel() else gate_up
 
     def angles(self, rope: RotaryEmbedding, positions: torch.Tensor) -> Any:
         """The positions, and cos beside sin of all positions of the context, float32 [context, head_dim]."""

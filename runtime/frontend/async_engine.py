@@ -8,7 +8,7 @@ import logging
 import sys
 import tempfile
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -20,6 +20,7 @@ import zmq.asyncio
 from radix import Namespace
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, EngineDead, ModelError, PinRefused, RametError
+from runtime.frontend.adapters import Adapters
 from runtime.frontend.output import PlacedPrompt, Submission, expected_tokens
 from runtime.frontend.processor import Frontend
 from runtime.frontend.stream import OutputStream
@@ -42,6 +43,7 @@ from runtime.protocol import (
     GetPins,
     GetQuota,
     GetRequests,
+    GetRuns,
     GetState,
     GetTree,
     Inbound,
@@ -76,6 +78,7 @@ class AsyncEngine:
         info: the loaded model; set by `start`.
         tokenizer: its tokenizer; set by `start`.
         paused: whether the engine is paused.
+        adapters: of the model, by name.
     """
 
     config: Config
@@ -90,10 +93,12 @@ class AsyncEngine:
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._num_calls = 0
         self._dead = asyncio.Event()
+        self._walking = asyncio.Lock()
         self._stopping = False
         self._work = TextWork(config.engine.grammar_timeout)
         self._supervisor: asyncio.Task[None] | None = None
         self._watchdog = Watchdog(config.engine.step_timeout)
+        self.adapters = Adapters(self._call, config.model)
 
     # -- life ------------------------------------------------------------------------------------------------
 
@@ -107,6 +112,11 @@ class AsyncEngine:
             self._close()
             raise
         self._supervisor = asyncio.create_task(self._supervise())
+        try:
+            await self.adapters.open()
+        except BaseException:
+            await self.stop()
+            raise
 
     async def _load(self) -> Path:
         """The model's directory, verified, and its tokenizer. Raises ModelError."""
@@ -187,6 +197,7 @@ class AsyncEngine:
             self._outbox.close()
             try:
                 await self._spawn(await self._load())
+                await self.adapters.restore()
             except RametError as error:
                 log.error("the engine could not be restarted: %s", error.message)
                 self._dead.set()
@@ -408,6 +419,15 @@ class AsyncEngine:
         while answer["blocks"] is None:
             answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens, tenant=tenant))
         return answer
+
+    async def runs(self, tenant: str | None, salt: str | None) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """The tree's nodes of a tenant and a salt (None: of all), with their tokens, slice by slice, parents first."""
+        asked = partial(GetRuns, tenant=tenant, salt=salt)
+        async with self._walking:  # the engine makes one walk at a time
+            found = await self._call(partial(asked, anew=True))
+            while found["runs"] is not None:
+                yield found["runs"]
+                found = await self._call(partial(asked, anew=False))
 
     async def requests(self, limit: int, tenant: str | None = None) -> list[dict[str, Any]]:
         """The live requests of a tenant, or of all, oldest first."""

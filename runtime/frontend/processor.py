@@ -192,7 +192,8 @@ class Frontend:
         """The tokens of a prompt with documents, and how these are reused. Raises InvalidRequest."""
         self.check_text(prompt.num_characters, "prompt")
         asked = None if isinstance(submission.reuse, ReasoningParams) else submission.reuse
-        if asked is None and (self.info.diffusion is not None or submission.prompt_logprobs_from is not None):
+        special = self.info.diffusion is not None or submission.prompt_logprobs_from is not None
+        if asked is None and (special or submission.namespace.adapter):
             asked = _NONE  # the default is for those that it can serve
         return self._planner.plan(prompt.tokenize(self.tokenizer, submission.add_special_tokens), asked)
 
@@ -203,6 +204,8 @@ class Frontend:
             return "by a diffusion model"
         if submission.prompt_logprobs_from is not None:
             return "where log-probabilities of the prompt are wanted"
+        if submission.namespace.adapter:
+            return "with an adapter"
         if isinstance(prompt, ModulePrompt) or (isinstance(prompt, DocumentPrompt) and prompt.names):
             return "behind modules or documents"
         return None
@@ -222,6 +225,8 @@ class Frontend:
             return
         if self.info.diffusion is not None:
             raise InvalidRequest("a diffusion model reuses no documents", param="reuse")
+        if submission.namespace.adapter:
+            raise InvalidRequest("documents are not reused with an adapter", param="reuse")
         if submission.prompt_logprobs_from is not None:
             raise InvalidRequest("prompts whose documents are reused have no log-probabilities", param="reuse")
 

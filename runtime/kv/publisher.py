@@ -151,7 +151,7 @@ class EventPublisher:
 
 
 def _is_public(namespace: Namespace) -> bool:
-    return namespace.tenant in _PUBLIC and not namespace.salt
+    return namespace.tenant in _PUBLIC and not namespace.salt and not namespace.adapter
 
 
 def _salt(namespace: Namespace) -> str | None:
@@ -159,7 +159,9 @@ def _salt(namespace: Namespace) -> str | None:
 
     A salt of an open server stands alone, as its clients sent it.
     """
-    tenant, salt, entry = namespace
+    tenant, salt, entry, adapter = namespace
+    if adapter:
+        return f"{tenant}/{salt}#{entry}@{adapter}"
     return f"{tenant}/{salt}#{entry}" if tenant or entry else salt or None
 
 

@@ -14,7 +14,15 @@ FAMILIES = {
     "DreamModel": "Qwen2",
     "LlamaDiffusionModel": "Llama",
     "SDARForCausalLM": "Qwen3",
+    "SDARMoeForCausalLM": "Qwen3",
+    "LLaDA2MoeModelLM": "Qwen3",
     "Fast_dLLM_QwenForCausalLM": "Qwen2",
+}
+
+# Architectures that are refused, with the reason.
+REFUSED = {
+    "DiffusionGemmaForBlockDiffusion": "its canvas has no masks but random tokens, drawn anew and fed back as "
+    "soft embeddings, and it attends to prompts and to finished canvases causally"
 }
 
 # Switches of LLaDA's configuration, with the values of its published models; others are refused.
@@ -31,6 +39,16 @@ _LLADA_SWITCHES: dict[str, Any] = {
     "scale_logits": False,
     "bias_for_layer_norm": False,
 }
+_LLADA2_SWITCHES: dict[str, Any] = {
+    "use_qk_norm": True,
+    "use_bias": False,
+    "use_qkv_bias": False,
+    "norm_head": False,
+    "score_function": "sigmoid",
+    "norm_topk_prob": True,
+    "moe_router_enable_expert_bias": True,
+    "image_token_offset": None,
+}
 _LLADA_LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ff_norm",
@@ -43,6 +61,14 @@ _LLADA_LAYER = {
     "mlp.down_proj": "ff_out",
 }
 _LLADA_OUTER = {"model.embed_tokens": "wte", "model.norm": "ln_f", "lm_head": "ff_out"}
+
+_LLADA2_PARTS = {
+    "embed_tokens": "word_embeddings",
+    "self_attn.qkv_proj": "attention.query_key_value",
+    "self_attn.o_proj": "attention.dense",
+    "self_attn.q_norm": "attention.query_layernorm",
+    "self_attn.k_norm": "attention.key_layernorm",
+}
 
 # <|eot_id|> ends a turn of LLaDA's instruct models; their configuration has only <|endoftext|>.
 _LLADA_END_OF_TURN = 126348
@@ -60,6 +86,7 @@ class DiffusionSpec:
             attends to all.
         block: positions that are denoised together, unless a request says otherwise.
         threshold: likewise the confidence from which masks are decided; None: a schedule decides.
+        edits: whether it may be asked to replace tokens that are decided (joint threshold).
     """
 
     mask_token_id: int
@@ -68,11 +95,16 @@ class DiffusionSpec:
     attended: int | None = None
     block: int = 32
     threshold: float | None = None
+    edits: bool = False
 
 
+_SDAR = DiffusionSpec(151669, 0, "low_confidence", attended=4, block=4, threshold=0.85)
 # Block diffusion models as they were published. A configuration may name its mask and its block.
 _BLOCKS = {
-    "SDARForCausalLM": DiffusionSpec(151669, 0, "low_confidence", attended=4, block=4, threshold=0.85),
+    "SDARForCausalLM": _SDAR,
+    "SDARMoeForCausalLM": _SDAR,
+    # LLaDA2.0 and 2.1, which learned to edit, have the same configuration.
+    "LLaDA2MoeModelLM": DiffusionSpec(156895, 0, "low_confidence", attended=32, block=32, threshold=0.95, edits=True),
     "Fast_dLLM_QwenForCausalLM": DiffusionSpec(151665, 1, "low_confidence", attended=32, block=8, threshold=0.9),
 }
 _BLOCK_NAMES = ("block_length", "block_size", "bd_size")
@@ -110,9 +142,7 @@ def _by_config(published: DiffusionSpec, mask: int, config: dict[str, Any]) -> D
 
 def as_llama(config: dict[str, Any]) -> dict[str, Any]:
     """LLaDA's configuration in Llama's keys. Raises KeyError, and ModelError for unsupported switches."""
-    for name, value in _LLADA_SWITCHES.items():
-        if (found := config.get(name, value)) != value:
-            raise ModelError(f"config.json has {name} {found!r}; supported is {value!r}")
+    _check_switches(config, _LLADA_SWITCHES)
     width, heads = config["d_model"], config["n_heads"]
     vocab = config.get("embedding_size") or config["vocab_size"]
     eos = config.get("eos_token_id")
@@ -134,6 +164,26 @@ def as_llama(config: dict[str, Any]) -> dict[str, Any]:
         "eos_token_id": [*ends, _LLADA_END_OF_TURN] if vocab > _LLADA_END_OF_TURN else ends,
         "bos_token_id": config.get("bos_token_id"),
     }
+
+
+def _check_switches(config: dict[str, Any], switches: dict[str, Any]) -> None:
+    for name, value in switches.items():
+        if (found := config.get(name, value)) != value:
+            raise ModelError(f"config.json has {name} {found!r}; supported is {value!r}")
+
+
+def as_qwen3(config: dict[str, Any]) -> dict[str, Any]:
+    """LLaDA2's configuration with its authors' defaults. Raises ModelError for unsupported switches."""
+    _check_switches(config, _LLADA2_SWITCHES)
+    given = {name: value for name, value in config.items() if value is not None}
+    return {"partial_rotary_factor": 0.5, "eos_token_id": config.get("pad_token_id")} | given
+
+
+def llada2_name(name: str) -> str:
+    """LLaDA2's name of a tensor."""
+    for ours, theirs in _LLADA2_PARTS.items():
+        name = name.replace(ours, theirs)
+    return name
 
 
 def llada_name(name: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from runtime.config import ModelConfig
 from runtime.errors import ModelError
+from runtime.models.diffusion import REFUSED
 from runtime.models.spec import LlamaSpec, Unsupported, read_json
 
 # Sections of a configuration, for inputs that are no text.
@@ -41,6 +42,8 @@ def context_of(config: ModelConfig, directory: Path) -> int:
 def check_served(config: dict[str, Any]) -> None:
     """Raise ModelError for a configuration that transformers' code cannot serve here either."""
     architecture = (config.get("architectures") or ["(none named)"])[0]
+    if reason := REFUSED.get(architecture):
+        raise ModelError(f"{architecture} is not served: {reason}")
     if config.get("is_encoder_decoder"):
         raise ModelError(f"{architecture} is an encoder-decoder; supported are decoders")
     if found := [kind for section, kind in _SENSES.items() if config.get(section)]:

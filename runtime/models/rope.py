@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 
 from runtime.models.spec import RopeSpec
 
@@ -13,20 +14,21 @@ class RotaryEmbedding:
     """Half-split RoPE.
 
     Attributes:
-        inv_freq: float32 [head_dim / 2], radians per position.
+        inv_freq: float32 [head_dim / 2], radians per position; 0 for pairs that are not rotated.
         amplitude: factor on cos and sin (yarn's attention scaling; else 1).
     """
 
     def __init__(self, rope: RopeSpec, head_dim: int, device: torch.device):
-        inv_freq = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+        turned = rope.rotated or head_dim
+        inv_freq = 1.0 / (rope.theta ** (torch.arange(0, turned, 2, dtype=torch.int64).float() / turned))
         self.amplitude = 1.0
         if rope.kind == "linear":
             inv_freq = inv_freq / rope.factor
         elif rope.kind == "llama3":
             inv_freq = _llama3(inv_freq, rope)
         elif rope.kind == "yarn":
-            inv_freq, self.amplitude = _yarn(inv_freq, rope, head_dim)
-        self.inv_freq = inv_freq.to(device)
+            inv_freq, self.amplitude = _yarn(inv_freq, rope, turned)
+        self.inv_freq = F.pad(inv_freq, (0, (head_dim - turned) // 2)).to(device)
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin, float32 [T, head_dim / 2], of int64 positions [T]."""
@@ -40,6 +42,16 @@ class RotaryEmbedding:
         """
         angles = shifts.double()[:, None] * self.inv_freq
         return angles.cos().float(), angles.sin().float()
+
+
+def pairs_in_halves(rope: RopeSpec, head_dim: int) -> torch.Tensor:
+    """Dimensions of a head, int64 [head_dim], in the order in which a model that rotates a part of them has halves.
+
+    Queries and keys whose weights are ordered so give the same products, and are rotated like any others.
+    """
+    turned = rope.rotated or head_dim
+    parts = torch.arange(turned), torch.arange(turned, head_dim)
+    return torch.cat([part.view(2, -1)[half] for half in (0, 1) for part in parts])
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from runtime.errors import ModelError
-from runtime.models.diffusion import FAMILIES, DiffusionSpec, as_llama, diffusion_spec, llada_name
+from runtime.models.diffusion import (
+    FAMILIES,
+    DiffusionSpec,
+    as_llama,
+    as_qwen3,
+    diffusion_spec,
+    llada2_name,
+    llada_name,
+)
+from runtime.models.experts import ExpertSpec, expert_spec
 
 SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", *FAMILIES)
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
@@ -26,6 +35,7 @@ class RopeSpec:
     Attributes:
         original_context: the context before scaling (llama3, yarn).
         amplitude: factor on cos and sin (yarn).
+        rotated: the first dimensions of a head, which alone are rotated; 0: all.
     """
 
     theta: float
@@ -38,6 +48,7 @@ class RopeSpec:
     beta_slow: float = 1.0
     truncate: bool = True
     amplitude: float = 1.0
+    rotated: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +87,8 @@ class LlamaSpec(ModelSpec):
 
     Attributes:
         windows: positions that rows see in each layer, before and with their own; None: all. Empty: all in all layers.
+        fused_qkv: whether the checkpoint has q, k and v as one tensor.
+        experts: experts in place of the MLP in some layers.
     """
 
     intermediate_size: int
@@ -87,6 +100,8 @@ class LlamaSpec(ModelSpec):
     qk_norm: bool
     rope: RopeSpec
     windows: tuple[int | None, ...] = ()
+    fused_qkv: bool = False
+    experts: ExpertSpec | None = None
 
     @classmethod
     def load(cls, directory: Path) -> LlamaSpec:
@@ -107,11 +122,11 @@ class LlamaSpec(ModelSpec):
         """Names and shapes of the tensors in a checkpoint."""
         hidden, inner = self.hidden_size, self.intermediate_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        linear = {
-            "self_attn.q_proj": (q, hidden, self.qkv_bias),
-            "self_attn.k_proj": (kv, hidden, self.qkv_bias),
-            "self_attn.v_proj": (kv, hidden, self.qkv_bias),
-            "self_attn.o_proj": (hidden, q, self.o_bias),
+        separate = {"q": q, "k": kv, "v": kv}
+        fused = {"qkv": q + 2 * kv} if self.fused_qkv else separate
+        linear = {f"self_attn.{name}_proj": (rows, hidden, self.qkv_bias) for name, rows in fused.items()}
+        linear["self_attn.o_proj"] = (hidden, q, self.o_bias)
+        mlp = {
             "mlp.gate_proj": (inner, hidden, self.mlp_bias),
             "mlp.up_proj": (inner, hidden, self.mlp_bias),
             "mlp.down_proj": (hidden, inner, self.mlp_bias),
@@ -122,11 +137,14 @@ class LlamaSpec(ModelSpec):
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         for i in range(self.num_layers):
             prefix = f"model.layers.{i}."
-            for name, (rows, columns, bias) in linear.items():
+            experts = self.experts if self.experts and i in self.experts.layers else None
+            for name, (rows, columns, bias) in (linear if experts else linear | mlp).items():
                 shapes[f"{prefix}{name}.weight"] = (rows, columns)
                 if bias:
                     shapes[f"{prefix}{name}.bias"] = (rows,)
             shapes |= {f"{prefix}{name}.weight": (size,) for name, size in norms.items()}
+            if experts is not None:
+                shapes |= {prefix + name: shape for name, shape in experts.tensors(hidden).items()}
         shapes["model.norm.weight"] = (hidden,)
         if not self.tie_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
@@ -134,6 +152,8 @@ class LlamaSpec(ModelSpec):
 
     def stored_name(self, name: str) -> str:
         """The checkpoint's name of one of the `expected_tensors`."""
+        if self.architecture == "LLaDA2MoeModelLM":
+            return llada2_name(name)
         return llada_name(name) if self.model_type == "llada" else name
 
 
@@ -163,12 +183,17 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
     _refuse_unsupported(config, architecture)
     if architecture == "LLaDAModelLM":
         config = as_llama(config)
+    is_llada2 = architecture == "LLaDA2MoeModelLM"
+    if is_llada2:
+        config = as_qwen3(config)
     family = FAMILIES.get(architecture) or architecture.removesuffix("ForCausalLM")
     attention_bias = bool(config.get("attention_bias", False))
     diffusion = diffusion_spec(config, architecture)
     attended = diffusion.attended or 1 if diffusion else 1
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
-    rope = _rope(config)
+    head_dim = _size(config, "head_dim", hidden // heads)
+    rope = _rope(config, head_dim if is_llada2 else None)
+    experts = expert_spec(config, architecture)
     spec = LlamaSpec(
         architecture=architecture,
         model_type=config.get("model_type") or "",
@@ -176,7 +201,7 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
         num_layers=_size(config, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=_size(config, "num_key_value_heads", heads),
-        head_dim=_size(config, "head_dim", hidden // heads),
+        head_dim=head_dim,
         intermediate_size=_size(config, "intermediate_size"),
         vocab_size=_size(config, "vocab_size"),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
@@ -188,8 +213,10 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
         context_length=_size(config, "max_position_embeddings") // attended * attended,
         eos_token_ids=token_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
         rope=rope,
-        fingerprint=repr(rope),
+        fingerprint=repr((rope, experts)) if experts else repr(rope),
         windows=_windows(config, family),
+        fused_qkv=is_llada2,
+        experts=experts,
         diffusion=diffusion,
     )
     if spec.windows and spec.diffusion is not None:
@@ -246,8 +273,11 @@ def token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _rope(config: dict[str, Any]) -> RopeSpec:
-    """The rotary embedding, from `rope_theta` and `rope_scaling` or from the newer `rope_parameters`."""
+def _rope(config: dict[str, Any], divided: int | None) -> RopeSpec:
+    """The rotary embedding, from `rope_theta` and `rope_scaling` or from the newer `rope_parameters`.
+
+    `divided`: the size of heads of which a part may be rotated; None: all must be.
+    """
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if any(isinstance(value, dict) for value in scaling.values()):
         raise Unsupported(
@@ -258,10 +288,13 @@ def _rope(config: dict[str, Any]) -> RopeSpec:
     if kind not in ROPE_KINDS:
         raise Unsupported(f"the model's rope scaling is {kind!r}; supported are {', '.join(ROPE_KINDS)}")
     partial = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
+    if partial != 1.0 and divided is None:
         raise Unsupported(f"the model rotates {partial} of each head; supported is 1.0 (partial_rotary_factor)")
+    rotated = 0 if divided is None or partial == 1.0 else int(divided * partial)
+    if rotated % 2 or not 0 <= rotated <= (divided or 0):
+        raise ModelError(f"partial_rotary_factor is {partial}; it must rotate an even part of {divided} dimensions")
     if kind == "default":
-        return RopeSpec(theta)
+        return RopeSpec(theta, rotated=rotated)
     # The precedence of transformers.
     name = "original_max_position_embeddings"
     original = config.get(name) or scaling.get(name) or config["max_position_embeddings"]
@@ -277,6 +310,7 @@ def _rope(config: dict[str, Any]) -> RopeSpec:
         beta_slow=float(scaling.get("beta_slow") or 1.0),
         truncate=bool(scaling.get("truncate", True)),
         amplitude=_yarn_amplitude(scaling, factor) if kind == "yarn" else 1.0,
+        rotated=rotated,
     )
 
 

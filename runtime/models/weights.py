@@ -44,7 +44,9 @@ def load_weights(
             with _open(path) as file:
                 for name in stored:
                     own = names[name]
-                    tensor = _read(file, path, name, expected[own], dtype)
+                    # Added to scores in float32, in which close experts differ.
+                    kept = torch.float32 if own.endswith(".expert_bias") else dtype
+                    tensor = _read(file, path, name, expected[own], kept)
                     weights[own] = tensor if shard is None else shard.cut(own, tensor).clone()
                     bar.update()
     if shard is not None and spec.tie_embeddings:

@@ -42,9 +42,8 @@ class BlockPrefix(PrefixStrategy):
     def info(self) -> DiffusionInfo:
         """The model, for the front end."""
         spec = self._spec
-        return DiffusionInfo(
-            spec.mask_token_id, spec.algorithm, self.num_layers, "none", 1, spec.attended, spec.block, spec.threshold
-        )
+        own = (spec.attended, spec.block, spec.threshold, spec.edits)
+        return DiffusionInfo(spec.mask_token_id, spec.algorithm, self.num_layers, "none", 1, *own)
 
     def find(self, request: Request) -> Found:
         found = super().find(request)

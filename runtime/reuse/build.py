@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,9 @@ import numpy as np
 import torch
 
 from radix.node import TOKEN_BYTES, common_tokens
-from runtime.batch import AttentionPlan, ForwardBatch, HiddenRows, LayerGroup, Span
+from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, HiddenRows, LayerGroup, Span
+
+_BLOCK = 64  # tokens; kKeys of the CPU kernels
 
 
 @dataclass(slots=True)
@@ -63,12 +66,14 @@ class RowSet:
         tokens, positions: int64 [n].
         stages: cover all layers, in order.
         logits: int64, the rows whose logits are wanted, ascending.
+        adapter: digest of the one with which they are computed; empty: none.
     """
 
     tokens: np.ndarray
     positions: np.ndarray
     stages: list[Stage]
     logits: np.ndarray
+    adapter: str = ""
 
     @property
     def row_layers(self) -> int:
@@ -119,13 +124,13 @@ def build(
     wherever they stand in each set. Nothing is written into the arguments.
 
     Args:
-        sets: their rows; those that begin with the same read become neighbours.
+        sets: their rows; those of one adapter, and of these those that begin with the same read, become neighbours.
         num_layers: layers of the model.
         page_size: tokens in a page.
         hidden_size, device: of the states that stages save.
         least_saved_tokens: see `stretches`.
     """
-    order = sorted(range(len(sets)), key=lambda i: _first_table(sets[i]))
+    order = sorted(range(len(sets)), key=lambda i: (sets[i].adapter, _first_table(sets[i])))
     starts, logits = [0] * len(sets), [slice(0)] * len(sets)
     logits_rows: list[int] = []
     total = 0
@@ -144,8 +149,18 @@ def build(
         positions=torch.from_numpy(np.concatenate([one.positions for one, _ in ordered])),
         groups=groups,
         logits_rows=torch.tensor(logits_rows, dtype=torch.int64),
+        adapters=_adapters(ordered) if any(one.adapter for one in sets) else [],
     )
     return Plan(batch, logits, saved)
+
+
+def _adapters(ordered: Sequence[tuple[RowSet, int]]) -> list[AdapterRows]:
+    found = []
+    for digest, several in groupby(ordered, key=lambda pair: pair[0].adapter):
+        (_, first), *_ = members = list(several)
+        last, start = members[-1]
+        found.append(AdapterRows(digest, first, start + len(last.tokens)))
+    return [rows for rows in found if rows.digest]
 
 
 def _first_table(one: RowSet) -> bytes:
@@ -309,7 +324,8 @@ class Stretch:
 def stretches(tables: Sequence[bytes], page_size: int, least_saved_tokens: int = 256) -> list[Stretch]:
     """Cut sorted page tables into stretches that are worth reading once, and the rest of each table.
 
-    The tree is not consulted: requests share a node exactly where they share its pages.
+    The tree is not consulted: requests share a node exactly where they share its pages. A stretch ends with its tables
+    or with a block of keys, as the CPU kernels sum them: a row's sums are then the same to the bit, whoever shares.
 
     Args:
         tables: int32 page ids as bytes, in ascending order of these bytes.
@@ -320,6 +336,7 @@ def stretches(tables: Sequence[bytes], page_size: int, least_saved_tokens: int =
     Returns:
         Stretches that cover every table exactly once; the last of each table is its own and may be empty.
     """
+    unit = _BLOCK // math.gcd(_BLOCK, page_size)
     found: list[Stretch] = []
     pending = [(0, len(tables), 0, 0)] if tables else []
     while pending:
@@ -329,9 +346,11 @@ def stretches(tables: Sequence[bytes], page_size: int, least_saved_tokens: int =
             continue
         # The first and the last of sorted tables share the least.
         shared = at + common_tokens(tables[first], at * TOKEN_BYTES, tables[last - 1][at * TOKEN_BYTES :])
-        if (shared - start) * page_size * (last - first - 1) >= least_saved_tokens:
-            found.append(Stretch(first, last, start, shared))
-            start = shared
+        all_equal = len(tables[first]) == len(tables[last - 1]) == shared * TOKEN_BYTES
+        whole = shared if all_equal else shared // unit * unit
+        if (whole - start) * page_size * (last - first - 1) >= least_saved_tokens:
+            found.append(Stretch(first, last, start, whole))
+            start = whole
         parting = slice(shared * TOKEN_BYTES, (shared + 1) * TOKEN_BYTES)
         for page, group in groupby(range(first, last), key=lambda i: tables[i][parting]):
             members = list(group)

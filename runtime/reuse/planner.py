@@ -53,6 +53,9 @@ class Planner:
 
     def _plan(self, work: Sequence[Work]) -> Planned | _Steady:
         sets = [item.request.strategy.rows(item) for item in work]
+        for item, several in zip(work, sets, strict=True):
+            for one in several:
+                one.adapter = item.request.namespace.adapter
         plan = build(
             [one for several in sets for one in several],
             self._num_layers,

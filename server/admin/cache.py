@@ -54,7 +54,7 @@ class Prefix(Body):
         if self.num_given != 1:
             raise InvalidRequest("exactly one of text, input_ids and messages must be given", param="text")
         if self.tenant is not None:
-            tenant = _named(self.tenant, context)
+            tenant = named(self.tenant, context)
         prompt: str | list[int] | Callable[[], Prompt]
         if self.messages is not None:
             prompt = partial(_render, self.messages, tenant.account, context)
@@ -97,7 +97,7 @@ def _render(messages: list[Message], account: str, context: Context) -> Prompt:
     return in_messages(turns, partial(context.engine.tokenizer.apply_chat_template, add_generation_prompt=False))
 
 
-def _named(name: str, context: Context) -> Tenant:
+def named(name: str, context: Context) -> Tenant:
     for tenant in context.tenants:
         if tenant.name == name:
             return tenant
@@ -230,7 +230,7 @@ async def erase_tenant(context: Ctx, name: str) -> dict[str, Any]:
 
     A tier that failed is null in `erased_blocks`; it is erased before its next use.
     """
-    return await context.engine.erase_tenant(_named(name, context).account)
+    return await context.engine.erase_tenant(named(name, context).account)
 
 
 @router.get("/stats", responses=examples.STATS)
@@ -248,7 +248,7 @@ async def quota(
     """The key's quota, and what of it is used, in pages and in tokens; null without a quota."""
     if not asker.admin and tenant not in (None, asker.name):
         raise Forbidden("this key may only see its own quota")
-    return await quota_of(_named(tenant, context) if tenant is not None else asker, context)
+    return await quota_of(named(tenant, context) if tenant is not None else asker, context)
 
 
 async def quota_of(tenant: Tenant, context: Context) -> dict[str, Any]:
@@ -272,7 +272,7 @@ async def tree(
     """The radix tree's nodes, level by level, parents first. Keys without `admin` see only their own nodes."""
     if not asker.admin and (preview or tenant not in (None, asker.name)):
         raise Forbidden("this key may only see its own nodes, without their text")
-    whose = _named(tenant, context) if tenant is not None else asker
+    whose = named(tenant, context) if tenant is not None else asker
     everybody = asker.admin and tenant is None
     nodes = await context.engine.tree(
         tenant=None if everybody else whose.account, max_depth=depth, skip=cursor, limit=limit, preview_tokens=preview

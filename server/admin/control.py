@@ -104,5 +104,6 @@ async def metrics(context: Ctx, request: Request) -> Response:
     """Prometheus exposition text."""
     state = await context.engine.state()
     seat: Seat | None = getattr(request.state, "seat", None)
-    text = context.metrics.render({**state, "connections": 0 if seat is None else seat.num_connections})
+    state["connections"] = 0 if seat is None else seat.num_connections
+    text = context.metrics.render(state, {each.name: each.digest for each in context.engine.adapters})
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -20,6 +20,8 @@ log = logging.getLogger("ramet.server")
 
 # Ended requests of a tenant that are remembered.
 _MOST = 100
+# Characters of an error's message.
+_CLIP = 300
 # Tokens of a trace's block, and bytes of a token.
 BLOCK_TOKENS, _TOKEN_BYTES = 16, 4
 
@@ -29,7 +31,7 @@ class BadTrace(RametError):
 
 
 class Journal:
-    """The last completions of every tenant, which API keys bound in number; each goes to the trace, if there is one."""
+    """The last completions of every tenant, which API keys bound in number; a trace, if there is one, gets each."""
 
     def __init__(self, trace: Trace | None = None):
         self._last: dict[str, deque[dict[str, Any]]] = {}
@@ -38,15 +40,27 @@ class Journal:
     def add(self, submission: Submission, output: Output) -> None:
         """Note the last Output of a completion."""
         assert output.finish is not None
-        entry = {
-            **{"rid": output.rid, "at_s": round(time.time(), 3), "finish": str(output.finish.type)},
-            **{"prompt_tokens": output.prompt_tokens, "cached_tokens": output.cached_tokens},
-            **{"output_tokens": output.completion_tokens, "queue_s": round(output.queue_s, 4)},
-            **{"prefill_s": round(output.prefill_s, 4), "e2e_s": round(output.e2e_s, 4)},
-        }
-        self._last.setdefault(submission.account, deque(maxlen=_MOST)).append(entry)
+        self._note(submission, output, output.e2e_s, finish=str(output.finish.type))
         if self._trace is not None and not output.choice:
             self._trace.add(submission, output)
+
+    def add_failed(
+        self, submission: Submission, output: Output | None, seconds: float, error: RametError | None
+    ) -> None:
+        """Note a completion without an end: its latest Output, if there was one; its error, None if its client left."""
+        told = {"finish": "client left"} if error is None else {"finish": error.type, "error": error.message[:_CLIP]}
+        self._note(submission, output, seconds, **told)
+
+    def _note(self, submission: Submission, output: Output | None, seconds: float, **told: str) -> None:
+        entry = {"rid": submission.rid, "at_s": round(time.time(), 3), "e2e_s": round(seconds, 4), **told}
+        if output is None:
+            prompt = len(submission.tokens) // _TOKEN_BYTES
+            entry |= {"prompt_tokens": prompt, "cached_tokens": 0, "output_tokens": 0, "queue_s": 0, "prefill_s": 0}
+        else:
+            entry |= {"prompt_tokens": output.prompt_tokens, "cached_tokens": output.cached_tokens}
+            entry |= {"output_tokens": output.completion_tokens}
+            entry |= {"queue_s": round(output.queue_s, 4), "prefill_s": round(output.prefill_s, 4)}
+        self._last.setdefault(submission.account, deque(maxlen=_MOST)).append(entry)
 
     def last(self, account: str | None) -> list[dict[str, Any]]:
         """The completions of a tenant (None: of all) that ended last, with its account, the latest first."""

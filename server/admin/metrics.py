@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -191,8 +191,8 @@ class Metrics:
             "ttft_p95_s": self._ttfts.percentile(95),
         }
 
-    def render(self, state: dict[str, Any]) -> bytes:
-        """The exposition text; `state` is `AsyncEngine.state()`, and what else is to be shown."""
+    def render(self, state: dict[str, Any], adapters: Mapping[str, str]) -> bytes:
+        """The exposition text; `state`: `AsyncEngine.state()`, and more; `adapters`: digests by name."""
         total = state["pages_total"]
         queried = state["queried_tokens"]
         used = state["pages_private"] + state["pages_locked"]
@@ -201,6 +201,7 @@ class Metrics:
             "usage": used / total,
             "throughput": self._generated.per_second(),
             "hit_rate": state["cached_tokens"] / queried if queried else 0.0,
+            "requests_by_adapter": {n: state["requests_by_adapter"].get(digest, 0) for n, digest in adapters.items()},
         }
         return generate_latest(self._registry)
 
@@ -213,17 +214,16 @@ class Metrics:
                     metric.add_metric(list(self._labels.values()), self._state.get(key, 0))
                     yield metric
         if self._state:
-            yield self._evictions()
+            yield self._by("evicted_tokens_by_cause", "ramet:evicted_tokens", "Tokens evicted from the cache", "cause")
+            yield self._by("requests_by_adapter", "ramet:adapter_requests", "Requests of an adapter", "adapter")
             yield from self._tiers()
             yield self._waiting()
             yield from self._engine_histograms()
 
-    def _evictions(self) -> Metric:
-        family = CounterMetricFamily(
-            "ramet:evicted_tokens", "Tokens evicted from the cache, by cause", labels=[*self._labels, "cause"]
-        )
-        for cause, tokens in self._state["evicted_tokens_by_cause"].items():
-            family.add_metric([*self._labels.values(), cause], tokens)
+    def _by(self, key: str, name: str, text: str, label: str) -> Metric:
+        family = CounterMetricFamily(name, text, labels=[*self._labels, label])
+        for value, count in self._state[key].items():
+            family.add_metric([*self._labels.values(), value], count)
         return family
 
     def _tiers(self) -> Iterator[Metric]:

@@ -44,7 +44,7 @@ class MessageStream(TypedEventStream):
 @router.post("", response_model=None, responses=examples.MESSAGE)
 async def messages(body: MessagesRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """The assistant's next message in a conversation; blocks with `cache_control` are kept in the cache."""
-    context.check_model(body.model)
+    model = context.check_model(body.model)
     body.check()
     work = partial(submission_of, body, tenant, context)
     if body.is_constrained or body.offered:  # a schema may be as long as the body
@@ -56,8 +56,8 @@ async def messages(body: MessagesRequest, request: Request, context: Ctx, tenant
     outputs = await open_outputs(request, context, [submission], body.NAMES, body.timeout_s, conversation)
     reader = _reader(body, submission, context)
     if body.stream:
-        return MessageStream(_events(reader, submission, outputs, context, inquiry), outputs.close)
-    return await unless_gone(request, _answer(reader, submission, outputs, context, inquiry))
+        return MessageStream(_events(reader, model, submission, outputs, context, inquiry), outputs.close)
+    return await unless_gone(request, _answer(reader, model, submission, outputs, context, inquiry))
 
 
 @router.post("/count_tokens", response_model=None, responses=examples.COUNTED)
@@ -88,7 +88,7 @@ def submission_of(body: MessagesRequest, tenant: Tenant, context: Context) -> Su
         sampling=sampling,
         otherwise=otherwise,
         account=tenant.account,
-        namespace=tenant.namespace(body.cache_salt, body.cache_scope),
+        namespace=context.namespace(tenant, body),
         priority=tenant.priority(body.priority),
         add_special_tokens=False,
         store=body.cache.store,
@@ -111,23 +111,33 @@ def _reader(body: MessagesRequest, submission: Submission, context: Context) -> 
 
 
 async def _answer(
-    reader: ContentReader, submission: Submission, outputs: OutputStream, context: Context, inquiry: Inquiry | None
+    reader: ContentReader,
+    model: str,
+    submission: Submission,
+    outputs: OutputStream,
+    context: Context,
+    inquiry: Inquiry | None,
 ) -> dict[str, Any]:
     (output,) = await collect(outputs, context)
     pieces = reader.push(output.text, last=True)
-    message = _message(submission, output, context) | await _explained(inquiry, outputs, output)
+    message = _message(submission, output, model) | await _explained(inquiry, outputs, output)
     return {**message, "content": [piece.block() for piece in pieces], **_stop(output, pieces, context)}
 
 
 async def _events(
-    reader: ContentReader, submission: Submission, outputs: OutputStream, context: Context, inquiry: Inquiry | None
+    reader: ContentReader,
+    model: str,
+    submission: Submission,
+    outputs: OutputStream,
+    context: Context,
+    inquiry: Inquiry | None,
 ) -> Events:
     index, open_type, seen = -1, "", list[Piece]()
     began = False
     async for output in follow(outputs, context):
         if not began:
             began = True
-            message = _message(submission, output, context) | await _explained(inquiry, outputs, output)
+            message = _message(submission, output, model) | await _explained(inquiry, outputs, output)
             yield {"type": "message_start", "message": message}
             yield {"type": "ping"}
         for piece in reader.push(output.delta, last=output.finish is not None):
@@ -154,10 +164,10 @@ async def _explained(inquiry: Inquiry | None, outputs: OutputStream, output: Out
     return {"explain": explanation.describe(), "diagnostics": explanation.anthropic()}
 
 
-def _message(submission: Submission, output: Output, context: Context) -> dict[str, Any]:
+def _message(submission: Submission, output: Output, model: str) -> dict[str, Any]:
     """A message without content, as it begins."""
     return {
-        **{"id": f"msg_{submission.rid}", "type": "message", "role": "assistant", "model": context.engine.info.name},
+        **{"id": f"msg_{submission.rid}", "type": "message", "role": "assistant", "model": model},
         **{"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage(output)},
     }
 

@@ -115,7 +115,9 @@ class Inquiry:
         if asked is None:
             return because("comparison_not_found", f"no answer {self._earlier!r} of this key is remembered")
         if asked.namespace != submission.namespace:
-            return because("other_salt", f"{named} has another cache_salt or cache_scope, and shares no pages with it")
+            return because(
+                "other_salt", f"{named} has another cache_salt, cache_scope or adapter, and shares no pages with it"
+            )
         shared = common_tokens(submission.tokens, 0, asked.tokens)
         other = asked.tokens[shared * TOKEN_BYTES :]
         parting = self._part(submission, shared, other) if other else None
@@ -150,7 +152,7 @@ def _parting(
 
 
 def _unknown(lookup: Lookup) -> str:
-    return f"no more of it has left within the {_seconds(lookup.known_s)} s that are remembered"
+    return f"no more of it has been there in the last {_seconds(lookup.known_s)} s, and nothing older is remembered"
 
 
 def _seconds(seconds: float) -> str:

@@ -145,6 +145,11 @@ _NODE = {
     **{"idle_s": 3.5, "age_s": 60.0, "cost_s": 0.4, "locked": False, "pinned": True, "meta": None, "tenant": "alice"},
     **{"outlook": {"kind": "first turn", "age": 12, "promise": 0.004}, "tiers": ["host", "disk"]},
 }
+_FOUND = {
+    **{"id": 32, "parent": 0, "start": 512, "tokens": 64, "tenant": "alice", "hits": 7, "pinned": False},
+    **{"above": [0], "text": "the assistant of a shop for ship models."},
+}
+FOUND = answers({"nodes": [_FOUND], "searched_tokens": 576, "complete": True})
 TREE = answers({"nodes": [_NODE], "next_cursor": None})
 PAUSED = answers({"paused": True})
 RESUMED = answers({"paused": False})
@@ -172,4 +177,8 @@ VERSION = answers({"version": "0.1.0"})
 _LOAD = {"dp_rank": 0, "num_running_reqs": 3, "num_waiting_reqs": 0, "token_usage": 0.1}
 LOADS = answers({"version": "0.1.0", "dp_rank_count": 1, "loads": [_LOAD], "aggregate": {"total_reqs": 3}})
 _RUNNING = "sglang:num_running_reqs"
+ADAPTER_LOADED = answers(
+    {"success": True, "lora_name": "poems", "rank": 16, "digest": "0f9c4a3e7d5b4c1a8e2f6b7d9a1c3e5f"}
+)
+ADAPTER_UNLOADED = answers({"success": True, "running": 0})
 METRICS = says(f'# TYPE {_RUNNING} gauge\n{_RUNNING}{{model_name="smollm2-135m-instruct"}} 0.0\n')

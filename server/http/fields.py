@@ -65,7 +65,9 @@ MODEL: dict[str, Values] = {
     **{"token_ids_logprob": EMPTY, "logprob_token_ids": EMPTY, "return_tokens_as_token_ids": _OFF},
 }
 # What a client may do that sends one of these.
+_ADAPTER = ": the model MODEL:ADAPTER, or ADAPTER, asks for an adapter"
 INSTEAD = {
+    **dict.fromkeys(("lora_path", "lora", "lora_id", "adapter_id"), _ADAPTER),
     "background": ": answers are computed while the client waits; stream them",
     "conversation": ": previous_response_id goes on with a stored response",
     "prompt": ": there are no stored templates of prompts; send the text as input",

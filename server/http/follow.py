@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from fastapi import Request
 
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, RametError
 from runtime.frontend.output import Output, Submission
 from runtime.frontend.stream import OutputStream
 from server.context import Context
@@ -37,9 +38,14 @@ async def open_outputs(
     """
     context.gate.check()
     limits = [limit for limit in (timeout_s, context.config.scheduler.max_timeout) if limit is not None]
+    began = time.monotonic()
     try:
         outputs = await while_there(request, context.engine.open(submissions, min(limits, default=None)))
-    except InvalidRequest as error:
+    except RametError as error:
+        for submission in submissions:
+            context.journal.add_failed(submission, None, time.monotonic() - began, error)
+        if not isinstance(error, InvalidRequest):
+            raise
         param = names.get(error.param, error.param) if error.param else None
         raise InvalidRequest(error.message, param=param, code=error.code) from None
     try:
@@ -52,16 +58,28 @@ async def open_outputs(
 
 
 async def follow(outputs: OutputStream, context: Context) -> AsyncIterator[Output]:
-    """The Outputs, each recorded in the metrics, and the last of each completion in the journal."""
-    last: dict[tuple[int, int], float] = {}
-    async for output in outputs:
-        key = (output.index, output.choice)
-        context.metrics.observe(output, last.get(key))
-        if output.finish is not None:
-            context.journal.add(outputs.submissions[output.index], output)
-        if output.new_token_ids:  # an Output without tokens reports the prompt or a canvas
-            last[key] = output.e2e_s
-        yield output
+    """The Outputs, each recorded in the metrics; the journal notes the end of each completion, however it came."""
+    last: dict[tuple[int, int], Output] = {}
+    unended = {(index, choice) for index, one in enumerate(outputs.submissions) for choice in range(one.sampling.n)}
+    failure: RametError | None = None
+    began = time.monotonic()
+    try:
+        async for output in outputs:
+            key = (output.index, output.choice)
+            before = last.get(key)
+            context.metrics.observe(output, None if before is None else before.e2e_s)
+            if output.finish is not None:
+                unended.discard(key)
+                context.journal.add(outputs.submissions[output.index], output)
+            if output.new_token_ids:  # an Output without tokens reports the prompt or a canvas
+                last[key] = output
+            yield output
+    except RametError as error:
+        failure = error
+        raise
+    finally:
+        for key in sorted(unended):
+            context.journal.add_failed(outputs.submissions[key[0]], last.get(key), time.monotonic() - began, failure)
 
 
 async def collect(

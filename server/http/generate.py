@@ -111,7 +111,7 @@ def submissions_of(body: GenerateRequest, tenant: Tenant, context: Context) -> t
             sampling=params.plain(),
             rid=rid or new_rid(),
             account=tenant.account,
-            namespace=tenant.namespace(body.cache_salt, body.cache_scope),
+            namespace=context.namespace(tenant, body),
             logprobs=body.top_logprobs_num if body.return_logprob else None,
             prompt_logprobs_from=body.prompt_logprobs_from,
             priority=tenant.priority(body.priority),

@@ -42,7 +42,7 @@ router = EveryKey(prefix="/v1", tags=["openai"])
 @router.post("/chat/completions", response_model=None, responses=examples.CHAT)
 async def chat_completions(body: ChatRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """The assistant's next message in a conversation."""
-    context.check_model(body.model)
+    model = context.check_model(body.model)
     body.refuse_unsupported()
     if body.offered or body.response_format or body.structured_outputs:  # a schema may be as long as the body
         work = partial(submission_of, body, tenant, context)
@@ -53,9 +53,10 @@ async def chat_completions(body: ChatRequest, request: Request, context: Ctx, te
     inquiry = ask(context, [submission], body.explain, body.earlier, conversation)
     outputs = await open_outputs(request, context, [submission], body.NAMES, body.timeout_s, conversation)
     rid = f"chatcmpl-{submission.rid}"
+    head = envelope("chat.completion.chunk" if body.stream else "chat.completion", rid, context, model)
     if body.stream:
-        return EventStream(_events(body, rid, outputs, context, inquiry), outputs.close)
-    return await unless_gone(request, _answer(body, rid, outputs, context, inquiry))
+        return EventStream(_events(body, head, outputs, context, inquiry), outputs.close)
+    return await unless_gone(request, _answer(body, head, outputs, context, inquiry))
 
 
 def submission_of(body: ChatRequest, tenant: Tenant, context: Context) -> Submission:
@@ -71,7 +72,7 @@ def submission_of(body: ChatRequest, tenant: Tenant, context: Context) -> Submis
         otherwise=otherwise,
         rid=body.request_id or new_rid(),
         account=tenant.account,
-        namespace=tenant.namespace(body.cache_salt, body.cache_scope),
+        namespace=context.namespace(tenant, body),
         logprobs=most_logprobs((body.top_logprobs or 0) if body.logprobs else None, body.prompt_logprobs),
         prompt_logprobs_from=None if body.prompt_logprobs is None else 0,
         priority=tenant.priority(body.priority),
@@ -164,7 +165,7 @@ async def _explained(
 
 
 async def _answer(
-    body: ChatRequest, rid: str, outputs: OutputStream, context: Context, inquiry: Inquiry | None
+    body: ChatRequest, head: dict[str, Any], outputs: OutputStream, context: Context, inquiry: Inquiry | None
 ) -> dict[str, Any]:
     logprobs: dict[int, Logprobs] = defaultdict(lambda: Logprobs(body, context.engine.tokenizer))
     done = await collect(outputs, context, lambda output: logprobs[output.choice].add(output))
@@ -187,7 +188,7 @@ async def _answer(
         )
     prompt = {} if body.prompt_logprobs is None else {"prompt_logprobs": logprobs[0].prompt}
     return {
-        **envelope("chat.completion", rid, context),
+        **head,
         **{"choices": choices, "usage": usage(done)},
         **({"prompt_token_ids": outputs.prompts[0]} if body.return_token_ids else {}),
         **prompt,
@@ -197,7 +198,7 @@ async def _answer(
 
 
 async def _events(
-    body: ChatRequest, rid: str, outputs: OutputStream, context: Context, inquiry: Inquiry | None
+    body: ChatRequest, head: dict[str, Any], outputs: OutputStream, context: Context, inquiry: Inquiry | None
 ) -> Events:
     last: dict[int, Output] = {}
     readers: dict[int, CallReader] = {}
@@ -207,7 +208,7 @@ async def _events(
         choice: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None, **more: Any
     ) -> dict[str, Any]:
         entry = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish, **more}
-        return {**envelope("chat.completion.chunk", rid, context), "choices": [entry], **extra}
+        return {**head, "choices": [entry], **extra}
 
     async for output in follow(outputs, context):
         if output.choice not in last:
@@ -224,7 +225,7 @@ async def _events(
         ids = {"token_ids": output.new_token_ids} if body.return_token_ids else {}
         yield chunk(output.choice, delta, logprobs.fields() if body.logprobs else None, finish, **ids) | more
     if body.with_usage:
-        yield {**envelope("chat.completion.chunk", rid, context), "choices": [], "usage": usage(last.values())}
+        yield {**head, "choices": [], "usage": usage(last.values())}
 
 
 def reader_of(body: ChatRequest, context: Context) -> CallReader:

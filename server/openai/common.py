@@ -12,14 +12,14 @@ from server.http.answers import JsonList
 from server.openai.caching import cache_usage
 
 
-def envelope(kind: str, rid: str, context: Context) -> dict[str, Any]:
-    """The first fields of every response and chunk."""
+def envelope(kind: str, rid: str, context: Context, model: str) -> dict[str, Any]:
+    """The first fields of a response, or of all its chunks; `model`: its name."""
     info = context.engine.info
     return {
         "id": rid,
         "object": kind,
         "created": int(time.time()),
-        "model": info.name,
+        "model": model,
         "system_fingerprint": f"ramet-{info.dtype}-{info.attention_backend}",
     }
 

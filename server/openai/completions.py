@@ -24,8 +24,8 @@ from server.openai.types import CompletionRequest
 router = EveryKey(prefix="/v1", tags=["openai"])
 
 
-def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:
-    """One submission for each prompt. Raises InvalidRequest."""
+def submissions_of(body: CompletionRequest, tenant: Tenant, context: Context) -> list[Submission]:
+    """One submission for each prompt. Raises InvalidRequest, NotFound."""
     if body.best_of is not None and body.best_of != body.n:
         raise InvalidRequest("best_of is not supported; use n", param="best_of")
     scored = (body.echo and body.logprobs is not None) or body.prompt_logprobs is not None
@@ -42,7 +42,7 @@ def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:
             sampling=sampling,
             rid=f"{rid}-{i}" if is_list else rid,
             account=tenant.account,
-            namespace=tenant.namespace(body.cache_salt, body.cache_scope),
+            namespace=context.namespace(tenant, body),
             logprobs=most_logprobs(body.logprobs, body.prompt_logprobs),
             prompt_logprobs_from=0 if scored else None,
             priority=tenant.priority(body.priority),
@@ -60,8 +60,7 @@ def submissions_of(body: CompletionRequest, tenant: Tenant) -> list[Submission]:
 @router.post("/completions", response_model=None, responses=examples.COMPLETIONS)
 async def completions(body: CompletionRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """Complete one prompt or several."""
-    context.check_model(body.model)
-    submissions = submissions_of(body, tenant)
+    model, submissions = context.check_model(body.model), submissions_of(body, tenant, context)
     inquiry = ask(context, submissions, body.explain, body.comparison_response_id)
     rid = f"cmpl-{body.request_id or submissions[0].rid}"
     outputs = await open_outputs(request, context, submissions, body.NAMES, body.timeout_s, answer=rid)
@@ -70,27 +69,28 @@ async def completions(body: CompletionRequest, request: Request, context: Ctx, t
         for index, submission in enumerate(submissions)
         for choice in range(body.n)
     }
+    head = envelope("text_completion", rid, context, model)
     if body.stream:
-        return EventStream(_events(body, rid, writers, outputs, context), outputs.close)
-    return await unless_gone(request, _answer(rid, writers, outputs, context))
+        return EventStream(_events(body, head, writers, outputs, context), outputs.close)
+    return await unless_gone(request, _answer(head, writers, outputs, context))
 
 
 _Writers = dict[tuple[int, int], "_Choice"]
 
 
-async def _answer(rid: str, writers: _Writers, outputs: OutputStream, context: Context) -> dict[str, Any]:
+async def _answer(head: dict[str, Any], writers: _Writers, outputs: OutputStream, context: Context) -> dict[str, Any]:
     done = await collect(outputs, context, lambda output: writers[output.index, output.choice].add(output))
     choices = [
         await writers[output.index, output.choice].write(output, output.text)
         | (reuse_of(output) if len(done) > 1 else {})
         for output in done
     ]
-    answer = {**envelope("text_completion", rid, context), "choices": choices, "usage": usage(done)}
+    answer = {**head, "choices": choices, "usage": usage(done)}
     return answer | reuse_of(done[0])
 
 
 async def _events(
-    body: CompletionRequest, rid: str, writers: _Writers, outputs: OutputStream, context: Context
+    body: CompletionRequest, head: dict[str, Any], writers: _Writers, outputs: OutputStream, context: Context
 ) -> Events:
     last: dict[tuple[int, int], Output] = {}
     async for output in follow(outputs, context):
@@ -100,11 +100,11 @@ async def _events(
         choice = await writers[key].write(output, output.delta)
         if body.return_token_ids:
             choice["token_ids"] = output.new_token_ids
-        event = {**envelope("text_completion", rid, context), "choices": [choice]}
+        event = {**head, "choices": [choice]}
         reuse = reuse_of(output) if output.finish is not None else {}
         yield event | reuse | ({"usage": None} if body.with_usage else {})
     if body.with_usage:
-        yield {**envelope("text_completion", rid, context), "choices": [], "usage": usage(last.values())}
+        yield {**head, "choices": [], "usage": usage(last.values())}
 
 
 class _Choice:

@@ -25,23 +25,24 @@ class NotImplementedHere(RametError):
 
 @router.get("/models", responses=examples.MODELS)
 async def models(context: Ctx, asker: Asker) -> dict[str, Any]:
-    """The served model, once for each of its names."""
+    """The served model, once for each of its names, and its adapters."""
     names = served_names(context.config.model) or [context.engine.info.name]
+    names += context.engine.adapters.names()
     return {"object": "list", "data": [_model(name, context, asker) for name in names]}
 
 
 @router.get("/models/{name:path}", responses=examples.MODEL)
 async def model(name: str, context: Ctx, asker: Asker) -> dict[str, Any]:
-    """The model by any of its names."""
-    context.check_model(name)
+    """The model, or an adapter, by any of its names."""
     return _model(name, context, asker)
 
 
 def _model(name: str, context: Context, asker: Tenant) -> dict[str, Any]:
-    info = context.engine.info
+    info, adapter = context.engine.info, context.adapter(name)
+    own, path = (info.name, info.path) if adapter is None else (adapter.name, adapter.path)
     return {
         **{"id": name, "object": "model", "created": _STARTED_S, "owned_by": "ramet"},
-        **{"root": info.path if asker.admin else info.name, "parent": None},
+        **{"root": path if asker.admin else own, "parent": None if adapter is None else info.name},
         "max_model_len": info.context_length,
     }
 

@@ -30,13 +30,13 @@ class Arguments(BaseModel):
     max_ongoing: int = Field(256, ge=1, description="calls that a replica takes; others wait in the router")
     target_ongoing: float = Field(8, gt=0, description="calls under way that a replica should have")
     target_ttft: float = Field(2, gt=0, description="seconds to the first token above which a replica is added")
-    weight: float = Field(8, ge=0, description="tokens of load that a cached token of a prompt outweighs")
-    share: float = Field(2, ge=1, description="times the mean load up to which the longest prefix decides")
-    slack: float = Field(32768, ge=0, description="tokens of load above that")
+    weight: float = Field(16, ge=0, description="tokens of load that a cached token of a prompt outweighs")
+    balance: float = Field(0.1, ge=0, description="tokens of load that a token of past work above the mean counts for")
 
 
-def app(arguments: Arguments) -> Application:
-    """Serve's builder of the application. A wrong option ends it with one line."""
+def app(given_arguments: Arguments | dict[str, Any]) -> Application:
+    """Serve's builder of the application; its command line and its files give a dictionary."""
+    arguments = Arguments.model_validate(given_arguments)
     parser = argparse.ArgumentParser("options")
     add_options(parser)
     given = parser.parse_args(shlex.split(arguments.options))
@@ -50,8 +50,7 @@ def app(arguments: Arguments) -> Application:
         request_router_kwargs={
             "block_size": config.cache.page_size,
             "weight": arguments.weight,
-            "share": arguments.share,
-            "slack": arguments.slack,
+            "balance": arguments.balance,
         },
     )
     replicas = serve.deployment(

@@ -1,9 +1,8 @@
-"""Choice of a replica by the prefixes that replicas hold. Pure: no Ray, no sockets, no clock."""
+"""The blocks that replicas hold, by hash."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 R = TypeVar("R", bound=Hashable)
@@ -52,41 +51,3 @@ class PrefixIndex(Generic[R]):
                 return found
             left = here
         return found | dict.fromkeys(left or (), len(hashes))
-
-
-class BoundedPrefix:
-    """The cheapest replica: load counts, and a cached token counts against `weight` tokens of load.
-
-    A replica may have `share` times the mean load, and `slack` more. Beyond that its prefixes count no more, so that a
-    hot one cannot hold others up behind it: the replica that takes its overflow computes it once, and has it from then
-    on. Where no replica within the bound has anything of a prompt, the power of two choices decides.
-
-    Args:
-        weight: more than 1 counts the memory and the time of later prompts that a prefix at two places costs.
-        share: times the mean load of all replicas, at least 1.
-        slack: load that is no matter, in tokens.
-        chooser: draws the two of the power of two choices.
-    """
-
-    def __init__(self, weight: float = 8, share: float = 2, slack: float = 32768, chooser: random.Random | None = None):
-        self._weight = weight
-        self._share = share
-        self._slack = slack
-        self._random = chooser or random.Random()
-
-    def rank(self, matches: Mapping[R, int], loads: Mapping[R, float]) -> list[R]:
-        """Replicas in the order in which they should be asked.
-
-        Args:
-            matches: tokens of the prompt that replicas hold; those that hold none may be left out.
-            loads: of all replicas, tokens that they have to compute yet.
-        """
-        bound = self._share * sum(loads.values()) / max(len(loads), 1) + self._slack
-        fit = [replica for replica in loads if loads[replica] <= bound]
-        self._random.shuffle(fit)  # most of the time several have nothing to do
-        if any(matches.get(replica) for replica in fit):
-            ranked = sorted(fit, key=lambda replica: loads[replica] - self._weight * matches.get(replica, 0))
-        else:
-            ranked = []
-        two = self._random.sample(list(loads), min(2, len(loads)))
-        return ranked + sorted((replica for replica in two if replica not in ranked), key=loads.__getitem__)

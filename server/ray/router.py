@@ -1,4 +1,4 @@
-"""Ray Serve's request router for engines: the replica with the longest prefix, while load allows."""
+"""Ray Serve's request router for engines: prefixes against load."""
 
 from __future__ import annotations
 
@@ -8,23 +8,19 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from server.ray.follower import Follower
-from server.ray.prefixes import BoundedPrefix, PrefixIndex
+from server.ray.placement import Placement
 
 
 class PrefixRouter(RequestRouter):
     """Ranks replicas by the tokens of a prompt that they hold, as their KV events say.
 
-    A call's keyword argument `hashes` (uint64, one a block) is the prompt; without it two random replicas are compared.
+    A call's keyword argument `hashes` (uint64, one a block) is the prompt; without it load and past work decide.
     """
 
-    def initialize_state(self, block_size: int, weight: float, share: float, slack: float) -> None:
-        """See `BoundedPrefix`; `block_size` is in tokens."""
-        self._block_size = block_size
-        self._policy = BoundedPrefix(weight, share, slack)
-        self._index: PrefixIndex[ReplicaID] = PrefixIndex()
+    def initialize_state(self, block_size: int, weight: float, balance: float) -> None:
+        """See `Placement`; `block_size` is in tokens."""
+        self._placement: Placement[ReplicaID] = Placement(block_size, weight, balance)
         self._followers: dict[ReplicaID, Follower[ReplicaID]] = {}
-        # Tokens that a call makes its replica compute, until it ends.
-        self._loads: dict[ReplicaID, dict[str, int]] = {}
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Follow the events of new replicas, and those of replicas that have left no more."""
@@ -34,13 +30,14 @@ class PrefixRouter(RequestRouter):
             self._forget(replica)
         for replica, metadata in there.items():
             if replica not in self._followers and "events" in metadata:
-                follower = Follower(self._index, replica, metadata["events"], metadata["replay"])
+                self._placement.join(replica)
+                follower = Follower(self._placement.index, replica, metadata["events"], metadata["replay"])
                 self._followers[replica] = follower
 
     def _forget(self, replica: ReplicaID) -> None:
-        self._loads.pop(replica, None)
         if follower := self._followers.pop(replica, None):
             follower.close()
+        self._placement.leave(replica)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
@@ -51,19 +48,14 @@ class PrefixRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Ranks of one replica each: Serve takes the first one that has room."""
         by_id = {replica.replica_id: replica for replica in candidate_replicas}
-        loads = {replica: float(sum(self._loads.get(replica, {}).values())) for replica in by_id}
-        matches = {replica: n * self._block_size for replica, n in self._index.match(_hashes(pending_request)).items()}
-        return [[by_id[replica]] for replica in self._policy.rank(matches, loads)]
+        return [[by_id[replica]] for replica in self._placement.rank(_hashes(pending_request), by_id)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Count the blocks that the replica lacks as its load, until the call ends."""
-        hashes = _hashes(pending_request)
-        lacking = len(hashes) - self._index.match(hashes).get(replica_id, 0) + 1
-        call = pending_request.metadata.internal_request_id
-        self._loads.setdefault(replica_id, {})[call] = lacking * self._block_size
+        self._placement.begin(replica_id, pending_request.metadata.internal_request_id, _hashes(pending_request))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        self._loads.get(replica_id, {}).pop(internal_request_id, None)
+        self._placement.end(replica_id, internal_request_id)
 
 
 def _hashes(request: PendingRequest | None) -> array[int]:

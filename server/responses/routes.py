@@ -35,11 +35,12 @@ router = EveryKey(prefix="/v1/responses", tags=["openai"])
 @router.post("", response_model=None, responses=examples.RESPONSES)
 async def create(body: ResponseRequest, request: Request, context: Ctx, tenant: Asker) -> Response:
     """The model's answer to items, which may go on with a stored response."""
+    model = context.check_model(body.model)
     turns, chat, submission = await while_there(request, _read(body, context, tenant))
     conversation, rid = partial(find_conversation, chat, tenant, context), f"resp_{new_rid()}"
     inquiry = ask(context, [submission], chat.explain, chat.earlier, conversation)
     outputs = await open_outputs(request, context, [submission], body.NAMES, body.timeout_s, conversation, rid)
-    writer = Writer(body, rid, context.engine.info.name, reader_of(chat, context))
+    writer = Writer(body, rid, model, reader_of(chat, context))
     keep = partial(_keep, writer, turns, context.responses, tenant.account) if body.store else None
     events = _events(writer, chat, outputs, context, keep, inquiry)
     if body.stream:

@@ -19,12 +19,13 @@ from loadgen.commands import BENCHES
 from loadgen.http.workloads import WORKLOADS, Workload
 
 ROOT = Path(loadgen.__file__).parent
-# A room imports those before it. `accuracy`, `faults` and `gpu` do not know each other.
+# A room imports those before it. `accuracy`, `faults`, `fleet` and `gpu` do not know each other.
 BELOW = {
     "http": {"http"},
     "micro": {"http", "micro"},
     "accuracy": {"http", "micro", "accuracy"},
     "faults": {"http", "faults"},
+    "fleet": {"http", "fleet"},
     "gpu": {"http", "micro", "gpu"},
 }
 

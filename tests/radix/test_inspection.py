@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from radix import Namespace, RadixTree, make_policy, outline, view
+from radix import Namespace, RadixTree, make_policy, outline, slices, view
 
 A, B = Namespace("a"), Namespace("b")
 
@@ -105,6 +105,25 @@ def test_everything_is_shown_where_there_is_room(filled):
     assert {root.namespace for root in roots} == {A, B}
     assert sum(root.total for root in roots) == tree.num_pages * PAGE
     assert sum(root.nodes for root in roots) == tree.num_nodes
+
+
+def test_slices_have_every_node_once_behind_its_parent(filled):
+    tree = grow(filled, 900)
+    found = [pair for part in slices(tree) for pair in part]
+    assert sorted(node.pages[0] for node, _ in found) == sorted(node.pages[0] for node in tree.nodes())
+    ends = {root: 0 for _, root in tree.roots()}
+    for node, start in found:
+        assert ends[node.parent] == start
+        ends[node] = start + len(node.pages) * PAGE
+    assert {node.namespace for part in slices(tree, lambda space: space == B) for node, _ in part} == {B}
+    many = list(slices(tree))
+    assert [len(part) for part in many[:-1]] == [1024] * (len(many) - 1)
+    empty = slices(tree, lambda space: False)
+    assert list(empty) == []
+    walk = slices(tree)
+    next(walk)
+    tree.flush()
+    assert all(node.pages for part in walk for node, _ in part)
 
 
 @pytest.mark.parametrize("limit", [1, 3, 20, 75])

@@ -137,6 +137,7 @@ def test_server_info_and_health(tiny):
         ({"diffusion": {"depth": 5}}, "diffusion.depth"),
         ({"diffusion": {"prefix_tokens": 500}}, "diffusion.prefix_tokens"),
         ({"diffusion": {"algorithm": "best"}}, "diffusion.algorithm"),
+        ({"diffusion": {"algorithm": "joint_threshold"}}, "diffusion.algorithm"),
         ({"diffusion": {"eps": 0}}, "diffusion.eps"),
         ({"diffusion": {"what": 1}}, "diffusion.what"),
         ({"diffusion": {"gen_length": 600}}, "sampling_params.max_new_tokens"),

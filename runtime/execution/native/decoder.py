@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from runtime.batch import AttentionPlan, ForwardBatch, HiddenRows
+from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, HiddenRows
 from runtime.errors import ModelError
 from runtime.execution import llama
+from runtime.execution.adapters import fuse, rows_within
 from runtime.execution.attention.paged_index import rows_of
 from runtime.execution.native import library as c
 from runtime.execution.native.library import Library
 from runtime.kv.pool import KVPool
+from runtime.models.adapters.lora import LoraAdapter
 from runtime.models.rope import RotaryEmbedding
+from runtime.models.spec import LlamaSpec
 
 _ALIGNMENT = 4096
 
@@ -87,6 +90,7 @@ class NativeDecoder:
 
     Attributes:
         name: `native-` and the instruction set.
+        adapters: by digest.
     """
 
     def __init__(
@@ -103,6 +107,8 @@ class NativeDecoder:
         self.name = f"native-{library.isa}" + ("-int8" if int8 else "")
         self.library, self._int8 = library, int8
         self.spec, self.rope, self.pool = model.spec, model.rope, pool
+        self._dtype = model.embedding.dtype
+        self.adapters: dict[str, PackedAdapter] = {}
         self.team = Team(library, threads)
         self._weights = PackedWeights(self.team, _model_bytes(library, model, int8))
         self._layers = (c.Layer * self.spec.num_layers)()
@@ -131,6 +137,10 @@ class NativeDecoder:
             down=pack.add(layer.down, layer.down_bias, int8=self._int8),
             kv=c.LayerKV(k=k.data_ptr(), v=v.data_ptr()),
         )
+
+    def load_adapter(self, adapter: LoraAdapter) -> None:
+        """Raises ModelError where it does not fit. In 8 bits, too, it stays in the type of the other weights."""
+        self.adapters[adapter.digest] = PackedAdapter(self.team, adapter, self.spec, self._dtype)
 
     def _norm(self, weight: torch.Tensor | None) -> int | None:
         return None if weight is None else self._weights.keep(weight.float())
@@ -195,6 +205,8 @@ class NativeDecoder:
             to.spans, to.edges, to.num_edges = plan.spans, plan.edges, plan.num_edges
             to.load, to.num_load = hidden_rows(group.load), len(group.load)
             to.save, to.num_save = hidden_rows(group.save), len(group.save)
+            rows = rows_within(batch.adapters, group.rows)
+            to.adapted, to.num_adapted = self._adapted(rows), len(rows)
         if len(self._logits) < len(batch.logits_rows):
             self._logits = torch.empty(len(batch.logits_rows), self.spec.vocab_size)
         logits = self._logits[: len(batch.logits_rows)]
@@ -209,6 +221,13 @@ class NativeDecoder:
         )
         self.library.decoder_forward(self._handle, ctypes.byref(step))
         return logits
+
+    def _adapted(self, adapters: list[AdapterRows]) -> Any:
+        several = (c.Adapted * len(adapters))()
+        for to, rows in zip(several, adapters, strict=True):
+            adapter = self.adapters[rows.digest]
+            to.layers, to.most_rank, to.first, to.stop = adapter.layers, adapter.most_rank, rows.first, rows.stop
+        return several
 
     def _turns(self, positions: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
         """`RotaryEmbedding.cos_sin`, out of a table of the positions up to the largest so far."""
@@ -260,6 +279,36 @@ def _model_bytes(library: Library, model: llama.LlamaModel, int8: bool) -> int:
     return sum(packed_bytes(library, describe(weight, paired, int8)) for weight, paired in weights)
 
 
+class PackedAdapter:
+    """A low-rank adapter for the kernels.
+
+    Attributes:
+        layers: ctypes array of `library.AdapterLayer`.
+        most_rank: of its fused products.
+    """
+
+    def __init__(self, team: Team, adapter: LoraAdapter, spec: LlamaSpec, dtype: torch.dtype):
+        """Raises ModelError."""
+        fused = fuse(adapter, spec)
+        found = [
+            (index, product, name, getattr(one, name).to(dtype))
+            for index, layer in enumerate(fused)
+            for product, one in layer.items()
+            for name in ("a", "b")
+        ]
+        sizes = [packed_bytes(team.library, describe(w, _is_paired(*place))) for _, *place, w in found]
+        self._weights = PackedWeights(team, sum(sizes))
+        self.layers = (c.AdapterLayer * spec.num_layers)()
+        for index, product, name, weight in found:
+            matrix = self._weights.add(weight, paired=_is_paired(product, name))
+            setattr(getattr(self.layers[index], product), name, matrix)
+        self.most_rank = max(len(one.a) for layer in fused for one in layer.values())
+
+
+def _is_paired(product: str, name: str) -> bool:
+    return product == "gate_up" and name == "b"
+
+
 class NativePlan:
     """A plan's spans and edges as C arrays, whose pointers are valid as long as this object lives.
 
@@ -275,6 +324,7 @@ class NativePlan:
         self.spans = (c.Span * len(plan.spans))()
         self.edges = (c.Edge * self.num_edges)()
         for to, span in zip(self.spans, plan.spans, strict=True):
+            to.position = span.position
             if span.keep is not None:
                 to.keep = self._tensor(span.keep)
             if span.shift:

@@ -12,7 +12,7 @@ from pathlib import Path
 ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2")
 
 # Result of `ramet_interface` in libraries with these declarations.
-_INTERFACE = 5
+_INTERFACE = 6
 
 
 def _fields(integers: str = "", pointers: str = "") -> list[tuple[str, type]]:
@@ -33,7 +33,7 @@ class Product(Structure):
 
 
 class Span(Structure):
-    _fields_ = (("pages", c_void_p), ("length", c_int64), ("keep", c_void_p), ("turn", c_void_p))
+    _fields_ = (("pages", c_void_p), ("length", c_int64), ("keep", c_void_p), ("turn", c_void_p), ("position", c_int64))
 
 
 class Edge(Structure):
@@ -72,6 +72,18 @@ class HiddenRows(Structure):
     _fields_ = (("rows", c_void_p), ("num_rows", c_int64), ("states", c_void_p))
 
 
+class LowRank(Structure):
+    _fields_ = (("a", Matrix), ("b", Matrix))
+
+
+class AdapterLayer(Structure):
+    _fields_ = tuple((name, LowRank) for name in ("qkv", "o", "gate_up", "down"))
+
+
+class Adapted(Structure):
+    _fields_ = (("layers", POINTER(AdapterLayer)), *_fields("most_rank first stop"))
+
+
 class Group(Structure):
     _fields_ = (
         *_fields("first_layer last_layer"),
@@ -80,6 +92,7 @@ class Group(Structure):
         *(("spans", POINTER(Span)), ("edges", POINTER(Edge)), ("num_edges", c_int64)),
         *(("load", POINTER(HiddenRows)), ("num_load", c_int64)),
         *(("save", POINTER(HiddenRows)), ("num_save", c_int64)),
+        *(("adapted", POINTER(Adapted)), ("num_adapted", c_int64)),
     )
 
 

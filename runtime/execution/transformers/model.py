@@ -19,14 +19,16 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
-from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
+from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
 from runtime.config import ModelConfig
 from runtime.errors import ModelError
 from runtime.execution.attention.cpu import CPUAttention, Scores
 from runtime.execution.attention.windows import Window, within
 from runtime.execution.transfers import upload
+from runtime.execution.transformers.adapters import Adapters
 from runtime.execution.transformers.interface import NAME, layers
 from runtime.kv.pool import KVPool
+from runtime.models.adapters.lora import LoraAdapter, LowRank
 from runtime.models.spec import ModelSpec, read_generation, read_json, token_ids
 from runtime.models.weights import find_weights
 
@@ -124,6 +126,7 @@ class TransformersModel:
         """Load a model directory and compare its logits with transformers' own attention. Raises ModelError."""
         settings, self._model = _load(path, config, dtype, device)
         self._device, self._dtype = device, dtype
+        self._adapters = Adapters(self._model)
         self._takes_rows = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         name = type(self._model).__name__
         with _refusing(name):
@@ -146,6 +149,24 @@ class TransformersModel:
             )
             self._check()
 
+    @property
+    def adapters(self) -> dict[str, dict[str, LowRank]]:
+        """By digest."""
+        return self._adapters.loaded
+
+    def load_adapter(self, adapter: LoraAdapter) -> None:
+        """Load an adapter, and run it once. Raises ModelError where it does not fit."""
+        self._adapters.load(adapter, self._dtype, self._device)
+        self._adapters.rows, self._adapters.num_rows = [AdapterRows(adapter.digest, 0, 2)], 2
+        try:
+            with _refusing(self.spec.architecture):
+                self._probe()
+        except ModelError:
+            del self.adapters[adapter.digest]
+            raise
+        finally:
+            self._adapters.rows = ()
+
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, pool: KVPool, backend: CPUAttention) -> torch.Tensor:
         """Run one step of whole layers: write the new K and V, return float32 logits [S, vocab] of `logits_rows`."""
@@ -165,9 +186,11 @@ class TransformersModel:
             None if written is None else upload(written, self._device),
         )
         token = layers.set(step)
+        self._adapters.rows, self._adapters.num_rows = batch.adapters, len(batch.tokens)
         try:
             return self._logits(batch.tokens, batch.positions, batch.logits_rows)
         finally:
+            self._adapters.rows = ()
             layers.reset(token)
 
     def _logits(self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -94,15 +94,15 @@ def _digest(paths: list[Path]) -> str:
 
 
 def _add_adapter(weights: dict[str, Tensor], path: Path) -> None:
+    from runtime.models.adapters.lora import low_rank_pairs
+
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
             scale = float(about["alpha"]) / float(about["rank"])
-            for name in file.keys():  # noqa: SIM118 (not a dictionary)
-                if name.endswith(".lora_A.weight"):
-                    module = name.removesuffix(".lora_A.weight")
-                    a, b = file.get_tensor(name), file.get_tensor(f"{module}.lora_B.weight")
-                    weights[f"{module}.weight"] += scale * (b.float() @ a.float())
-            weights["model.embed_tokens.weight"][MASK_TOKEN_ID] = file.get_tensor(MASK_EMBEDDING).float()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dictionary)
+        weights["model.embed_tokens.weight"][MASK_TOKEN_ID] = tensors.pop(MASK_EMBEDDING).float()
+        for module, a, b in low_rank_pairs(tensors, path):
+            weights[f"{module}.weight"] += scale * (b.float() @ a.float())
     except (SafetensorError, KeyError, RuntimeError) as error:
         raise ModelError(f"{path} is not an adapter of this model: {error}") from None

@@ -6,21 +6,17 @@ from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from radix import RadixTree
 from runtime.request import Request, Work
 from runtime.sampling.drafts.lookup import LEAST, Places, Recent, continuation
-from runtime.sampling.drafts.pace import Acceptance, Pace, share_out
+from runtime.sampling.drafts.pace import LEAST_GAIN, Acceptance, Pace, share_out
 
 # Most drafted rows of a request and of all, in a step.
 LONGEST, _ROWS = 32, 64
 # Tokens that are read from the tree at a time.
 _TREE_TOKENS = 256
-# Every so many steps one runs without drafts, so that their cost stays known; a request that drafts nothing, though it
-# could, tries a token or two as often.
-_PROBE = 64
-_PROBED = 2
+# Equal tokens before a place that make it likely that the text goes on there, even behind another token.
+_SURE = 4
 
 
 @dataclass(slots=True)
@@ -32,8 +28,9 @@ class _Draft:
         ahead: int32, what followed in the tree from index `ahead_at` of the request's tokens on.
         pause, paused: outputs between two looks into the tree, which grow while it finds nothing.
         rates: by source.
-        source: of the latest draft, and `source_at`, where it stands in `text`; -1: it is from elsewhere.
-        idle: steps since one had a draft that was left out.
+        latest: the draft that was found last, verified or not.
+        source: of that draft, and `source_at`, where it stands in `text`; -1: it is from elsewhere.
+        equal: tokens before it that are equal in the text.
     """
 
     text: array[int]
@@ -43,9 +40,10 @@ class _Draft:
     pause: int = 1
     paused: int = 0
     rates: dict[Hashable, Acceptance] = field(default_factory=dict)
+    latest: array[int] = field(default_factory=lambda: array("i"))
     source: Hashable = ""
     source_at: int = -1
-    idle: int = 0
+    equal: int = 0
 
 
 class Drafter:
@@ -60,26 +58,18 @@ class Drafter:
         self._recent = Recent()
         self._pace = Pace()
         self._rates: dict[Hashable, Acceptance] = {}
-        self._steps = 0
 
     def propose(self, requests: Sequence[Request], room: int, beside: int) -> dict[Request, array[int]]:
         """Drafts for requests that decode; `room`: rows that the step may have more; `beside`: those of prompts."""
-        self._steps += 1
-        found = {request: draft for request in requests if (draft := self._find(request))}
-        if not found or self._steps % _PROBE == 0:
-            return {}
-        room = min(room, _ROWS)
-        seconds = self._pace.seconds(len(requests), room, beside)
+        found = [(request, draft) for request in requests if (draft := self._find(request))]
+        seconds = self._pace.seconds(len(requests), min(room, _ROWS), beside) if found else None
         if seconds is None:
             return {}
-        chances = [self._rate(request).rate ** np.arange(1, len(draft) + 1) for request, draft in found.items()]
-        lengths = share_out(chances, len(requests), seconds)
-        for i, request in enumerate(found):
-            state = request.draft
-            state.idle = 0 if lengths[i] else state.idle + 1
-            if state.idle >= _PROBE and (left := room - sum(lengths)):
-                state.idle, lengths[i] = 0, min(left, _PROBED)
-        return {request: draft[:n] for (request, draft), n in zip(found.items(), lengths, strict=True) if n}
+        drafts = [(self._rate(request).rate, len(draft)) for request, draft in found]
+        lengths, gain = share_out(drafts, len(requests), seconds)
+        if gain < LEAST_GAIN or (not beside and self._pace.due(len(requests), gain)):
+            return {}
+        return {request: draft[:n] for (request, draft), n in zip(found, lengths, strict=True) if n}
 
     def extend(self, work: Sequence[Work], step_tokens: int) -> None:
         """Add drafts to a step; their pages are allocated, without the retraction of others.
@@ -95,16 +85,6 @@ class Drafter:
             draft = proposed.get(item.request)
             if draft and item.request.strategy.grow(item.request, ahead=len(draft)):
                 item.add(draft)
-
-    def note(self, work: Work, drafted: int) -> None:
-        """Book how far a draft was right: `work.draft` holds what was accepted of `drafted` tokens."""
-        right = len(work.draft)
-        work.request.drafted += drafted
-        work.request.accepted += right
-        self._rate(work.request).note(right, drafted)
-        state = work.request.draft
-        if state.source_at >= 0:
-            state.source_at += right + 1
 
     def note_step(self, work: Sequence[Work], seconds: float) -> None:
         """Book the time of a step."""
@@ -125,12 +105,13 @@ class Drafter:
         if limit < 1:
             return array("i")
         state = request.draft = request.draft or _Draft(request.entry_tokens[:])
-        state.text.extend(request.tokens[len(state.text) - len(request.entry_tokens) :])
+        new = request.tokens[len(state.text) - len(request.entry_tokens) :]
+        state.text.extend(new)
         state.places.follow(state.text)
-        # Where a draft was wrong, the text may have had another token in its place, and go on as before.
-        resumed, state.source_at = state.source_at, -1
+        resumed, state.source_at = self._compare(state, new), -1
         best, state.source = self._from_tree(request, state)[:limit], "tree"
         at, equal = state.places.find(state.text, state.text)
+        state.equal = equal
         if not equal and not best and 0 < resumed < len(state.text):
             at = resumed
         if at and not (best and self._rate(request).rate >= self._rate_of(state, ("own", _grade(equal))).rate):
@@ -138,7 +119,21 @@ class Drafter:
         if not best:
             best, equal = self._recent.find(request.namespace, state.text, limit)
             state.source = ("recent", _grade(equal))
+        state.latest = best
         return best
+
+    def _compare(self, state: _Draft, new: array[int]) -> int:
+        """Book how far the latest draft was right, in `new` tokens: even one that no step verified shows that.
+
+        Returns:
+            Where in the text it may go on as before, if `new` has but one other token in a place that was surely the
+            right one; -1: nowhere.
+        """
+        if not (tried := min(len(state.latest), len(new))):
+            return -1
+        right = next((i for i in range(tried) if new[i] != state.latest[i]), tried)
+        self._rate_of(state, state.source).note(right, tried)
+        return state.source_at + len(new) if state.source_at >= 0 and (right or state.equal >= _SURE) else -1
 
     def _from_tree(self, request: Request, state: _Draft) -> array[int]:
         tokens = request.tokens

@@ -2,52 +2,103 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
-
-import numpy as np
+from dataclasses import dataclass, field
 
 # Share of a step's time that a further row is taken to cost before that is measured.
 _UNKNOWN = 0.03
 _RECENT = 0.2
+# Times that are kept of one kind of step, and how many of steps without drafts there have to be.
+_KEPT, _FEWEST = 5, 3
+# Steps of a batch size after which a time is too old.
+_OLD = 512
+# Where drafts gain less, a step does without.
+LEAST_GAIN = 1.02
+# Steps between two measurements without drafts: at a gain of 1, for each 1 more, and at most.
+_OFTEN, _SELDOM, _SELDOMEST = 8, 128, 128
+# A less likely token is never drafted.
+_LEAST_CHANCE = 0.02
+
+
+@dataclass(slots=True)
+class _Cost:
+    """Seconds of the latest steps of one kind, and when there was one."""
+
+    latest: list[float] = field(default_factory=list)
+    at: int = 0
+
+    def note(self, seconds: float, at: int) -> None:
+        self.latest = [*self.latest[1 - _KEPT :], seconds]
+        self.at = at
+
+    @property
+    def seconds(self) -> float:
+        """The second lowest of five, the lowest of fewer: whatever else the machine does makes steps longer."""
+        return sorted(self.latest)[(len(self.latest) - 1) // 4]
 
 
 class Pace:
-    """Seconds of a step by its requests that decode and its drafted rows; the latest steps count most."""
+    """Seconds of a step by its requests that decode and its drafted rows."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, dict[int, float]] = {}
+        self._costs: dict[int, dict[int, _Cost]] = {}
+        self._steps: dict[int, int] = {}
+        self._before = (0, 0, 0)
         self._row_s: float | None = None  # of a row beside those of prompts
 
     def note(self, requests: int, drafted: int, seconds: float, beside: int = 0) -> None:
         """`beside`: rows of prompts in the step."""
+        follows, self._before = self._before == (requests, drafted, beside), (requests, drafted, beside)
         if beside:
-            self._row_s = _follow(self._row_s, seconds / (requests + drafted + beside))
-        else:
-            steps, drafted = self._seconds.setdefault(_bucket(requests), {}), _bucket(drafted)
-            steps[drafted] = _follow(steps.get(drafted), seconds)
+            latest = seconds / (requests + drafted + beside)
+            self._row_s = latest if self._row_s is None else self._row_s + _RECENT * (latest - self._row_s)
+            return
+        batch = _bucket(requests)
+        self._steps[batch] = at = self._steps.get(batch, 0) + 1
+        # Behind another kind of step, one without drafts is planned anew, which it is not where none has drafts.
+        if drafted or follows:
+            self._costs.setdefault(batch, {}).setdefault(_bucket(drafted), _Cost()).note(seconds, at)
 
-    def seconds(self, requests: int, most: int, beside: int = 0) -> np.ndarray | None:
-        """Of steps with 0 to `most` drafted rows, float64 [most + 1]; None: one without drafts was never measured.
+    def seconds(self, requests: int, most: int, beside: int = 0) -> list[float] | None:
+        """Of steps with 0 to `most` drafted rows; None: those without drafts are not known yet.
 
         Beside rows of prompts, those of a step in which all decode, had it rows at the price of theirs: only tokens
         that come cheaper than in later steps may let prompts wait.
         """
-        steps = self._seconds.get(_bucket(requests))
-        if steps is None or 0 not in steps:
+        batch = _bucket(requests)
+        costs, now = self._costs.get(batch, {}), self._steps.get(batch, 0)
+        if 0 not in costs or len(costs[0].latest) < _FEWEST:
             return None
-        wanted = np.arange(most + 1)
+        known = [(rows, costs[rows].seconds) for rows in sorted(costs) if not rows or now - costs[rows].at < _OLD]
         if beside:
-            return None if self._row_s is None else steps[0] + self._row_s * wanted
-        rows = np.array(sorted(steps))
-        known = np.maximum.accumulate([steps[n] for n in rows.tolist()])
-        slope = _UNKNOWN * known[0]
-        if len(rows) > 1:
-            slope = max(slope, (known[-1] - known[-2]) / (rows[-1] - rows[-2]))
-        return np.interp(wanted, rows, known) + np.maximum(wanted - rows[-1], 0) * slope
+            row_s = self._row_s
+            return None if row_s is None else [known[0][1] + row_s * rows for rows in range(most + 1)]
+        # More rows never take less time: where they seem to, something else delayed the step with fewer.
+        for i in range(len(known) - 2, -1, -1):
+            known[i] = known[i][0], min(known[i][1], known[i + 1][1])
+        return _lines(known, most)
+
+    def due(self, requests: int, gain: float) -> bool:
+        """Whether a step should do without drafts, though they make it worth `gain` steps, so that its time stays known.
+
+        The less that costs, the more often.
+        """
+        batch = _bucket(requests)
+        age = self._steps[batch] - self._costs[batch][0].at
+        return age >= min(max(_SELDOM * (gain - 1), _OFTEN), _SELDOMEST)
 
 
-def _follow(before: float | None, latest: float) -> float:
-    return latest if before is None else before + _RECENT * (latest - before)
+def _lines(known: Sequence[tuple[int, float]], most: int) -> list[float]:
+    """Values at 0, 1, ..., `most` of the lines through known points, the first of which is at 0."""
+    (_, first), found = known[0], [known[0][1]]
+    slope = _UNKNOWN * first
+    for (left, low), (right, high) in zip(known, known[1:], strict=False):
+        slope = (high - low) / (right - left)
+        found += [low + slope * n for n in range(1, right - left + 1)]
+    slope = max(slope, _UNKNOWN * first)
+    found += [found[-1] + slope * n for n in range(1, most + 2 - len(found))]
+    return found[: most + 1]
 
 
 def _bucket(drafted: int) -> int:
@@ -82,17 +133,35 @@ class Acceptance:
             self._prior.note(right, drafted)
 
 
-def share_out(chances: Sequence[np.ndarray], requests: int, seconds: np.ndarray) -> list[int]:
+def share_out(drafts: Sequence[tuple[float, int]], requests: int, seconds: Sequence[float]) -> tuple[list[int], float]:
     """Rows for each draft, so that a step gives the most tokens a second.
 
     Args:
-        chances: for each draft, how likely each of its tokens is accepted: descending.
+        drafts: of each, the rate at which its next token is right, and its tokens.
         requests: of the step, each of which gets a token at least.
         seconds: of a step with 0, 1, ... drafted rows.
+
+    Returns:
+        The rows, and the step's tokens a second over those of one without drafts.
     """
-    every = np.concatenate(chances)
-    order = np.argsort(-every, kind="stable")[: len(seconds) - 1]
-    gained = np.concatenate(([0.0], np.cumsum(every[order])))
-    most = int(np.argmax((requests + gained) / seconds[: len(gained)]))
-    owner = np.repeat(np.arange(len(chances)), [len(chance) for chance in chances])
-    return np.bincount(owner[order[:most]], minlength=len(chances)).tolist()
+    coming = [(-rate, i, 1) for i, (rate, _) in enumerate(drafts)]
+    heapq.heapify(coming)
+    taken: list[int] = []
+    tokens, most, best = float(requests), 0, requests / seconds[0]
+    for time in seconds[1:]:
+        if not coming or -coming[0][0] < _LEAST_CHANCE:
+            break
+        chance, i, length = coming[0]
+        taken.append(i)
+        tokens -= chance
+        rate, longest = drafts[i]
+        if length < longest:
+            heapq.heapreplace(coming, (chance * rate, i, length + 1))
+        else:
+            heapq.heappop(coming)
+        if tokens / time > best:
+            most, best = len(taken), tokens / time
+    lengths = [0] * len(drafts)
+    for i in taken[:most]:
+        lengths[i] += 1
+    return lengths, best * seconds[0] / requests

@@ -1,4 +1,4 @@
-// A diffusion model's output, one cell a position. A mask is a blank; what has been decided never changes.
+// A diffusion model's output, one cell a position. A mask is a blank; what has been decided changes only where the model edits.
 class Canvas {
   static pieces = new Map();
   static async learn(ids) {

@@ -1,6 +1,6 @@
 // Figures over time. Gauges show the last sample of each piece of time, counters the difference to the piece before.
 let samples = [];
-const PIECES = 100, HIT_WINDOW_S = 30, HEIGHT = 112, LEFT = 46, RIGHT = 6, TOP = 6, BOTTOM = 18;
+const PIECES = 100, HIT_WINDOW_S = 30, HEIGHT = 112, LEFT = 52, RIGHT = 6, TOP = 6, BOTTOM = 18;
 const charts = new Map();
 function addSample(now) {
   if (samples.length && now.at_s < samples.at(-1).at_s) samples = [];
@@ -21,7 +21,7 @@ function pieces() {
   }
   return found;
 }
-const growth = (read) => ({ last, before }) => last && before ? Math.max(read(last) - read(before), 0) : last ? 0 : null;
+const growth = (read) => ({ last, before }) => last ? Math.max(read(last) - read(before || samples[0]), 0) : null;
 const gauge = (read) => ({ last }) => last ? read(last) : null;
 const share = (read) => gauge((s) => 100 * read(s) / s.pages_total);
 function hitRatio({ last }) {
@@ -38,17 +38,19 @@ function stacked(field, names, words = {}) {
 const namesOf = (field) => [...new Set(samples.flatMap((s) => Object.keys(s[field] || {})))].sort();
 function showFigures(now) {
   addSample(now);
+  const field = `evicted_tokens_by_${$("evictedby").value}`, total = (s, name) => Object.values(s[name] || {}).reduce((sum, n) => sum + n, 0);
+  const since = samples.find((s) => s.at_s >= now.at_s - $("window").value), over = (name) => number(Math.max(total(now, name) - total(since, name), 0));
   const used = 100 * (1 - now.pages_free / now.pages_total), hit = hitRatio({ last: now });
   chart("Pool", `${number(used)} % in use`, "%", [
     ["live requests", "--b", share((s) => s.pages_private + s.pages_locked)], ["pinned", "--d", share((s) => s.pages_pinned)],
     ["cached", "--a", share((s) => s.pages_tree - s.pages_locked - s.pages_pinned)]], { stack: true, top: 100, rest: "free" });
   chart("Hit ratio", hit == null ? "–" : `${number(hit, 1)} %`, "%", [[`of prompt tokens, over ${HIT_WINDOW_S} s`, "--c", hitRatio]], { top: 100 });
+  const reused = growth((s) => s.cached_tokens), computed = growth((s) => s.queried_tokens - s.cached_tokens);
+  chart("Prompt tokens", `${number(Math.max(now.cached_tokens - since.cached_tokens, 0))} of ${number(Math.max(now.queried_tokens - since.queried_tokens, 0))} reused`, "", [["reused", "--c", reused], ["computed", "--b", computed]], { stack: true, bars: true });
   chart("Requests", `${now.running} running, ${now.waiting} waiting`, "", [["running", "--a", gauge((s) => s.running)], ["waiting", "--bad", gauge((s) => s.waiting)]]);
   chart("Time to first token", now.ttft_p50_s == null ? "–" : `${number(1000 * now.ttft_p50_s)} ms`, "ms",
     [["median", "--a", gauge((s) => s.ttft_p50_s && 1000 * s.ttft_p50_s)], ["95 %", "--b", gauge((s) => s.ttft_p95_s && 1000 * s.ttft_p95_s)]]);
   chart("Generated", `${number(now.tokens_per_s, 1)} tokens/s`, "", [["tokens/s", "--c", gauge((s) => s.tokens_per_s)]]);
-  const field = `evicted_tokens_by_${$("evictedby").value}`, total = (s, name) => Object.values(s[name] || {}).reduce((sum, n) => sum + n, 0);
-  const over = (name) => number(Math.max(total(now, name) - total(samples[0], name), 0));
   chart("Evicted", `${over(field)} tokens`, "", stacked(field, namesOf(field), CAUSES), { stack: true, bars: true });
   chart("Missed", `${over("missed_tokens_by_reason")} prompt tokens`, "", stacked("missed_tokens_by_reason", namesOf("missed_tokens_by_reason"), REASONS), { stack: true, bars: true, none: "counted while somebody looks" });
   if (namesOf("loaded_tokens_by_tier").length) chart("Loaded from tiers", `${over("loaded_tokens_by_tier")} tokens`, "", stacked("loaded_tokens_by_tier", namesOf("loaded_tokens_by_tier")), { stack: true, bars: true });
@@ -117,7 +119,7 @@ function drawSeries(svg, values, colour, options, x, y, step, under) {
   values.forEach((v, i) => {
     // Up to a few pieces without a sample are bridged; more are a gap.
     if (v == null) return;
-    path += `${last == null || i - last > 6 ? "M" : "L"}${x(i).toFixed(1)} ${y(v).toFixed(1)}`;
+    path += last == null || i - last > 6 ? `M${x(i).toFixed(1)} ${y(v).toFixed(1)}h.01` : `L${x(i).toFixed(1)} ${y(v).toFixed(1)}`;
     first ??= i; last = i; fill.push([x(i), y(v)]);
   });
   if (options.stack && fill.length > 1) draw(svg, "path", { d: `M${fill.map(([a, b]) => `${a.toFixed(1)} ${b.toFixed(1)}`).join("L")}L${x(last)} ${y(0)}L${x(first)} ${y(0)}Z`, fill: `color-mix(in srgb, var(${colour}) 55%, var(--panel))` });

@@ -89,7 +89,11 @@ $("newchat").addEventListener("click", () => { playing?.abort(); messages = []; 
 // -- the same request elsewhere
 function requestOf() {
   const text = $("prompt").value;
-  if (form() === "chat") return ["/v1/chat/completions", chatBody(text || "What is a radix tree?")];
+  if (form() === "chat") {  // without a draft, the request that was sent last
+    const body = chatBody(text || (messages.length ? "" : EXAMPLES[0]));
+    if (!text) body.messages = body.messages.slice(0, body.messages.findLastIndex((message) => message.role === "user") + 1);
+    return ["/v1/chat/completions", body];
+  }
   const { explain, ...body } = wanted(text);
   return ["/generate", body];
 }

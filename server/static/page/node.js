@@ -4,8 +4,8 @@ function showNode(block) {
   if (!block) { box.replaceChildren("This node is gone, or too small to be shown."); box.dataset.shown = ""; return; }
   const name = nameOf(block), same = box.dataset.shown === name;
   if (same && box.contains(document.activeElement) && document.activeElement.matches("pre")) return;
-  const entries = [["tokens", `${number(block.tokens)}, after ${number(block.start)}`], ["from here on", `${number(block.total)} tokens in ${number(block.nodes)} nodes`], ["hits", number(block.hits)],
-    ["last used", `${ago(block.idle_s)} ago`], ["computed in", block.cost_s ? `${number(block.cost_s, 2)} s` : null], ["owner", ownerOf(block)], ["kind", kindOf(block)], ["also in", (block.tiers || []).join(", ")],
+  const entries = [["tokens", `${number(block.tokens)}, after ${number(block.start)}`], ["from here on", block.total && `${number(block.total)} tokens in ${number(block.nodes)} nodes`], ["hits", number(block.hits)],
+    ["last used", block.idle_s != null && `${ago(block.idle_s)} ago`], ["computed in", block.cost_s && `${number(block.cost_s, 2)} s`], ["owner", ownerOf(block)], ["kind", kindOf(block)], ["also in", (block.tiers || []).join(", ")],
     ["kept by", [block.pinned && "pins", block.locked && "live requests"].filter(Boolean).join(" and ")], ["foreseen", block.outlook && foreseen(block.outlook)]];
   const list = make("dl");
   for (const [what, value] of entries) if (value) list.append(make("dt", what), make("dd", value));
@@ -19,7 +19,7 @@ function showNode(block) {
 }
 function nodeButtons(block, text) {
   const row = make("div", null, { class: "row" });
-  if (block.below.length) row.append(button("Zoom in", () => zoomTo(block)));
+  if (block.below?.length) row.append(button("Zoom in", () => zoomTo(block)));
   if (!asker.admin) return row;
   const [end, start] = block.end || [block.id, block.start];
   const whole = async () => (await ask(`/cache/nodes/${end}?start=${start}&from=${block.start}`)).text;
@@ -33,7 +33,7 @@ function nodeButtons(block, text) {
 async function change(act, done) {
   const box = $("node");
   let told = done;
-  try { const answer = await act(); if (answer?.evicted_tokens != null) told = `${number(answer.evicted_tokens)} tokens evicted`; }
+  try { const answer = await act(); if (answer?.evicted_tokens != null) told = answer.evicted_tokens ? `${number(answer.evicted_tokens)} tokens evicted` : "0 tokens evicted: pins or live requests keep it."; }
   catch (error) { told = error.message; }
   box.dataset.said = told;
   if ($("said")) $("said").textContent = told;

@@ -8,7 +8,9 @@ async function learn() {
   document.querySelectorAll("[data-diffusion]").forEach((element) => { element.hidden = !diffusion; });
   if (!diffusion) await listSchemas().catch(() => {});
   $("tokensname").textContent = diffusion ? "masks" : "new tokens";
-  if (diffusion) $("algorithm").replaceChildren(...ALGORITHMS.map((name) => {
+  // Prefixes of models that attend by blocks are shared as they are.
+  if (diffusion?.attended) $("shared").parentElement.hidden = true;
+  if (diffusion) $("algorithm").replaceChildren(...ALGORITHMS.concat(diffusion.edits ? ["joint_threshold"] : []).map((name) => {
     const option = make("option", name, { value: name });
     option.selected = name === diffusion.algorithm;
     return option;
@@ -151,7 +153,8 @@ function why({ reason, message, parting }) {
 }
 function tell(meta) {
   const layers = meta.shallow_depth == null ? "" : ` in ${meta.shallow_depth} of ${served.diffusion.num_layers} layers`;
-  const steps = meta.denoise_steps == null ? "" : ` after ${number(meta.denoise_steps)} steps, ${number(meta.refreshes)} of which refreshed the prefix`;
+  const refreshes = meta.refreshes == null ? "" : `, ${number(meta.refreshes)} of which refreshed the prefix`;
+  const steps = meta.denoise_steps == null ? "" : ` after ${number(meta.denoise_steps)} steps${refreshes}`;
   return `${number(meta.cached_tokens)} of ${number(meta.prompt_tokens)} prompt tokens reused${meta.cached_tokens ? layers : ""}; ` +
     `${number(meta.completion_tokens)} generated${steps}${meta.e2e_latency ? ` in ${number(meta.e2e_latency, 2)} s` : ""}`;
 }

@@ -2,30 +2,31 @@
 function rows(table, head, lines, none) {
   const top = make("tr");
   head.forEach((text) => top.append(make("th", text)));
-  const body = lines.map((cells) => { const row = make("tr"); cells.forEach((cell) => { const td = make("td"); td.append(cell); row.append(td); }); return row; });
+  const body = lines.map((cells) => { const row = make("tr"); row.append(...cells.map((cell) => { if (cell.tagName === "TD") return cell; const td = make("td"); td.append(cell); return td; })); return row; });
   if (!body.length) { table.replaceChildren(make("caption", none, { class: "soft", style: "text-align:left" })); return; }
   table.replaceChildren(top, ...body);
 }
+const ENDS = { invalid_request_error: "refused: invalid", overloaded_error: "refused: too busy", rate_limit_error: "refused: key's limit", timeout_error: "timeout", engine_dead: "the engine died", internal_error: "failed" };
 const whose = (entry) => entry.tenant || "–";
 const milliseconds = (s) => s ? number(1000 * s, s < .01 ? 1 : 0) : "–";
 function showRequests(live, finished) {
   rows($("requests"), ["request", "tenant", "state", "prompt", "reused", "computed", "output", "seconds"], live.map((r) => [
     short(r.rid, 16), whose(r), r.phase, number(r.prompt_tokens), number(r.cached_tokens),
     served?.diffusion ? "–" : number(r.computed_tokens), `${r.output_tokens}/${r.max_tokens}`, number(r.age_s, 1)]), "none");
-  rows($("finished"), ["request", "tenant", "ended", "prompt", "reused", "output", "waited ms", "prefill ms", "tokens/s", "seconds", "by"], (finished || []).map((r) => {
+  rows($("finished"), ["request", "tenant", "ended", "prompt", "reused", "output", "waited ms", "prefill ms", "tokens/s", "seconds", "end"], (finished || []).map((r) => {
     const decode = r.e2e_s - r.queue_s - r.prefill_s;
     return [short(r.rid, 16), whose(r), new Date(1000 * r.at_s).toLocaleTimeString(), number(r.prompt_tokens), number(r.cached_tokens), number(r.output_tokens),
-      milliseconds(r.queue_s), milliseconds(r.prefill_s), r.output_tokens > 1 && decode > 0 ? number((r.output_tokens - 1) / decode, 1) : "–", number(r.e2e_s, 2), r.finish];
+      milliseconds(r.queue_s), milliseconds(r.prefill_s), r.output_tokens > 1 && decode > 0 ? number((r.output_tokens - 1) / decode, 1) : "–", number(r.e2e_s, 2), make("td", ENDS[r.finish] || r.finish, r.error ? { class: "bad", title: r.error } : {})];
   }), "none yet");
 }
 function showPins() {
   rows($("pins"), ["pin", "tenant", "tokens", "hits", "left", ""], (tree.pins || []).map((pin) => [
-    short(pin.name || pin.id, 22), whose(pin), number(pin.tokens), number(pin.hits), pin.expires_in_s == null ? "no end" : ago(pin.expires_in_s),
+    short(pin.name || pin.id, 14), whose(pin), number(pin.tokens), number(pin.hits), pin.expires_in_s == null ? "no end" : ago(pin.expires_in_s),
     button("Unpin", () => change(() => ask(`/cache/pins/${encodeURIComponent(pin.id)}`, null, "DELETE"), "unpinned"))]), "none");
 }
 function showEvictions() {
-  rows($("evictions"), ["tenant", "cause", "pages", "idle", "foreseen"], (tree.evictions || []).toReversed().map((e) => [
-    whose(e), e.cause, e.kept_pages ? `${e.pages} of ${e.pages + e.kept_pages}` : e.pages, ago(e.idle_s), foreseen(e.outlook)]), "none");
+  rows($("evictions"), ["tenant", "cause", "pages", "idle", "foreseen, when it went"], (tree.evictions || []).toReversed().map((e) => [
+    whose(e), CAUSES[e.cause] || e.cause, e.kept_pages ? `${e.pages} of ${e.pages + e.kept_pages}` : e.pages, ago(e.idle_s), make("td", foreseen(e.outlook), { class: "long" })]), "none");
 }
 function showQuota(quota) {
   const box = $("quota"), has = quota.quota_tokens != null, meter = make("div", null, { class: "meter" });

@@ -45,20 +45,45 @@ function colouring() {
   const most = { hits: Math.max(0, ...shown.map((b) => b.hits)), cost: Math.max(0, ...shown.map((b) => b.cost_s || 0)) };
   return { key: COLOURINGS[by].key, fill: (block) => `color-mix(in oklab, var(--hot) ${Math.round(100 * COLOURINGS[by].of(block, most))}%, var(--cold))` };
 }
-const found = (block) => { const text = $("search").value.trim().toLowerCase(); return !text || `${block.preview} ${labelOf(block)}`.toLowerCase().includes(text); };
+// The server searches the whole tree; what it finds stands in a list, and in the shown block that has it or is above it.
+let sought = null, seeking = 0;
+async function seek() {
+  const mine = ++seeking, text = $("search").value.trim();
+  if (!text) { sought = null; showTree(); return; }
+  try { const answer = await ask("/cache/search", { text, limit: 50 }); if (mine === seeking) { sought = { ...answer, text }; showTree(); } }
+  catch (error) { if (mine === seeking) { sought = null; showTree(); $("treefigures").textContent = error.message; } }
+}
+function markFound() {
+  const places = new Map(blocks.filter((block) => block.id >= 0).map((block) => [block.id, block]));
+  for (const node of sought?.nodes || []) {
+    const place = [node.id, ...node.above.toReversed()].map((id) => places.get(id)).find(Boolean);
+    if (place) place.found = true;
+  }
+}
+function showFound() {
+  $("found").hidden = !sought?.nodes.length;
+  $("found").replaceChildren(...(sought?.nodes || []).slice(0, 8).map((node) => {
+    const line = button("", () => choose(blocks.find((block) => nameOf(block) === nameOf(node)) || node)), text = folded(node.text);
+    const at = text.toLowerCase().indexOf(sought.text.toLowerCase());
+    line.append(...(at < 0 ? [text] : [text.slice(0, at), make("mark", text.slice(at, at + sought.text.length)), text.slice(at + sought.text.length)]));
+    return line;
+  }));
+}
+const found = (block) => !sought || !!block.found;
 function showTree() {
   if (!tree) return;
   blocks = nested();
   const tenant = fillTenants(), roots = blocks.filter((block) => block.parent == null && block.total && (!tenant || block.tenant === tenant));
-  const sum = (list, field) => list.reduce((all, one) => all + one[field], 0), wanted = $("search").value.trim();
-  const hits = wanted ? blocks.filter((block) => block.id >= 0 && found(block)).length : 0;
+  const sum = (list, field) => list.reduce((all, one) => all + one[field], 0);
+  markFound();
+  showFound();
   $("treefigures").textContent = `${number(sum(roots, "total"))} tokens in ${number(sum(roots, "nodes"))} nodes` +
-    (wanted ? `, ${number(hits)} of those shown begin with or hold this text` : sum(roots, "nodes") ? `, ${number(sum(blocks, "chained"))} of them shown` : ": empty. Send a prompt, and look again.");
+    (sought ? `; ${sought.nodes.length || "no"} node${sought.nodes.length === 1 ? " has" : "s have"} \u201c${short(sought.text, 30)}\u201d${sought.complete ? "" : ", and more were not read"}` : sum(roots, "nodes") ? `, ${number(sum(blocks, "chained"))} of them shown` : ": empty. Send a prompt, and look again.");
   const from = zoom && blocks.find((block) => nameOf(block) === zoom);
   if (zoom && !from) zoom = null;
   showCrumbs(from);
   drawTree(from ? [from] : roots);
-  if (selected) showNode(blocks.find((block) => nameOf(block) === selected));
+  if (selected) showNode([...blocks, ...(sought?.nodes || [])].find((block) => nameOf(block) === selected));
 }
 function fillTenants() {
   const names = [...new Set(blocks.filter((block) => block.parent == null).map((block) => block.tenant))].filter(Boolean).sort(), chosen = $("tenant").value;
@@ -125,7 +150,7 @@ function zoomTo(block) { zoom = nameOf(block); cursor = zoom; showTree(); }
 function choose(block) { cursor = nameOf(block); if (block.id >= 0) selected = cursor; showTree(); }
 const depths = ({ depths, similarity }) => Object.entries(depths).sort((a, b) => a[0] - b[0]).map(([ratio, depth]) =>
   `${depth} layers from ${ratio} % of a request` + (similarity[ratio] == null ? "" : ` (similarity ${similarity[ratio]})`)).join(", ");
-const foreseen = (outlook) => outlook ? `${outlook.kind}; ${number(outlook.age)} uses ago; ${(1000 * outlook.promise).toPrecision(2)} hits a page in 1,000 uses` : "–";
+const foreseen = (outlook) => outlook ? `${outlook.kind}; ${number(outlook.age)} uses ago; ${number(1000 * outlook.promise, outlook.promise < .01 ? 1 : 0)} hits a page in 1,000 uses` : "–";
 const kindOf = ({ meta, kind }) => meta?.module != null ? `module ${meta.module} of the schema ${meta.schema}, ${number(meta.module_tokens)} tokens` :
   meta?.depths ? `encoded with ${number(meta.encoded_tokens)} tokens, reusable in ${depths(meta)} (depth table ${meta.depth_table})` :
   meta?.document != null ? `document ${meta.document}, ${number(meta.document_tokens)} tokens` : { rows: "behind prompt modules", fused: "behind documents", bicache: "encoding" }[kind];
@@ -152,5 +177,6 @@ $("icicle").addEventListener("keydown", (event) => {
   if (!next) return;
   now.setAttribute("tabindex", "-1"); next.setAttribute("tabindex", "0"); cursor = next.dataset.name; next.focus();
 });
-for (const [id, kind] of [["search", "input"], ["tenant", "change"], ["colourby", "change"]]) $(id).addEventListener(kind, () => { if (id === "tenant") zoom = null; showTree(); });
+$("search").addEventListener("input", () => { const typed = ++seeking; setTimeout(() => { if (typed === seeking) seek(); }, 250); });
+for (const [id, kind] of [["tenant", "change"], ["colourby", "change"]]) $(id).addEventListener(kind, () => { if (id === "tenant") zoom = null; showTree(); });
 addEventListener("resize", () => { showTree(); for (const id of charts.keys()) drawChart(id); });

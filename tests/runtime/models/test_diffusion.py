@@ -13,7 +13,10 @@ from runtime.config import make_config
 from runtime.errors import ModelError
 from runtime.execution.executor import Executor
 from runtime.models.diffusion import DiffusionSpec
+from runtime.models.implementation import own_spec
+from runtime.models.shards import split_spec
 from runtime.models.spec import LlamaSpec
+from runtime.models.weights import load_weights
 from tests.runtime.reuse.bicache.models import EOS, KINDS, MASK, save_tiny
 from tests.runtime.reuse.bicache.reference import PlainModel
 
@@ -68,11 +71,63 @@ def edited(tmp_path, kind, **changes):
         ("llada", {"mask_token_id": 300}),
         ("dream", {"mask_token_id": None}),
         ("llama_diffusion", {"logits_shift": 2}),
+        ("llada2", {"use_qkv_bias": True}),
+        ("llada2", {"score_function": "softmax"}),
+        ("llada2", {"image_token_offset": 290}),
+        ("llada2", {"partial_rotary_factor": 0.75}),
+        ("llada2", {"n_group": None}),
     ],
 )
 def test_what_is_not_supported_is_refused(tmp_path, kind, changes):
     with pytest.raises(ModelError, match=next(iter(changes))):
         LlamaSpec.load(edited(tmp_path, kind, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_experts_per_tok": 5}, {"n_group": 3}, {"topk_group": 5}, {"num_experts_per_tok": 0}, {"n_group": "4"}],
+)
+def test_numbers_of_experts_that_do_not_fit_are_refused(tmp_path, changes):
+    with pytest.raises(ModelError, match="experts"):
+        LlamaSpec.load(edited(tmp_path, "llada2", **changes))
+
+
+def test_experts_are_not_divided_among_ranks(tmp_path):
+    spec = LlamaSpec.load(save_tiny("llada2", tmp_path / "llada2"))
+    with pytest.raises(ModelError, match="experts of LLaDA2MoeModelLM are served by one rank"):
+        split_spec(spec, 2)
+
+
+def test_the_bias_of_experts_keeps_its_bits(tmp_path):
+    path = save_tiny("llada2", tmp_path / "llada2")
+    weights = load_weights(path, LlamaSpec.load(path), torch.bfloat16)
+    kinds = {name: tensor.dtype for name, tensor in weights.items()}
+    assert {name for name, kind in kinds.items() if kind == torch.float32} == {
+        f"model.layers.{i}.mlp.gate.expert_bias" for i in (1, 2, 3)
+    }
+
+
+def test_diffusion_gemma_is_refused_by_name(tmp_path):
+    path = edited(tmp_path, "sdar", architectures=["DiffusionGemmaForBlockDiffusion"], model_type="diffusion_gemma")
+    with pytest.raises(ModelError, match="DiffusionGemmaForBlockDiffusion is not served: its canvas has no masks"):
+        own_spec(make_config(model=str(path)).model, path)
+
+
+def test_llada2_minis_shapes(tmp_path):
+    """16 B parameters, and ends by its pad token."""
+    path = edited(tmp_path, "llada2", hidden_size=2048, num_hidden_layers=20, num_attention_heads=16, head_dim=128,
+                  num_key_value_heads=4, intermediate_size=5120, moe_intermediate_size=512, num_experts=256,
+                  num_experts_per_tok=8, n_group=8, topk_group=4, vocab_size=157184, pad_token_id=156892,
+                  mask_token_id=156895, max_position_embeddings=32768, block_length=None)  # fmt: skip
+    spec = LlamaSpec.load(path)
+    assert sum(np.prod(shape) for shape in spec.expected_tensors().values()) == pytest.approx(16.26e9, rel=0.001)
+    assert spec.eos_token_ids == (156892,)
+    expected = DiffusionSpec(156895, 0, "low_confidence", attended=32, block=32, threshold=0.95, edits=True)
+    assert spec.diffusion == expected
+    names = [spec.stored_name(name) for name in spec.expected_tensors()]
+    assert len(set(names)) == len(names)
+    assert "model.layers.1.mlp.shared_experts.down_proj.weight" in names
+    assert "model.layers.0.attention.query_key_value.weight" in names
 
 
 def test_the_published_models_shapes(tmp_path):

@@ -1,4 +1,4 @@
-"""Block diffusion against transformers: every block from all before it and itself, computed anew at every step."""
+"""Block diffusion against plain loops: every block from all before it and itself, computed anew at every step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from array import array
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from runtime.engine.core import EngineCore
 from runtime.errors import InvalidRequest, ModelError
@@ -17,30 +24,45 @@ from runtime.params import DiffusionParams, SamplingParams
 from runtime.protocol import AddPin
 from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
 from tests.runtime.reuse.bicache.models import CONTEXT, MASK, save_tiny
+from tests.runtime.reuse.plain_llada2 import PlainLLaDA2
 
+# Positions that attend to each other, positions that are denoised together, the shift, the threshold.
 KINDS = {
-    "sdar": (Qwen3Config, Qwen3ForCausalLM, 4, 4, 0, 0.85),
-    "fast_dllm": (Qwen2Config, Qwen2ForCausalLM, 16, 8, 1, 0.9),
+    "sdar": (4, 4, 0, 0.85),
+    "sdar_moe": (4, 4, 0, 0.85),
+    "fast_dllm": (16, 8, 1, 0.9),
+    "llada2": (8, 8, 0, 0.95),
 }
-# A random model is sure of nothing: so low that some steps decide several masks, and some but one.
-SURE = 0.02
+# Transformers' code of the same body.
+BODIES = {
+    "sdar": (Qwen3Config, Qwen3ForCausalLM),
+    "sdar_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "fast_dllm": (Qwen2Config, Qwen2ForCausalLM),
+}
+# Some steps decide several masks, and some but one.
+SURE = 0.8
 
 
 class Plain:
     """The published loops, without a cache."""
 
     def __init__(self, kind, path):
-        config_type, model_type, self.attended, self.block, self.shift, _ = KINDS[kind]
+        self.attended, self.block, self.shift, _ = KINDS[kind]
+        if kind == "llada2":
+            self.forward = PlainLLaDA2(path).logits
+            return
+        config_type, model_type = BODIES[kind]
         config = json.loads((path / "config.json").read_text())
         config = config_type(**{k: v for k, v in config.items() if k not in ("architectures", "model_type")})
-        self.model = model_type.from_pretrained(path, config=config, dtype=torch.float32, attn_implementation="eager")
+        model = model_type.from_pretrained(path, config=config, dtype=torch.float32, attn_implementation="eager")
+        hidden = lambda seen: torch.where(seen, 0.0, -math.inf)[None, None]  # noqa: E731
+        self.forward = lambda tokens, seen: model(torch.tensor([tokens]), attention_mask=hidden(seen)).logits[0]
 
     @torch.inference_mode()
     def probs(self, tokens):
         """Float64 [n, vocab], row i for token i as far as it is read within these tokens, and that of the next one."""
         block = torch.arange(len(tokens)) // self.attended
-        hidden = torch.where(block[:, None] >= block, 0.0, -math.inf)[None, None]
-        logits = self.model(torch.tensor([tokens]), attention_mask=hidden).logits[0]
+        logits = self.forward(tokens, block[:, None] >= block)
         logits[:, MASK] = -math.inf
         return logits.double().softmax(-1)
 
@@ -68,6 +90,30 @@ class Plain:
                     step += 1
         return tokens[len(prompt) : len(prompt) + length]
 
+    def denoise_jointly(self, prompt, length, threshold, edit_threshold, most):
+        """The tokens, and how often one was replaced."""
+        end = -(-(len(prompt) + length) // self.attended) * self.attended
+        tokens, num_edits = prompt + [MASK] * (end - len(prompt)), 0
+        for first in range(len(prompt) // self.attended * self.attended, end, self.attended):
+            block, post = range(max(first, len(prompt)), first + self.attended), 0
+            while True:
+                masks = [i for i in block if tokens[i] == MASK]
+                post += not masks
+                if post > most:
+                    break
+                found = self.probs(tokens[: block.stop]).max(-1)
+                changed = [i for i in masks if found.values[i] >= threshold]
+                if masks and not changed:
+                    changed = [max(masks, key=lambda i: float(found.values[i]))]
+                edits = [i for i in block if i not in masks and found.values[i] > edit_threshold]
+                edits = [i for i in edits if found.indices[i] != tokens[i]]
+                if not changed + edits:
+                    break
+                num_edits += len(edits)
+                for i in changed + edits:
+                    tokens[i] = int(found.indices[i])
+        return tokens[len(prompt) : len(prompt) + length], num_edits
+
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request):
@@ -87,6 +133,13 @@ def plain(kind, path):
 @pytest.fixture(scope="module")
 def driver(path):
     return DenoiseDriver(make_core(path, page_size=16))
+
+
+@pytest.fixture(scope="module")
+def editor(tmp_path_factory):
+    """A driver of LLaDA2, and the plain loops."""
+    path = save_tiny("llada2", tmp_path_factory.mktemp("editor") / "llada2")
+    return DenoiseDriver(make_core(path, page_size=16)), Plain("llada2", path)
 
 
 def text(length, seed=0):
@@ -130,15 +183,17 @@ def test_schedules_equal_the_plain_loop(driver, plain, options):
 
 def test_defaults_are_those_of_the_authors(driver, plain, kind):
     filled = DiffusionParams().filled(driver.core.info.diffusion, SamplingParams())
-    _, _, _, block, _, threshold = KINDS[kind]
+    _, block, _, threshold = KINDS[kind]
     assert (filled.block_length, filled.threshold) == (block, threshold)
     prompt = text(9, seed=4)
     assert driver.one(prompt, gen_length=8) == plain.denoise(prompt, 8, threshold=threshold)
 
 
-def test_many_at_once_in_a_pool_that_is_too_small(path, plain):
+@pytest.mark.parametrize("smallest", [False, True])
+def test_many_at_once_in_a_pool_that_is_too_small(path, plain, smallest):
     """They share prefixes, are chunked, give way to each other, and evict what others left."""
-    driver = DenoiseDriver(make_core(path, page_size=16, pool_tokens=160, step_tokens=32))
+    page_size = plain.attended if smallest else 16
+    driver = DenoiseDriver(make_core(path, page_size=page_size, pool_tokens=160, step_tokens=32))
     prompts = [text(34, seed=5)[:shared] + text(40 - shared, seed=i) for i, shared in enumerate((0, 17, 34, 34, 25))]
     for i, prompt in enumerate(prompts):
         driver.denoise(f"r{i}", prompt, gen_length=30 + i, threshold=SURE)
@@ -147,6 +202,56 @@ def test_many_at_once_in_a_pool_that_is_too_small(path, plain):
         assert driver.tokens[f"r{i}"] == plain.denoise(prompt, 30 + i, threshold=SURE)
     assert driver.core.scheduler.num_retracted
     assert sum(driver.core.cache.tree.stats.evicted.values())
+
+
+@pytest.mark.parametrize(("edit_threshold", "most"), [(0.0, 0), (0.0, 16), (SURE, 1)])
+def test_the_joint_threshold_edits_as_published(editor, edit_threshold, most):
+    """Cold, warm, and with others in the step; the next turn reads what was edited."""
+    driver, plain = editor
+    settings = {"algorithm": "joint_threshold", "threshold": SURE, "edit_threshold": edit_threshold}
+    prompt, num_edits = text(21, seed=8), 0
+    for _ in range(2):
+        expected, more = plain.denoise_jointly(prompt, 13, SURE, edit_threshold, most)
+        for _ in range(2):
+            driver.denoise(f"beside{len(driver.tokens)}", text(9, seed=9), gen_length=20, threshold=SURE)
+            assert driver.one(prompt, gen_length=13, max_post_edit_steps=most, **settings) == expected
+        prompt, num_edits = prompt + expected, num_edits + more
+    assert num_edits
+    assert driver.report(driver.last())["cached_tokens"] >= 32
+
+
+def test_an_editable_token_is_not_streamed(editor):
+    """An answer comes by whole blocks, and its canvas at every step."""
+    driver, _ = editor
+    settings = {"algorithm": "joint_threshold", "threshold": SURE, "edit_threshold": 0.0, "stream_canvas": True}
+    answer = driver.one(text(20, seed=10), gen_length=19, **settings)
+    events = driver.events[driver.last()]
+    shown = [token for event in events for token in event.tokens]
+    assert shown == answer
+    sizes = [len(event.tokens) for event in events if event.tokens]
+    assert sizes == [4, 8, 7]
+    decided = [sum(token != MASK for token in event.canvas) for event in events]
+    assert decided == sorted(decided)
+    assert len(set(decided)) > 3
+
+
+def test_models_that_do_not_edit_refuse_to(driver, kind, plain):
+    info, sampling = driver.core.info.diffusion, SamplingParams()
+
+    def refused(**fields):
+        with pytest.raises(InvalidRequest) as error:
+            DiffusionParams(**fields).filled(info, sampling).check(info, sampling, 4, 10)
+        return error.value.param
+
+    assert refused(edit_threshold=0.5) == "diffusion.edit_threshold"
+    assert refused(max_post_edit_steps=3) == "diffusion.max_post_edit_steps"
+    if kind != "llada2":
+        assert refused(algorithm="joint_threshold") == "diffusion.algorithm"
+        return
+    for field, value in (("steps", 3), ("block_length", 4), ("factor", 0.5)):
+        assert refused(algorithm="joint_threshold", **{field: value}) == f"diffusion.{field}"
+    filled = DiffusionParams(algorithm="joint_threshold").filled(info, sampling)
+    assert (filled.threshold, filled.edit_threshold, filled.max_post_edit_steps) == (0.7, 0.5, 16)
 
 
 def test_no_page_is_left_behind_by_an_abort(driver):
@@ -190,5 +295,5 @@ def test_the_context_ends_with_a_whole_block(tmp_path, kind):
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": CONTEXT - 1}))
     core: EngineCore = make_core(path, page_size=16)
-    assert core.info.context_length == CONTEXT - KINDS[kind][2]
+    assert core.info.context_length == CONTEXT - KINDS[kind][0]
     assert len(DenoiseDriver(core).one(text(core.info.context_length - 5), gen_length=5)) == 5

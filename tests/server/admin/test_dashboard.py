@@ -121,6 +121,28 @@ def test_a_node_that_is_gone_or_another_is_refused(client, server):
     assert generate(client, SAYING)["meta_info"]["cached_tokens"] > 0
 
 
+def test_requests_without_an_end_are_listed_with_the_reason(client, server):
+    body = {"text": "Quokkas never", "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
+    assert client.post("/generate", json={**body, "rid": "late", "timeout_s": 0.5}).status_code == 408
+    far = {"input_ids": [5] * 10_000, "rid": "too-long", "sampling_params": {"max_new_tokens": 1}}
+    assert client.post("/generate", json=far).status_code == 400
+    with client.stream("POST", "/generate", json={**body, "rid": "left", "stream": True}) as answer:
+        lines = answer.iter_lines()  # dropped, it would end the stream
+        next(lines)
+    server.wait(lambda state: state["running"] == 0)
+    names = {"late": "timeout_error", "too-long": "invalid_request_error", "left": "client left"}
+
+    def told(event):
+        ends = {entry["rid"]: entry["finish"] for entry in event.get("figures", {}).get("finished", ())}
+        return names.items() <= ends.items()
+
+    finished = listen(server.url, told)["figures"]["finished"]
+    late = next(entry for entry in finished if entry["rid"] == "late")
+    assert late["output_tokens"] > 0
+    assert late["e2e_s"] > 0
+    assert "0.5" in late["error"]
+
+
 def test_only_so_many_may_look(client, server):
     streams = []
     try:

@@ -9,16 +9,17 @@ from types import SimpleNamespace
 import pytest
 
 from radix import Namespace
+from runtime.errors import DeadlineExceeded, InvalidRequest
 from runtime.protocol import Finish
 from server.admin.journal import BLOCK_TOKENS, BadTrace, Journal, Trace
 
 
 def ended(rid: str, tokens: list[int], account: str = "", salt: str = "", choice: int = 0):
     key = array("i", tokens).tobytes()
-    submission = SimpleNamespace(account=account, namespace=Namespace(account, salt), tokens=key)
+    submission = SimpleNamespace(rid=rid, account=account, namespace=Namespace(account, salt), tokens=key)
     counts = {"prompt_tokens": len(tokens), "cached_tokens": 0, "completion_tokens": 7}
     times = {"queue_s": 0.1, "prefill_s": 0.2, "e2e_s": 1.5}
-    return submission, SimpleNamespace(rid=rid, choice=choice, finish=Finish("stop"), **counts, **times)
+    return submission, SimpleNamespace(choice=choice, finish=Finish("stop"), **counts, **times)
 
 
 def test_each_tenant_has_its_last_hundred():
@@ -33,6 +34,21 @@ def test_each_tenant_has_its_last_hundred():
     assert journal.last("c") == []
     told = {"tenant": "b", "prompt_tokens": 1, "output_tokens": 7, "queue_s": 0.1, "finish": "stop"}
     assert told.items() <= journal.last("b")[0].items()
+
+
+def test_failed_requests_are_listed_with_what_they_had_reached_and_not_traced(tmp_path):
+    journal = Journal(Trace(tmp_path / "trace", {}))
+    submission, output = ended("late", [1, 2, 3])
+    journal.add_failed(submission, output, 2.5, DeadlineExceeded("the request took longer than 2 s"))
+    journal.add_failed(ended("refused", [])[0], None, 0.1, InvalidRequest("x" * 1000))
+    journal.add_failed(ended("gone", [1])[0], None, 0.2, None)
+    entries = {entry["rid"]: entry for entry in journal.last("")}
+    late, refused, gone = (entries[rid] for rid in ("late", "refused", "gone"))
+    told = {"finish": "timeout_error", "error": "the request took longer than 2 s", "e2e_s": 2.5}
+    assert ({**told, "prompt_tokens": 3, "output_tokens": 7, "queue_s": 0.1}).items() <= late.items()
+    assert (refused["finish"], len(refused["error"]), refused["prompt_tokens"]) == ("invalid_request_error", 300, 0)
+    assert (gone["finish"], "error" in gone) == ("client left", False)
+    assert (tmp_path / "trace").read_text() == ""
 
 
 def test_a_trace_tells_what_is_shared_and_no_text(tmp_path):

@@ -304,6 +304,16 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
                "evicted_tokens_by_tenant": {"alice": 48}, "missed_tokens_by_reason": {"new": 7, "room": 5},
                "substituted_pages": 5, "saved_pages": 2, "tokens_per_s": 0, "ttft_p50_s": None,
                "ttft_p95_s": None}  # fmt: skip
+    refused = {
+        "rid": "r",
+        "tenant": "",
+        "at_s": 1e9,
+        "finish": "timeout_error",
+        "error": "it took too long",
+        "e2e_s": 2,
+    }
+    refused |= {"prompt_tokens": 3, "cached_tokens": 0, "output_tokens": 1, "queue_s": 0, "prefill_s": 0.1}
+    figures |= {"finished": [refused]}
     before = figures | {"at_s": 1e9 - 60, "evicted_tokens_by_cause": {"room": 0}, "missed_tokens_by_reason": {}}
     common = {
         "tenant": "",
@@ -335,7 +345,8 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
     page.locator("#chart-reasoning-steps", has_text="2 pages saved").wait_for()
     last = page.locator("#evictions tr").nth(1).inner_text()
     told = "turn 2, after less than 64 uses; 40 uses ago; 1.2 hits a page in 1,000 uses"
-    assert last.split("\t") == ["alice", "room", "1 of 9", "61 s", told]
+    assert page.locator("#finished td.bad").get_attribute("title") == "it took too long"
+    assert last.split("\t") == ["alice", "room was needed", "1 of 9", "61 s", told]
     page.locator("#icicle rect").nth(1).dispatch_event("mousemove", {"clientX": 9, "clientY": 9})
     assert f"foreseen: {told}" in page.locator("#tip").inner_text()
     # Blocks narrower than a pixel are not drawn, and what is not shown stands as one.
@@ -377,6 +388,13 @@ def test_the_tree_is_walked_with_arrow_keys_searched_and_read(page, server):
     page.locator("#crumbs").wait_for(state="hidden")
     page.locator("#search").fill("no such words")
     page.locator("#icicle rect.faded").first.wait_for()
+    page.locator("#search").fill("TWO by two")
+    page.locator("#found button mark", has_text="two by two").first.wait_for()
+    assert page.locator("#icicle rect.faded").count() == page.locator("#icicle rect[data-name]").count() - 2
+    page.locator("#found button").first.click()
+    page.locator("#node dt", has_text="tokens").first.wait_for()
+    page.get_by_role("button", name="Whole text").click()
+    page.locator("#nodetext", has_text="not two by two").wait_for()
     httpx.post(f"{server.url}/flush_cache")
 
 

@@ -57,7 +57,7 @@ OPEN = {"/health", "/ready", "/", "/dashboard", "/docs"}
 ANY_KEY = {
     *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{name:path}"),
     *("/v1/schemas", "/v1/schemas/{name}", "/v1/documents", "/v1/documents/{document_id}"),
-    *("/tokenize", "/detokenize", "/health_generate", "/model_info", "/get_model_info", "/cache/tree"),
+    *("/tokenize", "/detokenize", "/health_generate", "/model_info", "/get_model_info", "/cache/tree", "/cache/search"),
     *("/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/tokenizer_info", "/version"),
     *("/v1/responses", "/v1/responses/input_tokens", "/v1/responses/{response_id}"),
     "/v1/responses/{response_id}/input_items",

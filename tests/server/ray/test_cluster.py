@@ -19,7 +19,7 @@ from ray import serve  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from runtime.errors import EngineDead  # noqa: E402
-from server.ray.application import Arguments, app  # noqa: E402
+from server.ray.application import app  # noqa: E402
 
 NEW = 470
 
@@ -35,7 +35,7 @@ def url(tiny_dir) -> Iterator[str]:
         ray.init(address=cluster.address, log_to_driver=False)
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         options = f"--model {tiny_dir} --dtype float32 --pool-tokens 8192 --threads 1 --max-running 8"
-        serve.run(app(Arguments(options=options, replicas=2, slack=512)), name="ramet")
+        serve.run(app({"options": options, "replicas": "2", "weight": "2"}), name="ramet")
         yield f"http://127.0.0.1:{port}"
     finally:
         serve.shutdown()

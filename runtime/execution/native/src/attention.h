@@ -13,6 +13,7 @@ struct Span {
     int64_t length;
     const uint8_t* keep;  // [length], 0 for rows that are left out; null: none is
     const float* turn;    // cos and sin [2, dim / 2] that rotate its queries by minus the shift; null: no shift
+    int64_t position;     // of row 0 in its sequence
 };
 
 // Query rows that attend to a span; see Edge in runtime/batch.py.
@@ -43,7 +44,13 @@ struct LayerKV {
 // Query heads that share a kv head are folded into the rows, so that a key is read once for all of them: folded row
 // f is row f / group, head kv_head * group + f % group. A piece is a flash attention (Dao et al., 2022) over blocks of
 // keys. Each block is brought into the micro-kernel's form once, for all rows of the piece, or read in place if these
-// are few. Where pairs of bfloat16 are multiplied, queries and weights are rounded to such; sums stay float32. Few rows over many keys (decoding) are cut along the keys, many rows (prefill) along the rows.
+// are few. Where pairs of bfloat16 are multiplied, queries and weights are rounded to such; sums stay float32. Few rows
+// over many keys (decoding) are cut along the keys, many rows (prefill) along the rows.
+//
+// However a plan is cut, and whatever other rows a row is computed with, it gets the same bits where pairs are
+// multiplied. Blocks, and sections of several blocks, are counted from the beginning of the sequence. A block is summed
+// from zero; blocks are added to a section in order, and sections to the whole. All weights are relative to a power of
+// two, so that changing it is exact.
 class Attention {
   public:
     explicit Attention(const Shape& shape)
@@ -57,31 +64,35 @@ class Attention {
         const int64_t most_rows = std::max<int64_t>(kFoldedRows / group_, 1);
         // In keys x tiles of rows, the cost of a piece.
         int64_t work = 0;
-        for_each_rows(num_edges, most_rows, [&](const Edge&, int64_t, int64_t rows, int64_t, int64_t keys) {
-            work += keys * tiles(rows) * shape_.kv_heads;
-        });
-        const int64_t share = work / (threads * kPiecesPerThread) + 1;
         row_parts_.assign(num_rows + 1, 0);
-        int64_t first_slot = 0;
+        for_each_rows(num_edges, most_rows, [&](const Edge& edge, int64_t from, int64_t rows, int64_t, int64_t keys) {
+            work += keys * tiles(rows) * shape_.kv_heads;
+            for (int64_t i = from; i < from + rows; ++i) ++row_parts_[edge.rows[i] + 1];
+        });
+        std::vector<bool> has_one_edge(num_rows);
+        for (int64_t row = 0; row < num_rows; ++row) has_one_edge[row] = row_parts_[row + 1] == 1;
+        row_parts_.assign(num_rows + 1, 0);
+        const int64_t share = work / (threads * kPiecesPerThread) + 1;
         auto cut = [&](const Edge& edge, int64_t from, int64_t rows, int64_t low, int64_t keys) {
-            int64_t step = round_up(std::max(share / tiles(rows), kLeastKeys), kKeys);
-            int64_t parts = std::max<int64_t>((keys + step / 2) / step, 1);
-            step = round_up((keys + parts - 1) / parts, kKeys);
-            parts = std::max<int64_t>((keys + step - 1) / step, 1);
             const bool few = reads_in_place(edge, from, rows);
-            for (int64_t part = 0; part < parts; ++part) {
-                const int64_t begin = low + part * step, end = std::min(begin + step, low + keys);
-                const int64_t blocks = (end - begin + kFewKeys - 1) / kFewKeys;
-                const int64_t block = few ? round_up((end - begin) / std::max<int64_t>(blocks, 1), kPanel) : kKeys;
+            const int64_t unit = few ? kLeastKeys : kSection, at = place(edge), high = low + keys;
+            const int64_t most = std::max(share / tiles(rows), unit), parts = (keys + most / 2) / most;
+            const int64_t step = round_up(keys / std::max<int64_t>(parts, 1), unit);
+            auto end_of = [&](int64_t begin) { return std::min((at + begin) / unit * unit + step - at, high); };
+            bool whole = end_of(low) == high;
+            for (int64_t i = from; i < from + rows; ++i) whole = whole && has_one_edge[edge.rows[i]];
+            for (int64_t begin = low, end; begin < high; begin = end) {
+                end = end_of(begin);
                 for (int64_t head = 0; head < shape_.kv_heads; ++head) {
-                    pieces_.push_back({&edge, from, rows, head, begin, end, block, few, first_slot, part});
+                    pieces_.push_back({&edge, from, rows, head, begin, end, few, whole, int64_t(slot_.size())});
+                }
+                int64_t parts = 0;
+                each_part(pieces_.back(), [&](int64_t, int64_t) { ++parts; });
+                for (int64_t i = from; i < from + rows; ++i) {
+                    slot_.push_back(row_parts_[edge.rows[i] + 1]);
+                    row_parts_[edge.rows[i] + 1] += whole ? 1 : parts;
                 }
             }
-            for (int64_t i = 0; i < rows; ++i) {
-                slot_.push_back(row_parts_[edge.rows[from + i] + 1]);
-                row_parts_[edge.rows[from + i] + 1] += parts;
-            }
-            first_slot += rows;
         };
         for_each_rows(num_edges, most_rows, cut);
         // The largest first, so that the threads end together.
@@ -93,15 +104,25 @@ class Attention {
             merges_ |= row_parts_[row + 1] != 1;
             row_parts_[row + 1] += row_parts_[row];
         }
-        if (merges_) {
-            partial_out_.reserve(row_parts_[num_rows] * shape_.heads * shape_.dim);
-            partial_lse_.reserve(row_parts_[num_rows] * shape_.heads);
+        if (!merges_) return;
+        partials_.reserve(row_parts_[num_rows] * shape_.heads * partial_size());
+        begins_section_.resize(row_parts_[num_rows]);
+        for (const Piece& piece : pieces_) {
+            int64_t part = 0;
+            each_part(piece, [&](int64_t begin, int64_t) {
+                for (int64_t i = 0; i < piece.rows && !piece.whole; ++i) {
+                    begins_section_[partial(piece, i) + part] = (place(*piece.edge) + begin) % kSection == 0;
+                }
+                ++part;
+            });
         }
     }
 
     // A thread's room for one piece.
     struct Scratch {
-        Buffer<float> q, out, keys, values, scores, bias, top, sum;
+        Buffer<float> q, keys, values, scores, bias;
+        Buffer<float> out, top, sum;  // of a part
+        Buffer<float> all;            // of the parts so far, as partial results
         Buffer<int64_t> offsets;
         Upcoming upcoming;
         int64_t fetches;  // rows of it that are fetched after each product of a tile
@@ -129,49 +150,96 @@ class Attention {
     // This thread's share of merging partial results, one phase of a team. A row without visible keys gets zeros.
     void merge(Team& team, float* out, int64_t ldo) {
         constexpr int64_t kRun = 4;
-        const int64_t heads = shape_.heads, dim = shape_.dim;
+        const int64_t heads = shape_.heads, size = partial_size();
+        std::vector<float> all(size);
         for (int64_t from; (from = team.take() * kRun) < num_rows_;) {
             for (int64_t row = from; row < std::min(from + kRun, num_rows_); ++row) {
-                int64_t first = row_parts_[row], last = row_parts_[row + 1];
+                const int64_t first = row_parts_[row], last = row_parts_[row + 1];
                 if (last - first == 1) continue;
                 for (int64_t head = 0; head < heads; ++head) {
-                    float* to = out + row * ldo + head * dim;
-                    for (int64_t d = 0; d < dim; ++d) to[d] = 0;
-                    float top = kMinusInfinity, sum = 0;
-                    for (int64_t p = first; p < last; ++p) top = std::max(top, partial_lse_.data()[p * heads + head]);
-                    if (top == kMinusInfinity) continue;
-                    for (int64_t p = first; p < last; ++p) {
-                        sum += std::exp2(partial_lse_.data()[p * heads + head] - top);
+                    std::fill(all.begin(), all.end(), 0.0f);
+                    all.back() = kMinusInfinity;
+                    float* const parts = partials_.data() + head * size;
+                    for (int64_t p = first; p < last;) {
+                        float* section = parts + p * heads * size;
+                        while (++p < last && !begins_section_[p]) add_part(section, parts + p * heads * size);
+                        add_part(all.data(), section);
                     }
-                    for (int64_t p = first; p < last; ++p) {
-                        float weight = std::exp2(partial_lse_.data()[p * heads + head] - top) / sum;
-                        const float* part = partial_out_.data() + (p * heads + head) * dim;
-                        for (int64_t d = 0; d < dim; ++d) to[d] += weight * part[d];
-                    }
+                    finish(all.data(), out + row * ldo + head * shape_.dim);
                 }
             }
         }
     }
 
   private:
-    static constexpr int64_t kKeys = 64;         // in a block: the scores of a tile stay in the first-level cache
-    static constexpr int64_t kFoldedRows = 192;  // in a piece: enough to pay for a block's preparation
-    static constexpr int64_t kLeastKeys = 256;   // in a piece: a partial result has a cost, too
+    static constexpr int64_t kSection = 8 * kKeys;  // keys
+    static constexpr int64_t kFoldedRows = 192;     // in a piece: enough to pay for a block's preparation
+    static constexpr int64_t kLeastKeys = 256;      // in a piece: a partial result has a cost, too
     static constexpr int64_t kPiecesPerThread = 6;
     static constexpr int64_t kScoreStride = kKeys + 16;
     static constexpr int kFewRows = 4;         // computed together over keys that are read in place
-    static constexpr int64_t kFewKeys = 256;  // in a block there
+    static constexpr int64_t kFewKeys = 256;  // at once there
 
     struct Piece {
         const Edge* edge;
         int64_t from, rows;  // within the edge
         int64_t head;        // kv head
         int64_t begin, end;  // keys
-        int64_t block;       // keys at once
         bool few;            // few rows: keys are read in place
+        bool whole;          // its rows have no other piece for this head
         int64_t first_slot;  // index into slot_ of row `from`
-        int64_t part;        // number among the pieces of these rows
+
+        int64_t block() const { return few ? kFewKeys : kKeys; }  // keys at once
     };
+
+    // Of a partial result: kLanes sums of weights, the sums [dim] of values, and the base of the weights.
+    int64_t partial_size() const { return kLanes + shape_.dim + 1; }
+    // The first partial result of a row of a piece.
+    int64_t partial(const Piece& piece, int64_t row) const {
+        return row_parts_[piece.edge->rows[piece.from + row]] + slot_[piece.first_slot + row];
+    }
+    // The place of a span's row 0 within a section.
+    int64_t place(const Edge& edge) const {
+        const int64_t position = spans_[edge.span].position;
+        return position % kKeys == 0 ? position % kSection : 0;
+    }
+
+    // Call visit(begin, end) for the keys of a piece that are added up before anything else: sections, or single blocks
+    // where another piece may have the section's beginning.
+    template <class Visit>
+    void each_part(const Piece& piece, const Visit& visit) const {
+        for (int64_t begin = piece.begin, end; begin < piece.end; begin = end) {
+            const int64_t into = (place(*piece.edge) + begin) % kSection;
+            end = std::min(piece.end, begin + (into == 0 || piece.whole ? kSection - into : kKeys));
+            visit(begin, end);
+        }
+    }
+
+    void set_part(float* to, const float* base, const float* sums, const float* values) const {
+        std::copy_n(sums, kLanes, to);
+        std::copy_n(values, shape_.dim, to + kLanes);
+        to[kLanes + shape_.dim] = *base;
+    }
+
+    // Add a part to a partial result.
+    void add_part(float* to, const float* base, const float* sums, const float* values) const {
+        float& top = to[kLanes + shape_.dim];
+        const float highest = std::max(top, *base);
+        if (highest == kMinusInfinity) return;
+        const float mine = power_of_two(top - highest), other = power_of_two(*base - highest);
+        top = highest;
+        for (int i = 0; i < kLanes; ++i) to[i] = to[i] * mine + sums[i] * other;
+        for (int64_t d = 0; d < shape_.dim; ++d) to[kLanes + d] = to[kLanes + d] * mine + values[d] * other;
+    }
+    void add_part(float* to, const float* part) const {
+        add_part(to, part + kLanes + shape_.dim, part, part + kLanes);
+    }
+
+    // A row's result.
+    void finish(const float* all, float* out) const {
+        const float sum = reduce_add(load(all)), scale = sum > 0 ? 1 / sum : 0;
+        for (int64_t d = 0; d < shape_.dim; ++d) out[d] = all[kLanes + d] * scale;
+    }
 
     int64_t tiles(int64_t rows) const { return (rows * group_ + kMaxRows - 1) / kMaxRows; }
 
@@ -197,7 +265,7 @@ class Attention {
             const Edge& edge = edges_[e];
             for (int64_t from = 0; from < edge.num_rows; from += most_rows) {
                 const int64_t rows = std::min(most_rows, edge.num_rows - from);
-                const int64_t low = hidden(edge, from, from + rows).first;
+                const int64_t low = hidden(edge, from, from + rows).first / kKeys * kKeys;
                 const int64_t keys = limits(edge, from, from + rows).second - low;
                 if (keys > 0) visit(edge, from, rows, low, keys);
             }
@@ -209,61 +277,78 @@ class Attention {
         if (rows * group_ > 2 * kFewRows || shape_.dim % kPanel != 0) return false;
         const auto [least, most] = limits(edge, from, from + rows);
         const auto [low, high] = hidden(edge, from, from + rows);
-        return least == most && low == high && spans_[edge.span].keep == nullptr;
+        return least == most && low == high && low % kKeys == 0 && spans_[edge.span].keep == nullptr;
     }
 
     template <class T>
     void attend(const Piece& piece, const Piece* after, const LayerKV& kv, const float* q, int64_t ldq, float* out,
                 int64_t ldo, Scratch& s) {
         const Edge& edge = *piece.edge;
-        const int64_t dim = shape_.dim, folded = piece.rows * group_;
+        const int64_t dim = shape_.dim, folded = piece.rows * group_, size = partial_size();
         float* queries = s.q.reserve(folded * wide_);
-        float* sums = s.out.reserve(folded * wide_);
-        s.top.reserve(folded), s.sum.reserve(folded * kLanes);
+        s.out.reserve(folded * wide_), s.top.reserve(folded), s.sum.reserve(folded * kLanes);
         // Scores are in powers of two, so that exp2 needs no factor.
         const float factor = kLog2E / std::sqrt(float(dim));
+        auto head_of = [&](int64_t f) { return piece.head * group_ + f % group_; };
         for (int64_t f = 0; f < folded; ++f) {
-            int64_t row = edge.rows[piece.from + f / group_], head = piece.head * group_ + f % group_;
-            load_query<T>(q + row * ldq + head * dim, spans_[edge.span].turn, factor, queries + f * wide_);
-            std::fill_n(sums + f * wide_, wide_, 0.0f);
-            std::fill_n(s.sum.data() + f * kLanes, kLanes, 0.0f);
-            s.top.data()[f] = kMinusInfinity;
+            int64_t row = edge.rows[piece.from + f / group_];
+            load_query<T>(q + row * ldq + head_of(f) * dim, spans_[edge.span].turn, factor, queries + f * wide_);
         }
         if (piece.few && !kPairs<T>) split<T>(queries, folded * wide_);
-        for (int64_t begin = piece.begin; begin < piece.end; begin += piece.block) {
-            const int64_t end = std::min(begin + piece.block, piece.end);
-            if (end < piece.end) {
-                s.upcoming = upcoming(piece, kv, end);
+        float* all = s.all.reserve(folded * size);
+        int64_t part = 0;
+        each_part(piece, [&](int64_t begin, int64_t end) {
+            attend_part<T>(piece, after, kv, begin, end, s);
+            for (int64_t f = 0; f < folded; ++f) {
+                const int64_t row = edge.rows[piece.from + f / group_];
+                float* values = s.out.data() + f * wide_;
+                if (piece.few && !kPairs<T>) join<T>(values, wide_);
+                const float *base = s.top.data() + f, *sums = s.sum.data() + f * kLanes;
+                if (row_parts_[row + 1] - row_parts_[row] != 1) {
+                    const int64_t slot = (partial(piece, f / group_) + part) * shape_.heads + head_of(f);
+                    set_part(partials_.data() + slot * size, base, sums, values);
+                } else if (begin == piece.begin) {
+                    set_part(all + f * size, base, sums, values);
+                } else {
+                    add_part(all + f * size, base, sums, values);
+                }
+            }
+            ++part;
+        });
+        for (int64_t f = 0; f < folded; ++f) {
+            const int64_t row = edge.rows[piece.from + f / group_];
+            if (row_parts_[row + 1] - row_parts_[row] == 1) finish(all + f * size, out + row * ldo + head_of(f) * dim);
+        }
+    }
+
+    // Keys [begin, end) of a piece.
+    template <class T>
+    void attend_part(const Piece& piece, const Piece* after, const LayerKV& kv, int64_t begin, int64_t end,
+                     Scratch& s) {
+        const int64_t folded = piece.rows * group_;
+        std::fill_n(s.out.data(), folded * wide_, 0.0f);
+        std::fill_n(s.sum.data(), folded * kLanes, 0.0f);
+        std::fill_n(s.top.data(), folded, kMinusInfinity);
+        for (int64_t next; begin < end; begin = next) {
+            next = std::min(begin + piece.block(), end);
+            if (next < piece.end) {
+                s.upcoming = upcoming(piece, kv, next);
             } else {
                 s.upcoming = after == nullptr ? Upcoming() : upcoming(*after, kv, after->begin);
             }
             if (piece.few) {
-                attend_in_place<T>(piece, kv, begin, end - begin, s);
+                attend_in_place<T>(piece, kv, begin, next - begin, s);
             } else {
-                attend_block<T>(piece, kv, begin, end - begin, s);
+                attend_block<T>(piece, kv, begin, next - begin, s);
             }
             s.upcoming.fetch_rest();
-        }
-        for (int64_t f = 0; f < folded; ++f) {
-            int64_t row = edge.rows[piece.from + f / group_], head = piece.head * group_ + f % group_;
-            float sum = reduce_add(load(s.sum.data() + f * kLanes)), scale = sum > 0 ? 1 / sum : 0;
-            float* to = out + row * ldo + head * dim;
-            if (row_parts_[row + 1] - row_parts_[row] != 1) {
-                int64_t slot = row_parts_[row] + slot_[piece.first_slot + f / group_] + piece.part;
-                to = partial_out_.data() + (slot * shape_.heads + head) * dim;
-                partial_lse_.data()[slot * shape_.heads + head] =
-                    sum > 0 ? s.top.data()[f] + std::log2(sum) : kMinusInfinity;
-            }
-            float* from = sums + f * wide_;
-            if (piece.few && !kPairs<T>) join<T>(from, wide_);
-            for (int64_t d = 0; d < dim; ++d) to[d] = from[d] * scale;
         }
     }
 
     // The piece's block of keys that begins at `begin`, for its head.
     Upcoming upcoming(const Piece& piece, const LayerKV& kv, int64_t begin) const {
         const int64_t bytes = shape_.dim * (shape_.is_bf16 ? 2 : 4);
-        const int64_t end = std::min(begin + piece.block, piece.end);
+        const int64_t end = std::min(begin + piece.block(), piece.end);
         return Upcoming(spans_[piece.edge->span].pages, shape_.page_size, begin, end,
                         static_cast<const char*>(kv.k) + piece.head * bytes,
                         static_cast<const char*>(kv.v) + piece.head * bytes, shape_.kv_heads * bytes, bytes);
@@ -465,10 +550,10 @@ class Attention {
         float* out = s.out.data() + from * wide;
         for (int64_t d = 0; d < wide; d += kPanel) {
             Tile<R> tile;
-            load_scaled<R>(tile, out + d, wide, decay);
+            clear<R>(tile);
             const float* values = s.values.data() + d * kKeys / kTogether;
             dot_block<R, Pairs>(tile, scores, kScoreStride, values, (count + kTogether - 1) / kTogether);
-            store<R>(out + d, wide, tile);
+            add_scaled<R>(out + d, wide, decay, tile);
             s.upcoming.fetch(s.fetches);
         }
     }
@@ -485,7 +570,8 @@ class Attention {
     }
 
     // Scores [R, padded] become weights 2^(score - the row's top), as pairs if values are multiplied so; `padded` is a
-    // multiple of kPanel. Tops and sums [R, kLanes] are updated; decay [R] is the factor of earlier results.
+    // multiple of kPanel. Tops, which are whole, and sums [R, kLanes] are updated; decay [R] is the factor of earlier
+    // results.
     template <int R, bool Pairs>
     static void weigh(float* scores, int64_t stride, int64_t padded, float* tops, float* sums, float* decay) {
         float bases[kLanes];
@@ -493,28 +579,31 @@ class Attention {
         for (int r = 0; r < R; ++r) {
             Vec highest = load(scores + r * stride);
             for (int64_t i = kLanes; i < padded; i += kLanes) highest = max(highest, load(scores + r * stride + i));
-            bases[r] = std::max(tops[r], reduce_max(highest));
+            bases[r] = reduce_max(highest);
         }
-        for (int r = 0; r < R; ++r) {
-            decay[r] = tops[r], tops[r] = bases[r];
-            // No key seen so far: any finite base makes all weights 0.
-            if (bases[r] == kMinusInfinity) bases[r] = 0;
-        }
-        store(decay, exp2(sub(load(decay, R), load(bases, R))));
+        Vec old = load(tops, R), top = max(old, round(load(bases, R)));
+        store(tops, top, R), store(bases, top);
+        // No key seen so far: any finite base makes all weights 0.
+        for (int r = 0; r < R; ++r) bases[r] = bases[r] == kMinusInfinity ? 0 : bases[r];
+        store(decay, exp2(old, load(bases)));
         for (int r = 0; r < R; ++r) {
             const Vec base = set1(bases[r]);
-            Vec total = zero();
-            for (int64_t i = 0; i < padded; i += kPanel) {
-                float* at = scores + r * stride + i;
-                Vec first = exp2(sub(load(at), base)), second = exp2(sub(load(at + kLanes), base));
-                if constexpr (Pairs) {
-                    store_bits(scores + r * stride + i / 2, to_pairs(first, second));
-                } else {
-                    store(at, first), store(at + kLanes, second);
+            Vec sum = mul(load(sums + r * kLanes), set1(decay[r]));
+            for (int64_t block = 0; block < padded; block += kKeys) {
+                Vec total = zero();
+                for (int64_t i = block; i < std::min(block + kKeys, padded); i += kPanel) {
+                    float* at = scores + r * stride + i;
+                    Vec first = exp2(load(at), base), second = exp2(load(at + kLanes), base);
+                    if constexpr (Pairs) {
+                        store_bits(scores + r * stride + i / 2, to_pairs(first, second));
+                    } else {
+                        store(at, first), store(at + kLanes, second);
+                    }
+                    total = add(total, add(first, second));
                 }
-                total = add(total, add(first, second));
+                sum = add(sum, total);
             }
-            store(sums + r * kLanes, fma(load(sums + r * kLanes), set1(decay[r]), total));
+            store(sums + r * kLanes, sum);
         }
     }
 
@@ -539,8 +628,8 @@ class Attention {
     std::vector<Piece> pieces_;
     std::vector<int64_t> slot_;       // of each row of each edge: its first partial result among the row's
     std::vector<int64_t> row_parts_;  // [num_rows + 1], where each row's partial results begin
-    Buffer<float> partial_out_;       // [parts, heads, dim]
-    Buffer<float> partial_lse_;       // [parts, heads], base 2
+    std::vector<uint8_t> begins_section_;  // of each partial result
+    Buffer<float> partials_;          // [parts, heads, partial_size()]
 };
 
 }  // namespace ramet

@@ -17,6 +17,28 @@ struct Layer {
     LayerKV kv;
 };
 
+// What a low-rank adapter adds to a product: b (a x). No data: nothing.
+struct LowRank {
+    Matrix a;
+    Matrix b;
+};
+
+// See FusedAdapter in runtime/execution/adapters.py.
+struct AdapterLayer {
+    LowRank qkv;
+    LowRank o;
+    LowRank gate_up;  // b is paired
+    LowRank down;
+};
+
+// Rows of a group that have an adapter.
+struct Adapted {
+    const AdapterLayer* layers;
+    int64_t most_rank;
+    int64_t first;
+    int64_t stop;
+};
+
 struct Model {
     int64_t hidden;
     int64_t inner;
@@ -54,6 +76,8 @@ struct Group {
     int64_t num_load;
     const HiddenRows* save;
     int64_t num_save;
+    const Adapted* adapted;
+    int64_t num_adapted;
 };
 
 struct Step {
@@ -87,6 +111,7 @@ class Decoder {
         ld_qkv_ = stride((shape.heads + 2 * shape.kv_heads) * shape.dim);
         ld_attention_ = stride(shape.heads * shape.dim);
         ld_inner_ = stride(model.inner);
+        ld_gates_ = stride(2 * round_up(model.inner, kLanes));
     }
 
     void forward(const Step& step) {
@@ -106,9 +131,13 @@ class Decoder {
                 copy_rows(x, group.rows, alive_.data(), nullptr, group.num_rows);
             }
             float* rows = group.rows == nullptr ? x : alive_.data();
+            if (group.num_adapted) gates_.reserve(group.num_rows * ld_gates_);
+            for (int64_t i = 0; i < group.num_adapted; ++i) {
+                low_rank_.reserve(group.num_rows * round_up(group.adapted[i].most_rank, kPanel));
+            }
             team_.run([&](int thread) {
                 for (int64_t i = group.first_layer; i < group.last_layer; ++i) {
-                    run_layer(model_.layers[i], group, rows, scratch_[thread]);
+                    run_layer(i, group, rows, scratch_[thread]);
                 }
             });
             if (group.rows != nullptr) copy_rows(alive_.data(), nullptr, x, group.rows, group.num_rows);
@@ -196,10 +225,20 @@ class Decoder {
         });
     }
 
-    void run_layer(const Layer& layer, const Group& group, float* x, Scratch& scratch) {
+    void run_layer(int64_t index, const Group& group, float* x, Scratch& scratch) {
+        const Layer& layer = model_.layers[index];
         const int64_t m = group.num_rows;
+        auto adapt = [&](LowRank AdapterLayer::* product, const Buffer<float>& in, int64_t ld_in, float* out,
+                         int64_t ld_out) {
+            for (int64_t i = 0; i < group.num_adapted; ++i) {
+                const Adapted& rows = group.adapted[i];
+                add_low_rank(rows.layers[index].*product, in.data() + rows.first * ld_in, ld_in,
+                             rows.stop - rows.first, out + rows.first * ld_out, ld_out, scratch);
+            }
+        };
         normalise(x, nullptr, m, layer.input_norm);
         multiply({normed_.data(), ld_hidden_, m, &layer.qkv, qkv_.data(), ld_qkv_, ld_qkv_, Into::kStore}, scratch);
+        adapt(&AdapterLayer::qkv, normed_, ld_hidden_, qkv_.data(), ld_qkv_);
         each_row(m, [&](int64_t row) {
             rotate(layer, group.cosine, group.sine, row);
             write_row(layer, group.kv_write[row], row);
@@ -211,10 +250,37 @@ class Decoder {
             team_.barrier();
         }
         multiply({attended_.data(), ld_attention_, m, &layer.o, x, ld_hidden_, ld_hidden_, Into::kAdd}, scratch);
+        adapt(&AdapterLayer::o, attended_, ld_attention_, x, ld_hidden_);
         normalise(x, nullptr, m, layer.post_norm);
-        multiply({normed_.data(), ld_hidden_, m, &layer.gate_up, inner_.data(), ld_inner_, ld_inner_, Into::kSilu},
-                 scratch);
+        if (group.num_adapted) {
+            multiply({normed_.data(), ld_hidden_, m, &layer.gate_up, gates_.data(), ld_gates_, ld_gates_,
+                      Into::kStore}, scratch);
+            adapt(&AdapterLayer::gate_up, normed_, ld_hidden_, gates_.data(), ld_gates_);
+            each_row(m, [&](int64_t row) { close_gates(layer.gate_up.panels(), row); });
+        } else {
+            multiply({normed_.data(), ld_hidden_, m, &layer.gate_up, inner_.data(), ld_inner_, ld_inner_,
+                      Into::kSilu}, scratch);
+        }
         multiply({inner_.data(), ld_inner_, m, &layer.down, x, ld_hidden_, ld_hidden_, Into::kAdd}, scratch);
+        adapt(&AdapterLayer::down, inner_, ld_inner_, x, ld_hidden_);
+    }
+
+    // out [m, ...] += b (a in): two phases.
+    void add_low_rank(const LowRank& added, const float* in, int64_t ld_in, int64_t m, float* out, int64_t ld_out,
+                      Scratch& scratch) {
+        if (added.a.data == nullptr) return;
+        const int64_t ld = round_up(added.a.n, kPanel);
+        multiply({in, ld_in, m, &added.a, low_rank_.data(), ld, ld, Into::kStore}, scratch);
+        multiply({low_rank_.data(), ld, m, &added.b, out, ld_out, ld_out, Into::kAdd}, scratch);
+    }
+
+    // What `Into::kSilu` does, of a row of gates_.
+    void close_gates(int64_t panels, int64_t row) {
+        const float* gates = gates_.data() + row * ld_gates_;
+        float* out = inner_.data() + row * ld_inner_;
+        for (int64_t p = 0; p < panels; ++p, gates += kPanel) {
+            store(out + p * kLanes, mul(silu(load(gates)), load(gates + kLanes)));
+        }
     }
 
     // RMSNorm of some rows of x into normed_, in order.
@@ -277,8 +343,8 @@ class Decoder {
     Team& team_;
     Attention attention_;
     std::unique_ptr<Scratch[]> scratch_;
-    int64_t ld_hidden_, ld_qkv_, ld_attention_, ld_inner_;
-    Buffer<float> hidden_, alive_, normed_, qkv_, attended_, inner_;
+    int64_t ld_hidden_, ld_qkv_, ld_attention_, ld_inner_, ld_gates_;
+    Buffer<float> hidden_, alive_, normed_, qkv_, attended_, inner_, gates_, low_rank_;
 };
 
 }  // namespace ramet

@@ -6,6 +6,9 @@
 
 namespace ramet {
 
+// Keys that are summed together: the scores of a tile stay in the first-level cache.
+constexpr int64_t kKeys = 64;
+
 // Keys and values that a thread needs next. It prefetches them into the second-level cache bit by bit while it
 // computes: all at once they would exceed a core's outstanding loads and stall it.
 class Upcoming {
@@ -40,6 +43,7 @@ class Upcoming {
 // Scores [R, count rounded up to kLanes] of queries [R, dim], as `load_query` gives them, for keys at `k` + offsets.
 // `dim` is a multiple of kPanel, and there are offsets up to the rounded count.
 template <int R, class T>
+    requires(!kPairs<T>)
 void score_rows(const float* q, int64_t ldq, int64_t dim, const char* k, const int64_t* offsets, int64_t count,
                 float* scores, int64_t stride, Upcoming& upcoming) {
     for (int64_t first = 0; first < count; first += kLanes) {
@@ -53,17 +57,12 @@ void score_rows(const float* q, int64_t ldq, int64_t dim, const char* k, const i
             for (int64_t d = 0; d < dim; d += kPanel) {
 #pragma GCC unroll 4
                 for (int i = 0; i < 4; ++i) {
-                    const T* key = reinterpret_cast<const T*>(k + at[i]) + d;
                     Vec a, b;
-                    if constexpr (!kPairs<T>) load_panel(key, a, b);
+                    load_panel(reinterpret_cast<const T*>(k + at[i]) + d, a, b);
 #pragma GCC unroll 4
                     for (int r = 0; r < R; ++r) {
-                        if constexpr (kPairs<T>) {
-                            m[r][i] = fma_pairs(load_bits(key), load_bits(q + r * ldq + d / 2), m[r][i]);
-                        } else {
-                            m[r][i] = fma(a, load(q + r * ldq + d), m[r][i]);
-                            m[r][i] = fma(b, load(q + r * ldq + d + kLanes), m[r][i]);
-                        }
+                        m[r][i] = fma(a, load(q + r * ldq + d), m[r][i]);
+                        m[r][i] = fma(b, load(q + r * ldq + d + kLanes), m[r][i]);
                     }
                 }
             }
@@ -76,49 +75,78 @@ void score_rows(const float* q, int64_t ldq, int64_t dim, const char* k, const i
     }
 }
 
-// out [R, dim], `split<T>`, becomes out * decay + weights [R, count] * the values at `v` + offsets.
+// The same of pairs, summed in the order of `dot_pairs`, so that a row alone gets the bits that it gets among others.
 template <int R, class T>
-    requires(!kPairs<T>)
-void add_values(const float* weights, int64_t stride, const char* v, const int64_t* offsets, int64_t count,
-                const float* decay, float* out, int64_t ldo, int64_t dim, Upcoming& upcoming) {
-    for (int64_t d = 0; d < dim; d += kPanel) {
-        Tile<R> tile;
-        load_scaled<R>(tile, out + d, ldo, decay);
-        for (int64_t i = 0; i < count; ++i) {
-            Vec a, b;
-            load_panel(reinterpret_cast<const T*>(v + offsets[i]) + d, a, b);
+    requires(kPairs<T>)
+void score_rows(const float* q, int64_t ldq, int64_t dim, const char* k, const int64_t* offsets, int64_t count,
+                float* scores, int64_t stride, Upcoming& upcoming) {
+    for (int64_t first = 0; first < count; first += kLanes) {
+        Vec sums[R];
 #pragma GCC unroll 4
-            for (int r = 0; r < R; ++r) {
-                Vec weight = set1(weights[r * stride + i]);
-                tile[r][0] = fma(weight, a, tile[r][0]);
-                tile[r][1] = fma(weight, b, tile[r][1]);
+        for (int r = 0; r < R; ++r) sums[r] = zero();
+        for (int64_t lane = 0; lane < dim / 2; lane += kLanes) {
+            Vec m[kLanes];
+#pragma GCC unroll 16
+            for (int i = 0; i < kLanes; ++i) m[i] = load(reinterpret_cast<const float*>(k + offsets[first + i]) + lane);
+            transpose(m);
+#pragma GCC unroll 16
+            for (int i = 0; i < kLanes; ++i) {
+#pragma GCC unroll 4
+                for (int r = 0; r < R; ++r) {
+                    sums[r] = fma_pairs((Bits)set1(q[r * ldq + lane + i]), (Bits)m[i], sums[r]);
+                }
             }
-            if (d == 0 && i % kLanes == 0) upcoming.fetch(kLanes / 2);
         }
-        store<R>(out + d, ldo, tile);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) store(scores + r * stride + first, sums[r]);
+        upcoming.fetch(kLanes / 2);
     }
 }
 
-// The same by pairs of keys, with weights as `weigh` gives them, and `out` in order. A weight behind the last is 0.
+// tile += the weights [R, count] times the values at `v` + offsets, of kPanel dimensions. Weights are as `weigh` gives
+// them; of pairs, one behind the last is 0.
 template <int R, class T>
-    requires(kPairs<T>)
-void add_values(const float* weights, int64_t stride, const char* v, const int64_t* offsets, int64_t count,
-                const float* decay, float* out, int64_t ldo, int64_t dim, Upcoming& upcoming) {
-    for (int64_t d = 0; d < dim; d += kPanel) {
-        Tile<R> tile;
-        load_scaled<R>(tile, out + d, ldo, decay);
-        for (int64_t i = 0; i < count; i += 2) {
+[[gnu::always_inline]] inline void dot_values(Tile<R>& tile, const float* weights, int64_t stride, const char* v,
+                                              const int64_t* offsets, int64_t count) {
+    for (int64_t i = 0; i < count; i += kPairs<T> ? 2 : 1) {
+        if constexpr (kPairs<T>) {
             Bits a, b;
-            load_pairs(v + offsets[i] + 2 * d, v + offsets[i + 1] + 2 * d, a, b);
+            load_pairs(v + offsets[i], v + offsets[i + 1], a, b);
 #pragma GCC unroll 4
             for (int r = 0; r < R; ++r) {
                 Bits weight = std::bit_cast<Bits>(set1(weights[r * stride + i / 2]));
                 tile[r][0] = fma_pairs(weight, a, tile[r][0]);
                 tile[r][1] = fma_pairs(weight, b, tile[r][1]);
             }
-            if (d == 0 && i % kLanes == 0) upcoming.fetch(kLanes / 2);
+        } else {
+            Vec a, b;
+            load_panel(reinterpret_cast<const T*>(v + offsets[i]), a, b);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) {
+                Vec weight = set1(weights[r * stride + i]);
+                tile[r][0] = fma(weight, a, tile[r][0]);
+                tile[r][1] = fma(weight, b, tile[r][1]);
+            }
         }
-        store<R>(out + d, ldo, tile);
+    }
+}
+
+// out [R, dim], `split<T>` unless in pairs, becomes out * decay + weights [R, count] * the values at `v` + offsets.
+template <int R, class T>
+void add_values(const float* weights, int64_t stride, const char* v, const int64_t* offsets, int64_t count,
+                const float* decay, float* out, int64_t ldo, int64_t dim, Upcoming& upcoming) {
+    static constexpr float kOnes[4] = {1, 1, 1, 1};
+    for (int64_t d = 0; d < dim; d += kPanel, v += kPanel * sizeof(T)) {
+        for (int64_t first = 0; first < count; first += kKeys) {
+            Tile<R> tile;
+            clear<R>(tile);
+            for (int64_t i = first; i < std::min(first + kKeys, count); i += kLanes) {
+                const float* from = weights + (kPairs<T> ? i / 2 : i);
+                dot_values<R, T>(tile, from, stride, v, offsets + i, std::min<int64_t>(kLanes, count - i));
+                if (d == 0) upcoming.fetch(kLanes / 2);
+            }
+            add_scaled<R>(out + d, ldo, first == 0 ? decay : kOnes, tile);
+        }
     }
 }
 

@@ -45,13 +45,14 @@ template <int R>
     for (int r = 0; r < R; ++r) tile[r][0] = tile[r][1] = zero();
 }
 
-// Rows [R, kPanel] of a matrix, each times its factor.
+// Rows [R, kPanel] of a matrix become the tile plus themselves times a factor each.
 template <int R>
-[[gnu::always_inline]] inline void load_scaled(Tile<R>& tile, const float* rows, int64_t stride, const float* factors) {
+[[gnu::always_inline]] inline void add_scaled(float* rows, int64_t stride, const float* factors, const Tile<R>& tile) {
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-        tile[r][0] = mul(load(rows + r * stride), set1(factors[r]));
-        tile[r][1] = mul(load(rows + r * stride + kLanes), set1(factors[r]));
+        float* row = rows + r * stride;
+        store(row, fma(load(row), set1(factors[r]), tile[r][0]));
+        store(row + kLanes, fma(load(row + kLanes), set1(factors[r]), tile[r][1]));
     }
 }
 

@@ -255,9 +255,11 @@ inline void join(float* x, int64_t n) {
     }
 }
 
-// 2^x for an x of at most 128, within 2 units in the last place; 0 for an x below -125.5.
-inline Vec exp2(Vec x) {
-    x = max(x, set1(-160));
+// 2^(x - base) for a whole base and an x - base of at most 128, within 2 units in the last place; 0 below -125.5.
+//
+// Another base gives the same number times a power of two, to the bit.
+inline Vec exp2(Vec x, Vec base) {
+    x = max(x, set1(-1e30f));
     Vec n = round(x), f = sub(x, n);
     // The Taylor series of 2^f on [-1/2, 1/2]: (ln 2)^i / i!. The next term is below 1.3e-7 of the result.
     Vec p = set1(1.5403530e-4f);
@@ -267,14 +269,17 @@ inline Vec exp2(Vec x) {
     p = fma(p, f, set1(2.4022651e-1f));
     p = fma(p, f, set1(6.9314718e-1f));
     p = fma(p, f, set1(1.0f));
-    return scale(p, n);
+    return scale(p, sub(n, base));
 }
+
+// 2^n for a whole n of at most 0; 0 below -125.
+inline float power_of_two(float n) { return n < -125 ? 0 : std::bit_cast<float>((127 + int32_t(n)) << 23); }
 
 constexpr float kLog2E = 1.44269504f;
 
 inline Vec silu(Vec x) {
     // 2^128 is infinity already; an infinite exponent would make the series undefined.
-    Vec power = exp2(min(mul(x, set1(-kLog2E)), set1(128)));
+    Vec power = exp2(min(mul(x, set1(-kLog2E)), set1(128)), zero());
     return div(x, add(set1(1), power));
 }
 

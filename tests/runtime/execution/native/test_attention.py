@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.batch import AttentionPlan, Edge, causal_visible
+from runtime.batch import AttentionPlan, Edge, Span, causal_visible
 from runtime.kv.pool import KVPool
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.spec import RopeSpec
@@ -169,6 +169,38 @@ def test_scores_that_exp_cannot_take(library):
     world.causal(plan, slice(0, 7), 800)
     q = torch.randn(7, world.heads, world.dim)
     torch.testing.assert_close(world.run(plan, q).double(), world.plain(plan, q), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16)])
+@pytest.mark.parametrize("length", [5, 80, 513, 1100, 2128])
+def test_a_row_gets_the_same_bits_in_every_company(library, heads, kv_heads, dim, length):
+    """Alone, in a chunk, or behind a prefix that others share; by any number of threads."""
+    if library.isa != "avx512bf16":
+        pytest.skip("only pairs of bfloat16 are summed in one order")
+    world = World(library, page_size=16, heads=heads, kv_heads=kv_heads, dim=dim, dtype=torch.bfloat16)
+    rows, span = min(length, 70), world.span(length)
+    q = torch.randn(rows, heads, dim, generator=world.generator)
+
+    def run(rows, shared, threads):
+        """These rows behind `shared` tokens that they read together; the rest of the span each reads alone."""
+        world.threads, plan = threads, AttentionPlan(len(rows))
+        if shared:
+            plan.add(slice(0, len(rows)), Span(span.pages[: shared // 16], shared))
+        for i, row in enumerate(rows):
+            seen = length - len(q) + 1 + row - shared
+            plan.add(slice(i, i + 1), Span(span.pages[shared // 16 :], seen, position=shared))
+        return world.run(plan, q[rows])
+
+    plan = AttentionPlan(rows)
+    plan.add(slice(0, rows), span, causal_visible(length, rows))
+    wanted = world.run(plan, q)
+    for threads in (1, 2, 5):
+        for row in range(0, rows, 23):
+            assert torch.equal(run([row], 0, threads)[0], wanted[row])
+        for shared in (64, 192, 512, 1088):
+            some = [0, 3, 30, 69]
+            if shared < length - rows:
+                assert torch.equal(run(some, shared, threads), wanted[some])
 
 
 def test_a_span_may_have_several_edges(library):

@@ -1,14 +1,17 @@
 """A whole native step against `LlamaModel.forward`, in every architecture."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
 
-from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
+from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
 from runtime.execution.attention.cpu import CPUAttention
 from runtime.execution.llama import LlamaModel
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.kv.pool import KVPool
+from runtime.models.adapters.lora import LoraAdapter, LowRank
 from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
 
@@ -102,6 +105,41 @@ def test_every_architecture(library, any_tiny_dir, storage, threads, make_batch)
     assert torch.equal(native_pool.k[:, untouched].float(), pool.k[:, untouched])
 
 
+def make_adapter(spec, digest, rank):
+    """A random adapter of every linear layer but those of keys, in values that bfloat16 holds exactly."""
+    torch.manual_seed(rank)
+    shapes = {name.removesuffix(".weight"): s for name, s in spec.expected_tensors().items() if "_proj.weight" in name}
+    factors = {
+        name: LowRank(
+            (torch.randn(rank, inner) / inner**0.5).bfloat16().float(), torch.randn(out, rank).bfloat16().float()
+        )
+        for name, (out, inner) in shapes.items()
+        if "k_proj" not in name
+    }
+    return LoraAdapter(digest, rank, factors)
+
+
+@pytest.mark.parametrize("make_batch", [mixed_batch, fewer_rows_later])
+@pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16])
+def test_rows_with_adapters(library, tiny_dir, storage, make_batch):
+    """Ranks of 3 and 40 side by side, and rows without one before, between and behind them."""
+    reference = make_model(tiny_dir, storage, torch.float32)
+    spec = reference.spec
+    batch = make_batch(spec.num_layers)
+    pool, native_pool = make_pool(spec, torch.float32), make_pool(spec, storage)
+    native = NativeDecoder(library, make_model(tiny_dir, storage), native_pool, 2)
+    plain = reference.forward(batch, make_pool(spec, torch.float32), CPUAttention(pool, reference.rope))
+    for digest, rank in (("a", 3), ("b", 40)):
+        for model in (reference, native):
+            model.load_adapter(make_adapter(spec, digest, rank))
+    batch.adapters = [AdapterRows("a", 1, 5), AdapterRows("b", 6, len(batch.tokens) - 1)]
+    wanted = reference.forward(batch, pool, CPUAttention(pool, reference.rope))
+    assert _distance(plain, wanted) > 0.1
+    tolerance = 1e-5 if storage == torch.float32 else 4e-2
+    assert _distance(native.forward(batch), wanted) < tolerance
+    assert _distance(native_pool.v.float(), pool.v) < tolerance
+
+
 def test_steps_reuse_their_buffers(library, tiny_dir):
     """A long step, a short one, then the long one again: nothing of one is seen in another."""
     model = make_model(tiny_dir, torch.float32)
@@ -112,6 +150,35 @@ def test_steps_reuse_their_buffers(library, tiny_dir):
     first = native.forward(long).clone()
     native.forward(short)
     assert torch.equal(native.forward(long)[0], first[0])
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_steps_of_any_size_give_the_same_bits(library, tiny_dir, int8):
+    """A prompt at once, in chunks, and token by token."""
+    if library.isa != "avx512bf16":
+        pytest.skip("only pairs of bfloat16 are summed in one order")
+    length, tokens = 180, torch.randint(0, 49152, (180,), generator=torch.Generator().manual_seed(3))
+
+    def run(steps):
+        model = make_model(tiny_dir, torch.bfloat16)
+        spec, pool, logits = model.spec, make_pool(model.spec, torch.bfloat16), []
+        native = NativeDecoder(library, model, pool, 2, int8)
+        for start, stop in pairwise(steps):
+            s, rows = Span(every_page[: -(-stop // PAGE)], stop), stop - start
+            plan = AttentionPlan(rows)
+            plan.add(slice(0, rows), s, causal_visible(stop, rows))
+            group = LayerGroup(range(spec.num_layers), None, torch.tensor(slots_of(s, start)), plan)
+            positions = torch.arange(start, stop)
+            logits.append(
+                native.forward(ForwardBatch(tokens[start:stop], positions, [group], positions - start)).clone()
+            )
+        return torch.cat(logits), pool.k, pool.v
+
+    every_page = np.random.default_rng(0).permutation(PAGES).astype(np.int32)
+    wanted = run([0, length])
+    for steps in ([0, 100, 101, 107, length], range(0, length + 1, 9), range(length + 1)):
+        for got, of in zip(run(list(steps)), wanted, strict=True):
+            assert torch.equal(got, of)
 
 
 def test_no_logits_wanted(library, tiny_dir):

@@ -18,8 +18,11 @@ KINDS = ("llada", "dream", "llama_diffusion")
 def save_tiny(kind: str, directory: Path, layers: int = 4, tokenizer_from: Path | None = None) -> Path:
     """Write a random model of a kind as a Hugging Face directory; with a tokenizer, for all of its tokens."""
     draw = torch.Generator().manual_seed(sum(kind.encode()) + layers)
-    make = {"llada": _llada, "dream": _dream, "llama_diffusion": _llama, "sdar": _sdar, "fast_dllm": _fast_dllm}[kind]
-    config, shapes = make(layers)
+    makers = {
+        "llada": _llada, "dream": _dream, "llama_diffusion": _llama, "sdar": _sdar, "sdar_moe": _sdar_moe,
+        "fast_dllm": _fast_dllm, "llada2": _llada2,
+    }  # fmt: skip
+    config, shapes = makers[kind](layers)
     vocab = VOCAB
     if tokenizer_from is not None:
         vocab = 49152
@@ -81,6 +84,54 @@ def _sdar(layers: int) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
         shapes |= {f"model.layers.{i}.self_attn.{name}_norm.weight": (HEAD_DIM,) for name in "qk"}
     config |= {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "rope_theta": 1000000.0}
     return config | {"rms_norm_eps": 1e-6, "head_dim": HEAD_DIM, "block_length": 4}, shapes
+
+
+def _sdar_moe(layers: int) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    config, shapes = _sdar(layers)
+    config |= {"architectures": ["SDARMoeForCausalLM"], "model_type": "sdar_moe", "num_experts": 6}
+    config |= {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True, "mlp_only_layers": [0]}
+    return config, _with_experts(shapes, range(1, layers), 6, 24)
+
+
+def _llada2(layers: int) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    config, shapes = _sdar(layers)
+    config |= {
+        "architectures": ["LLaDA2MoeModelLM"], "model_type": "llada2_moe", "first_k_dense_replace": 1, "num_experts": 8,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 20, "num_shared_experts": 1, "n_group": 4, "topk_group": 2,
+        "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5, "rope_theta": 600000, "use_bias": False,
+        "use_qkv_bias": False, "use_qk_norm": True, "norm_head": False, "sliding_window": 4096, "block_length": 8,
+        "pad_token_id": EOS,
+    }  # fmt: skip
+    del config["eos_token_id"]
+    shapes = _with_experts(shapes, range(1, layers), 8, 20)
+    for i in range(layers):
+        if i:
+            shapes[f"model.layers.{i}.mlp.gate.expert_bias"] = (8,)
+            prefix = f"model.layers.{i}.mlp.shared_experts."
+            shapes |= {f"{prefix}{name}_proj.weight": (20, HIDDEN) for name in ("gate", "up")}
+            shapes[f"{prefix}down_proj.weight"] = (HIDDEN, 20)
+        attention = f"model.layers.{i}.self_attn."
+        rows = sum(shapes.pop(f"{attention}{name}_proj.weight")[0] for name in "qkv")
+        shapes[f"{attention}query_key_value.weight"] = (rows, HIDDEN)
+    theirs = {
+        "embed_tokens": "word_embeddings", "self_attn.o_proj": "self_attn.dense", "q_norm": "query_layernorm",
+        "k_norm": "key_layernorm", "self_attn": "attention",
+    }  # fmt: skip
+    for ours, name in theirs.items():
+        shapes = {key.replace(ours, name): shape for key, shape in shapes.items()}
+    return config, shapes
+
+
+def _with_experts(shapes: dict[str, Any], layers: range, count: int, inner: int) -> dict[str, tuple[int, ...]]:
+    """The shapes with experts in place of the MLPs of some layers."""
+    for i in layers:
+        mlp = f"model.layers.{i}.mlp."
+        shapes[f"{mlp}gate.weight"] = (count, HIDDEN)
+        for name in ("gate", "up", "down"):
+            del shapes[f"{mlp}{name}_proj.weight"]
+            size = (HIDDEN, inner) if name == "down" else (inner, HIDDEN)
+            shapes |= {f"{mlp}experts.{expert}.{name}_proj.weight": size for expert in range(count)}
+    return shapes
 
 
 def _fast_dllm(layers: int) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:

@@ -1,0 +1,1 @@
+"""Several servers of Ramet behind routers, over HTTP."""

@@ -1,0 +1,114 @@
+"""Adapters by the names that clients know; the engine knows them by digest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.config import ModelConfig
+from runtime.errors import EngineDead, InvalidRequest, ModelError, RametError
+from runtime.models.resolve import known_names
+from runtime.protocol import Call, LoadAdapter, UnloadAdapter
+
+log = logging.getLogger("ramet.client")
+
+_NAME = re.compile(r"[\w.@/-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A low-rank adapter that is loaded.
+
+    Attributes:
+        path: its directory.
+        digest: of its configuration and weights.
+        rank: of its products.
+    """
+
+    name: str
+    path: str
+    digest: str
+    rank: int
+
+
+class Adapters:
+    """The loaded adapters.
+
+    Args:
+        call: calls the engine.
+        config: of the model, whose names no adapter may have.
+    """
+
+    def __init__(self, call: Callable[[Callable[[int], Call]], Awaitable[dict[str, Any]]], config: ModelConfig):
+        self._call = call
+        self._config = config
+        self._changing = asyncio.Lock()
+        self._loaded: dict[str, Adapter] = {}
+
+    def __iter__(self) -> Iterator[Adapter]:
+        return iter(list(self._loaded.values()))
+
+    def names(self) -> list[str]:
+        return list(self._loaded)
+
+    def get(self, name: str) -> Adapter | None:
+        return self._loaded.get(name)
+
+    async def load(self, name: str, path: str, replace: bool = False) -> Adapter:
+        """Load an adapter, if asked for in place of the one that has the name.
+
+        Raises:
+            InvalidRequest: for a name that is not free, or an adapter that cannot be served.
+        """
+        if not _NAME.fullmatch(name) or name in known_names(self._config):
+            rule = "letters, digits and . _ @ / -, up to 128, and not the model's own"
+            raise InvalidRequest(f"{name[:128]!r} cannot be an adapter's name: {rule}", param="lora_name")
+        async with self._changing:
+            before = self._loaded.get(name)
+            if before is not None and not replace:
+                message = f"the adapter {name!r} is loaded already; load_inplace replaces it"
+                raise InvalidRequest(message, param="lora_name")
+            answer = await self._call(lambda call: LoadAdapter(call, path))
+            if "failed" in answer:
+                raise InvalidRequest(answer["failed"], param="lora_path")
+            self._loaded[name] = adapter = Adapter(name, path, **answer)
+            if before is not None:
+                await self._leave(before)
+        log.info("adapter %s of rank %d is loaded from %s", name, adapter.rank, path)
+        return adapter
+
+    async def unload(self, name: str) -> int | None:
+        """Refuse new requests for an adapter; how many still run with it. None: there is none of that name."""
+        async with self._changing:
+            adapter = self._loaded.pop(name, None)
+            return None if adapter is None else await self._leave(adapter)
+
+    async def _leave(self, adapter: Adapter) -> int:
+        if any(other.digest == adapter.digest for other in self._loaded.values()):
+            return 0
+        return (await self._call(lambda call: UnloadAdapter(call, adapter.digest)))["running"]
+
+    async def open(self) -> None:
+        """Load the adapters of `--lora`. Raises ModelError."""
+        for given in (self._config.lora or "").split(",") if self._config.lora else ():
+            name, _, path = given.partition("=")
+            try:
+                await self.load(name.strip(), path.strip())
+            except InvalidRequest as error:
+                raise ModelError(f"--lora {given}: {error.message}") from None
+
+    async def restore(self) -> None:
+        """Load all again into an engine that was started anew; those that are damaged by now are left out."""
+        before, self._loaded = self._loaded, {}
+        for adapter in before.values():
+            try:
+                await self.load(adapter.name, adapter.path)
+            except EngineDead:
+                self._loaded = before | self._loaded
+                return
+            except RametError as error:
+                log.error("the adapter %s could not be loaded again: %s", adapter.name, error.message)

@@ -1,0 +1,126 @@
+"""Low-rank adapters as PEFT writes them: `adapter_config.json` and `adapter_model.safetensors`."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from runtime.errors import ModelError
+from runtime.models.spec import read_json
+
+_CONFIG, _WEIGHTS, _PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+# PEFT's wrappers around the model, with which the names of its modules begin.
+_PREFIX = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+# Fields of the configuration that, unless they are empty or false, ask for more than W + scale B A.
+_MORE = (
+    *("use_dora", "modules_to_save", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "layer_replication"),
+    *("lora_bias", "target_parameters", "trainable_token_indices", "use_qalora", "alora_invocation_tokens"),
+    *("arrow_config", "use_bdlora"),
+)
+# Beginnings that leave the base's weights as they are; others (PiSSA, OLoRA, LoftQ) train beside a changed base.
+_PLAIN_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
+
+
+class LowRank(NamedTuple):
+    """What is added to a weight [out, in]: b a, with a [rank, in] and b [out, rank], the scale within b."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+    def to(self, dtype: torch.dtype, device: torch.device) -> LowRank:
+        return LowRank(self.a.to(device, dtype), self.b.to(device, dtype))
+
+    def add(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        """Add the product of x [n, in] to out [n, out], in place."""
+        out += x @ self.a.t() @ self.b.t()
+
+
+@dataclass(frozen=True, slots=True)
+class LoraAdapter:
+    """A low-rank adapter.
+
+    Attributes:
+        digest: of its configuration and weights.
+        rank: of each of its products.
+        factors: float32 on the CPU, by the module whose weight they change.
+    """
+
+    digest: str
+    rank: int
+    factors: dict[str, LowRank]
+
+
+def read_lora(directory: Path) -> LoraAdapter:
+    """The adapter in a directory. Raises ModelError if it is damaged, or more than low-rank products."""
+    weights = directory / _WEIGHTS
+    if not weights.is_file():
+        if (directory / _PICKLE).exists():
+            raise ModelError(f"{directory / _PICKLE} is a pickle, which Ramet never loads: convert it to safetensors")
+        raise ModelError(f"{directory} has no {_WEIGHTS}; a directory with an adapter of PEFT is needed")
+    if not (directory / _CONFIG).is_file():
+        raise ModelError(f"{directory} has no {_CONFIG}; a directory with an adapter of PEFT is needed")
+    config = read_json(directory / _CONFIG)
+    rank, scale = _scale(config, directory / _CONFIG)
+    try:
+        data = weights.read_bytes()
+        tensors = safetensors.torch.load(data)
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{weights} is not a complete safetensors file: {error}") from None
+    digest = hashlib.blake2b((directory / _CONFIG).read_bytes(), digest_size=16)
+    digest.update(data)
+    factors = {}
+    for module, a, b in low_rank_pairs(tensors, weights):
+        if not module.startswith(_PREFIX):
+            raise ModelError(f"{weights}: {module}{_A} does not begin with {_PREFIX}, as PEFT's tensors do")
+        if len(a) != rank:
+            raise ModelError(f"{weights}: {module}{_A} has rank {len(a)}; {_CONFIG} says r = {rank}")
+        if not (a.isfinite().all() and b.isfinite().all()):
+            raise ModelError(f"{weights}: {module} has values that are not finite")
+        factors[module.removeprefix(_PREFIX)] = LowRank(a.float(), scale * b.float())
+    return LoraAdapter(digest.hexdigest(), rank, factors)
+
+
+def low_rank_pairs(tensors: Mapping[str, torch.Tensor], path: Path) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """The modules whose weights a file changes, with A [rank, in] and B [out, rank].
+
+    Raises ModelError for other tensors than these, and if there are none.
+    """
+    modules = sorted(name.removesuffix(_A) for name in tensors if name.endswith(_A))
+    pairs = {name for module in modules for name in (module + _A, module + _B)}
+    if other := sorted(tensors.keys() ^ pairs):
+        missing = "is missing" if other[0] in pairs else "is neither the A nor the B of a linear layer"
+        raise ModelError(f"{path}: {other[0]} {missing}")
+    if not modules:
+        raise ModelError(f"{path} changes no layer")
+    for module in modules:
+        a, b = tensors[module + _A], tensors[module + _B]
+        if not (a.ndim == b.ndim == 2 and len(a) == b.shape[1] and a.is_floating_point() and b.is_floating_point()):
+            shapes = f"{list(a.shape)} and {list(b.shape)} of {a.dtype}".replace("torch.", "")
+            raise ModelError(f"{path}: the A and B of {module} are {shapes}, not [rank, in] and [out, rank] of floats")
+        yield module, a, b
+
+
+def _scale(config: dict[str, Any], path: Path) -> tuple[int, float]:
+    """The rank, and the factor of B A. Raises ModelError."""
+    if config.get("peft_type") != "LORA":
+        raise ModelError(f"{path}: peft_type is {config.get('peft_type')!r}; only 'LORA' is served")
+    for name in _MORE:
+        if config.get(name):
+            raise ModelError(f"{path}: {name} is {config[name]!r}, which is not served")
+    if config.get("bias", "none") != "none":
+        raise ModelError(f"{path}: bias is {config['bias']!r}; only 'none' is served")
+    if (beginning := config.get("init_lora_weights")) not in _PLAIN_BEGINNINGS:
+        raise ModelError(f"{path}: init_lora_weights is {beginning!r}, which changes the weights of the base as well")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise ModelError(f"{path}: r is {rank!r} and lora_alpha {alpha!r}; a count and a number are needed")
+    return rank, alpha / (rank**0.5 if config.get("use_rslora") else rank)

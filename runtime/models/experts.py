@@ -1,0 +1,84 @@
+"""Mixtures of experts: their config keys and tensor names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """Experts in place of a layer's MLP, of which each row takes a few.
+
+    Attributes:
+        layers: those that have experts.
+        count, chosen: experts of a layer, and those that a row takes.
+        inner: an expert's inner columns.
+        shared: inner columns of the expert that every row takes; 0: none.
+        sigmoid: scores are sigmoids, to which a bias is added for the choice alone; else a softmax.
+        normalized: whether the weights of the chosen ones are made to sum to 1.
+        groups, chosen_groups: experts are chosen from the groups whose two best scores sum to most.
+        scale: factor on the weights.
+    """
+
+    layers: tuple[int, ...]
+    count: int
+    chosen: int
+    inner: int
+    shared: int = 0
+    sigmoid: bool = False
+    normalized: bool = True
+    groups: int = 1
+    chosen_groups: int = 1
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Raises ModelError."""
+        for name in ("count", "chosen", "inner", "groups", "chosen_groups"):
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise ModelError(f"config.json has experts with {name} {value!r}; it must be a positive integer")
+        in_groups = self.count // self.groups * self.chosen_groups
+        if self.count % self.groups or self.chosen_groups > self.groups or self.chosen > in_groups:
+            raise ModelError(
+                f"config.json has {self.chosen} of {self.count} experts, in {self.chosen_groups} of {self.groups} "
+                "groups; these numbers do not fit each other"
+            )
+
+    def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of a layer's tensors, from the layer on."""
+        shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (self.count, hidden)}
+        if self.sigmoid:
+            shapes["mlp.gate.expert_bias"] = (self.count,)
+        mlps = {f"mlp.experts.{i}": self.inner for i in range(self.count)}
+        if self.shared:
+            mlps["mlp.shared_experts"] = self.shared
+        for name, inner in mlps.items():
+            shapes |= {f"{name}.{part}_proj.weight": (inner, hidden) for part in ("gate", "up")}
+            shapes[f"{name}.down_proj.weight"] = (hidden, inner)
+        return shapes
+
+
+def expert_spec(config: dict[str, Any], architecture: str) -> ExpertSpec | None:
+    """The experts of a configuration, if its architecture has some. Raises KeyError, ModelError."""
+    if architecture not in ("SDARMoeForCausalLM", "LLaDA2MoeModelLM"):
+        return None
+    count, chosen, inner = (config[n] for n in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"))
+    layers = range(config["num_hidden_layers"])
+    if architecture == "SDARMoeForCausalLM":
+        every, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+        sparse = tuple(i for i in layers if i not in dense and (i + 1) % every == 0)
+        return ExpertSpec(sparse, count, chosen, inner, normalized=bool(config.get("norm_topk_prob", False)))
+    return ExpertSpec(
+        tuple(layers[config.get("first_k_dense_replace", 0) :]),
+        count,
+        chosen,
+        inner,
+        shared=inner * (config.get("num_shared_experts") or 0),
+        sigmoid=True,
+        normalized=chosen > 1,
+        groups=config["n_group"],
+        chosen_groups=config["topk_group"],
+        scale=float(config["routed_scaling_factor"]),
+    )

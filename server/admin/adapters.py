@@ -1,0 +1,56 @@
+"""vLLM's routes to load and unload low-rank adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from fastapi import APIRouter
+from pydantic import ConfigDict, Field
+
+from server.context import Ctx
+from server.http import examples
+from server.http.errors import NotFound
+from server.http.wire import Body, Text
+
+router = APIRouter(prefix="/v1", tags=["adapters"])
+
+Name = Annotated[Text, Field(min_length=1, max_length=128, description="name as a model: NAME, or MODEL:NAME")]
+
+
+class LoadRequest(Body):
+    """An adapter to load."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"lora_name": "poems", "lora_path": "/adapters/poems"}})
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"base_model_name": (), "is_3d_lora_weight": (False,)}
+
+    lora_name: Name
+    lora_path: Text = Field(
+        min_length=1, max_length=4096, description="directory on the server, as PEFT's save_pretrained writes it"
+    )
+    load_inplace: bool = Field(False, description="replace the adapter that has the name")
+
+
+class UnloadRequest(Body):
+    """An adapter to unload."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"lora_name": "poems"}})
+    IGNORED = frozenset({"lora_int_id"})
+
+    lora_name: Name
+
+
+@router.post("/load_lora_adapter", responses=examples.ADAPTER_LOADED)
+async def load_adapter(context: Ctx, body: LoadRequest) -> dict[str, Any]:
+    """Serve an adapter from now on."""
+    adapter = await context.engine.adapters.load(body.lora_name, body.lora_path, body.load_inplace)
+    return {"success": True, "lora_name": adapter.name, "rank": adapter.rank, "digest": adapter.digest}
+
+
+@router.post("/unload_lora_adapter", responses=examples.ADAPTER_UNLOADED)
+async def unload_adapter(context: Ctx, body: UnloadRequest) -> dict[str, Any]:
+    """Refuse new requests for an adapter; `running` ones keep its weights until they have ended."""
+    running = await context.engine.adapters.unload(body.lora_name)
+    if running is None:
+        raise NotFound(f"there is no adapter {body.lora_name!r}", param="lora_name", code="adapter_not_found")
+    return {"success": True, "running": running}

@@ -1,0 +1,112 @@
+"""Choice of a replica by prefixes, load and past work. Pure: no Ray, no sockets, no clock."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+from server.ray.prefixes import PrefixIndex, R
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    hashes: Sequence[int]
+    tokens: int  # that it makes its replica compute
+
+
+class Placement(Generic[R]):
+    """The cheapest replica for a prompt.
+
+    A replica costs the tokens that calls under way make it compute, and a part of what it had to compute more than
+    the mean of all. Each token of the prompt that it holds, or will hold after a call under way, counts `weight`
+    tokens against that. So nobody waits behind a hot prefix for more than `weight` times what it saves there: the
+    replica that takes its overflow computes it once, and has it from then on.
+
+    Args:
+        block_tokens: tokens of a block.
+        weight: more than 1 counts the memory and the time of later prompts that a prefix at two places costs.
+        balance: tokens of load that a token of work above the mean counts for.
+        chooser: draws among equal ones.
+
+    Attributes:
+        index: the blocks that replicas hold, to be told of their events.
+    """
+
+    def __init__(
+        self, block_tokens: int, weight: float = 16, balance: float = 0.1, chooser: random.Random | None = None
+    ):
+        self.index: PrefixIndex[R] = PrefixIndex()
+        self._block_tokens = block_tokens
+        self._weight = weight
+        self._balance = balance
+        self._random = chooser or random.Random()
+        self._coming: PrefixIndex[R] = PrefixIndex()
+        self._calls: dict[R, dict[str, _Call]] = {}
+        self._wanted: dict[R, Counter[int]] = {}  # blocks, by the calls under way that have them
+        self._loads: dict[R, int] = {}
+        self._work: dict[R, float] = {}
+
+    def join(self, replica: R) -> None:
+        """A new replica, which begins with the mean of the others' work: it need not catch up with their past."""
+        self._calls[replica], self._wanted[replica], self._loads[replica] = {}, Counter(), 0
+        self._work[replica] = self._mean_work()
+
+    def leave(self, replica: R) -> None:
+        """A replica has left, or died, with all that it held."""
+        for kept in (self._calls, self._wanted, self._loads, self._work):
+            kept.pop(replica, None)
+        self._coming.forget(replica)
+        self.index.forget(replica)
+
+    @property
+    def loads(self) -> Mapping[R, int]:
+        """Tokens that calls under way make each replica compute."""
+        return self._loads
+
+    def matches(self, hashes: Sequence[int]) -> Mapping[R, int]:
+        """Tokens of a prompt that replicas hold or are about to; replicas without any are left out."""
+        held, coming = self.index.match(hashes), self._coming.match(hashes)
+        most = {replica: max(held.get(replica, 0), coming.get(replica, 0)) for replica in held.keys() | coming.keys()}
+        return {replica: blocks * self._block_tokens for replica, blocks in most.items()}
+
+    def rank(self, hashes: Sequence[int], among: Collection[R]) -> list[R]:
+        """Some of the replicas in the order in which they should be asked, with the cheapest first."""
+        matches, mean = self.matches(hashes), self._mean_work()
+        balance = self._balance if hashes else 0  # a call without a prompt has nothing to balance
+
+        def cost(replica: R) -> float:
+            past = balance * (self._work.get(replica, mean) - mean)
+            return self._loads.get(replica, 0) + past - self._weight * matches.get(replica, 0)
+
+        shuffled = self._random.sample(list(among), len(among))
+        return sorted(shuffled, key=cost)
+
+    def begin(self, replica: R, call: str, hashes: Sequence[int]) -> None:
+        """A replica takes a call; its blocks count as the replica's until it ends."""
+        if replica not in self._calls:
+            return
+        # At least one token of a prompt is always computed.
+        tokens = max(len(hashes) * self._block_tokens - self.matches(hashes).get(replica, 0), 1)
+        self._calls[replica][call] = _Call(hashes, tokens)
+        self._wanted[replica].update(hashes)
+        self._coming.stored(replica, hashes)
+        self._loads[replica] += tokens
+        self._work[replica] += tokens
+
+    def end(self, replica: R, call: str) -> None:
+        ended = self._calls.get(replica, {}).pop(call, None)
+        if ended is None:
+            return
+        wanted = self._wanted[replica]
+        wanted.subtract(ended.hashes)
+        gone = [value for value in ended.hashes if not wanted[value]]
+        for value in gone:
+            wanted.pop(value, None)
+        self._coming.removed(replica, gone)
+        self._loads[replica] -= ended.tokens
+
+    def _mean_work(self) -> float:
+        return sum(self._work.values()) / max(len(self._work), 1)

@@ -1,0 +1,189 @@
+"""Adapters by request: each gives what transformers gives with it merged, and shares KV with nobody else."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from radix import Namespace
+from runtime.protocol import GetState, LoadAdapter, UnloadAdapter
+from tests.lora import merged, save_lora
+from tests.runtime.engine.driver import Driver, greedy, make_core
+from tests.runtime.execution.transformers.architectures import save_small
+from tests.runtime.reuse.bicache.models import save_tiny as save_diffusion
+
+NEW = 6
+CODE = {
+    "native": {},
+    "torch": {"native_kernels": False},
+    "transformers": {"model_impl": "transformers"},
+}
+
+
+@pytest.fixture(scope="module")
+def base(tiny_dir):
+    return AutoModelForCausalLM.from_pretrained(tiny_dir, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def adapters(base, tmp_path_factory):
+    """One of odd rank that changes every linear layer, and one of few."""
+    directory = tmp_path_factory.mktemp("adapters")
+    return [
+        save_lora(directory / "every", base, seed=1, rank=5),
+        save_lora(directory / "some", base, seed=2, rank=8, targets=("k_proj", "up_proj", "down_proj")),
+    ]
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    draw = random.Random(5)
+    root = [draw.randrange(3, 49152) for _ in range(40)]
+    return [root[: 20 + i] + [draw.randrange(3, 49152) for _ in range(2 + i)] for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def expected(base, adapters, prompts):
+    """Tokens of transformers for each prompt, of the base and of each adapter."""
+    models = [base, *(merged(base, adapter) for adapter in adapters)]
+    found = [[greedy(model, prompt, NEW) for prompt in prompts] for model in models]
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert all(a != b for a, b in zip(found[one], found[other], strict=True)), "adapters change every answer"
+    return found
+
+
+def load(core, path) -> str:
+    answer = core.handle(LoadAdapter(1, str(path))).result
+    assert "failed" not in answer, answer
+    return answer["digest"]
+
+
+def ask_all(driver, prompts, digests) -> list[list[list[int]]]:
+    """Every prompt with every adapter, as one batch; the order of arrival is mixed."""
+    first = len(driver.tokens)
+    for i, prompt in enumerate(prompts):
+        for a, digest in enumerate(digests):
+            driver.add(f"{first} {a} {i}", prompt, max_new_tokens=NEW, namespace=Namespace(adapter=digest))
+    driver.run()
+    return [[driver.tokens[f"{first} {a} {i}"] for i in range(len(prompts))] for a in range(len(digests))]
+
+
+@pytest.mark.parametrize("code", CODE)
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_two_adapters_and_none_in_one_batch(tiny_dir, adapters, prompts, expected, code, page_size):
+    driver = Driver(make_core(tiny_dir, page_size=page_size, chunk_tokens=7, **CODE[code]))
+    digests = ["", *(load(driver.core, adapter) for adapter in adapters)]
+    assert ask_all(driver, prompts, digests) == expected, "cold"
+    cached = driver.core.admin.state()["cached_tokens"]
+    assert ask_all(driver, prompts, digests) == expected, "warm"
+    state = driver.core.admin.state()
+    if page_size == 1:
+        assert state["cached_tokens"] - cached == 3 * sum(len(prompt) - 1 for prompt in prompts)
+    assert state["requests_by_adapter"] == dict.fromkeys(digests[1:], 2 * len(prompts))
+
+
+def test_pages_of_others_are_never_read(tiny_dir, adapters, prompts, expected):
+    """Neither by an adapter those of the base, nor those of another adapter, nor those of one that had its place."""
+    driver = Driver(make_core(tiny_dir, page_size=1))
+    core = driver.core
+    assert ask_all(driver, prompts[:1], [""]) == [expected[0][:1]]
+    first = load(core, adapters[0])
+    assert ask_all(driver, prompts[:1], [first]) == [expected[1][:1]]
+    assert core.admin.state()["cached_tokens"] == 0
+    assert core.handle(UnloadAdapter(2, first)).result == {"running": 0}
+    second = load(core, adapters[1])
+    assert ask_all(driver, prompts[:1], [second]) == [expected[2][:1]]
+    assert core.admin.state()["cached_tokens"] == 0
+    assert load(core, adapters[0]) == first, "the same content is the same adapter"
+    assert ask_all(driver, prompts[:1], [first]) == [expected[1][:1]]
+    assert core.admin.state()["cached_tokens"] == len(prompts[0]) - 1, "and reads what it left in the tree"
+
+
+def test_evicting_and_retracting(tiny_dir, adapters, prompts, expected):
+    driver = Driver(make_core(tiny_dir, page_size=2, pool_tokens=96))
+    digests = ["", *(load(driver.core, adapter) for adapter in adapters)]
+    assert ask_all(driver, prompts, digests) == expected
+    state = driver.core.admin.state()
+    assert state["evicted_tokens"] > 0
+    assert state["retracted_requests"] > 0
+
+
+def test_unloaded_while_requests_run(tiny_dir, adapters, prompts, expected):
+    """They end with it; new ones are refused by name; a second adapter is not touched."""
+    driver = Driver(make_core(tiny_dir))
+    core, decoder = driver.core, driver.core.executor._decoder
+    first, second = (load(core, adapter) for adapter in adapters)
+    driver.add("runs", prompts[0], max_new_tokens=NEW, namespace=Namespace(adapter=first))
+    driver.step()
+    assert core.handle(UnloadAdapter(2, first)).result == {"running": 1}
+    assert first in decoder.adapters
+    driver.run()
+    assert driver.tokens["runs"] == expected[1][0]
+    assert list(decoder.adapters) == [second]
+    refused = core.handle(_add(driver, "late", prompts[0], first))
+    (event,) = refused.events
+    assert (event.finish.refused, event.finish.code) == (True, "model_not_found")
+    assert core.handle(GetState(3)).result["requests_by_adapter"] == {second: 0}
+    assert core.handle(UnloadAdapter(4, "unknown")).result == {"running": 0}
+
+
+def _add(driver, rid, prompt, digest):
+    taken = []
+    handle, driver.core.handle = driver.core.handle, taken.append
+    driver.add(rid, prompt, namespace=Namespace(adapter=digest))
+    driver.core.handle = handle
+    return taken[0]
+
+
+def test_loaded_again_while_it_leaves(tiny_dir, adapters, prompts, expected):
+    driver = Driver(make_core(tiny_dir))
+    digest = load(driver.core, adapters[0])
+    driver.add("runs", prompts[0], max_new_tokens=NEW, namespace=Namespace(adapter=digest))
+    driver.step()
+    driver.core.handle(UnloadAdapter(2, digest))
+    assert load(driver.core, adapters[0]) == digest
+    driver.run()
+    assert ask_all(driver, prompts[:1], [digest]) == [expected[1][:1]]
+
+
+@pytest.mark.parametrize("code", CODE)
+def test_one_that_does_not_fit_changes_nothing(tiny_dir, base, adapters, prompts, expected, code, tmp_path):
+    driver = Driver(make_core(tiny_dir, **CODE[code]))
+    digest = load(driver.core, adapters[0])
+    wrong = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"embed": torch.nn.Linear(4, 4)})})
+    other = save_lora(tmp_path / "other", wrong, seed=1, targets=("embed",))
+    answer = driver.core.handle(LoadAdapter(2, str(other))).result
+    assert "model.embed" in answer["failed"]
+    assert "no linear layer" in answer["failed"]
+    head = save_lora(tmp_path / "head", base, seed=1, targets=("lm_head",))
+    assert "lm_head" in driver.core.handle(LoadAdapter(2, str(head))).result["failed"]
+    narrow = torch.nn.ModuleDict(
+        {"model": torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"0": torch.nn.ModuleDict({})})})}
+    )
+    narrow["model"]["layers"]["0"]["mlp"] = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(4, 80)})
+    path = save_lora(tmp_path / "narrow", narrow, seed=1)
+    assert "shape [80, 4]; the model's is [80, 48]" in driver.core.handle(LoadAdapter(2, str(path))).result["failed"]
+    assert "no adapter_model" in driver.core.handle(LoadAdapter(2, str(tmp_path))).result["failed"]
+    assert ask_all(driver, prompts[:1], ["", digest]) == [expected[0][:1], expected[1][:1]]
+
+
+def test_models_that_take_none(tiny_dir, adapters, tmp_path, default_model_dir):
+    denoiser = make_core(save_diffusion("llada", tmp_path, tokenizer_from=default_model_dir))
+    assert "not served with a diffusion model" in denoiser.handle(LoadAdapter(1, str(adapters[0]))).result["failed"]
+
+
+@pytest.mark.parametrize("architecture", ["Gemma3", "Phi3", "GptOss"])
+def test_other_architectures(architecture, prompts, tmp_path):
+    """In transformers' code: fused projections, windows and sinks."""
+    path = save_small(architecture, tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    targets = ("q_proj", "o_proj", "qkv_proj", "gate_up_proj", "down_proj")
+    adapter = save_lora(tmp_path / "adapter", model, seed=3, targets=targets)
+    driver = Driver(make_core(path, model_impl="transformers"))
+    asked = [[token % 100 + 3 for token in prompt] for prompt in prompts[:2]]
+    found = ask_all(driver, asked, ["", load(driver.core, adapter)])
+    assert found == [[greedy(one, prompt, NEW) for prompt in asked] for one in (model, merged(model, adapter))]
+    assert found[0] != found[1]
