@@ -61,7 +61,7 @@ class Ladder:
 
     @staticmethod
     def _is_near(low: int, high: int) -> bool:
-        return high <= max(low + 1, 5 * low // 4)
+        return high <= max(low + 1, 3 * low // 2)
 
     def describe(self) -> dict[str, float]:
         return {str(rung): round(tally.mean, 4) for rung, tally in sorted(self.tallies.items())}

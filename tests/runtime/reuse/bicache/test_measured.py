@@ -47,10 +47,10 @@ def test_a_rung_is_chosen_once_it_was_measured_within_the_bound():
     assert (ladder.choose(0.1, 8), ladder.trial(0.1, 8, 30)) == (8, 16)
     ladder.note(16, 0.5)
     assert (ladder.choose(0.1, 8), ladder.trial(0.1, 8, 30)) == (8, 12)
+    assert not ladder.is_settled(0.1, 30)
     ladder.note(12, 0.09)
-    assert (ladder.choose(0.1, 8), ladder.trial(0.1, 8, 30)) == (12, 14)
-    ladder.note(14, 0.11)
-    assert ladder.is_settled(0.1, 30)
+    assert ladder.choose(0.1, 8) == 12
+    assert ladder.is_settled(0.1, 30), "16 is near enough"
     assert ladder.trial(0.1, 8, 30) == 12, "it is measured again"
     ladder.note(12, 0.2)
     assert ladder.choose(0.1, 8) == 8, "the mean exceeds the bound now"
@@ -96,6 +96,14 @@ def test_a_bound_of_nothing_is_exact_and_measures_nothing(make, exact):
     assert (report["shallow_depth"], report["refresh_interval"], report["refreshes"]) == (1, 1, 24)
     assert report["depth_divergence"] is report["refresh_divergence"] is None
     assert driver.core.counters["divergences"] == 0
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_under_fast_dllm_a_bound_of_nothing_is_fast_dllm(make, cache):
+    same = {**SETTING, "cache": cache, "block_length": 8}
+    wanted = make().one(PROMPTS[1], **same, reuse=False)
+    assert make(depth_bound=0).one(PROMPTS[1], **same) == wanted
+    assert make().one(PROMPTS[1], **same) != wanted, "the table's depth"
 
 
 def test_a_bound_that_nothing_meets_leads_to_the_exact_model(make, exact):
