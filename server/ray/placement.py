@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Generic
 
 from server.ray.prefixes import PrefixIndex, R
@@ -22,8 +23,9 @@ class Placement(Generic[R]):
 
     A replica costs the tokens that calls under way make it compute, and a part of what it had to compute more than
     the mean of all. Each token of the prompt that it holds, or will hold after a call under way, counts `weight`
-    tokens against that. So nobody waits behind a hot prefix for more than `weight` times what it saves there: the
-    replica that takes its overflow computes it once, and has it from then on.
+    tokens against that; shared among the calls under way that have it too, but one at least, as a copy of what many
+    want soon pays. So nobody waits behind a hot prefix for more than `weight` times what it saves there: the replica
+    that takes its overflow computes it once, and has it from then on.
 
     Args:
         block_tokens: tokens of a block.
@@ -46,6 +48,7 @@ class Placement(Generic[R]):
         self._coming: PrefixIndex[R] = PrefixIndex()
         self._calls: dict[R, dict[str, _Call]] = {}
         self._wanted: dict[R, Counter[int]] = {}  # blocks, by the calls under way that have them
+        self._hot: Counter[int] = Counter()  # the same over all replicas
         self._loads: dict[R, int] = {}
         self._work: dict[R, float] = {}
 
@@ -56,6 +59,8 @@ class Placement(Generic[R]):
 
     def leave(self, replica: R) -> None:
         """A replica has left, or died, with all that it held."""
+        for call in list(self._calls.get(replica, ())):
+            self.end(replica, call)
         for kept in (self._calls, self._wanted, self._loads, self._work):
             kept.pop(replica, None)
         self._coming.forget(replica)
@@ -75,11 +80,12 @@ class Placement(Generic[R]):
     def rank(self, hashes: Sequence[int], among: Collection[R]) -> list[R]:
         """Some of the replicas in the order in which they should be asked, with the cheapest first."""
         matches, mean = self.matches(hashes), self._mean_work()
+        worth = self._worth(hashes[: max(matches.values(), default=0) // self._block_tokens])
         balance = self._balance if hashes else 0  # a call without a prompt has nothing to balance
 
         def cost(replica: R) -> float:
             past = balance * (self._work.get(replica, mean) - mean)
-            return self._loads.get(replica, 0) + past - self._weight * matches.get(replica, 0)
+            return self._loads.get(replica, 0) + past - worth[matches.get(replica, 0) // self._block_tokens]
 
         shuffled = self._random.sample(list(among), len(among))
         return sorted(shuffled, key=cost)
@@ -92,6 +98,7 @@ class Placement(Generic[R]):
         tokens = max(len(hashes) * self._block_tokens - self.matches(hashes).get(replica, 0), 1)
         self._calls[replica][call] = _Call(hashes, tokens)
         self._wanted[replica].update(hashes)
+        self._hot.update(hashes)
         self._coming.stored(replica, hashes)
         self._loads[replica] += tokens
         self._work[replica] += tokens
@@ -100,13 +107,23 @@ class Placement(Generic[R]):
         ended = self._calls.get(replica, {}).pop(call, None)
         if ended is None:
             return
-        wanted = self._wanted[replica]
-        wanted.subtract(ended.hashes)
-        gone = [value for value in ended.hashes if not wanted[value]]
-        for value in gone:
-            wanted.pop(value, None)
-        self._coming.removed(replica, gone)
+        self._coming.removed(replica, _without(self._wanted[replica], ended.hashes))
+        _without(self._hot, ended.hashes)
         self._loads[replica] -= ended.tokens
+
+    def _worth(self, hashes: Sequence[int]) -> list[float]:
+        """Tokens of load that the first 0, 1, 2, ... blocks outweigh."""
+        shares = (max(self._weight / max(self._hot[value], 1), 1) for value in hashes)
+        return [self._block_tokens * total for total in accumulate(shares, initial=0.0)]
 
     def _mean_work(self) -> float:
         return sum(self._work.values()) / max(len(self._work), 1)
+
+
+def _without(counts: Counter[int], values: Sequence[int]) -> list[int]:
+    """Count each value once less; those that are left no more."""
+    counts.subtract(values)
+    gone = [value for value in values if not counts[value]]
+    for value in gone:
+        del counts[value]
+    return gone

@@ -91,3 +91,18 @@ def test_a_replica_that_has_left_is_no_matter():
     known.begin("a", "2", [1, 2, 3])
     assert known.matches([1, 2, 3]) == {}
     assert sorted(known.rank([1, 2, 3], REPLICAS)) == list(REPLICAS), "it may still be asked for"
+
+
+def test_what_many_want_at_once_may_be_copied():
+    known = placement(weight=16)
+    prompt = list(range(10))
+    known.index.stored("a", prompt)
+    known.begin("a", "1", [*prompt, *other(20)])
+    assert known.rank(prompt, REPLICAS)[0] == "a", "200 tokens of load against 16 times 100"
+    known.begin("a", "2", [*prompt, *other(20, 2000)])
+    known.begin("b", "3", [*prompt, *other(20, 3000)])
+    for number in range(3):
+        known.begin("c", f"{number}", [*prompt, *other(1, 4000 + number)])
+    assert known.rank(prompt, REPLICAS)[0] == "c", "six calls have it, so it weighs less than three times 100"
+    known.leave("c")
+    assert sum(known._hot.values()) == 90, "of the calls that are left"
