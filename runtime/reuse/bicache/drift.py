@@ -9,7 +9,7 @@ from runtime.kv.pool import KVPool
 
 
 class Drift:
-    """How far keys and values of the prompt's rows behind the prefix have moved since the last refresh.
+    """The drift of keys and values of the prompt's rows behind the prefix since the last refresh.
 
     These rows are computed at every step, and their tokens stay. Their keys and values change as those of the
     prefix's rows would, which nobody computes between refreshes.

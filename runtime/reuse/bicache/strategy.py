@@ -350,7 +350,7 @@ class BiCache(Strategy):
         return self._ledger(request).wants(share.bound, most_depth, most_interval)
 
     def _trial(self, request: Request) -> Trial | None:
-        """What the next refresh measures: the first one a depth, while all is masked, later ones the prefix's age."""
+        """The trial of the next refresh: at the first, while all is masked, a depth, later the age of the prefix."""
         share, ledger = request.reuse, self._ledger(request)
         if share.wanted_depth is None and share.refreshed_at < 0:
             start = self.table.depth(share.length / request.max_tokens)
