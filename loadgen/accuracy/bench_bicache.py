@@ -23,13 +23,22 @@ from loadgen.accuracy.cases import (
     Plan,
     depth_cases,
     interval_cases,
+    measured_cases,
     rule_cases,
     table_cases,
     threshold_cases,
 )
 from loadgen.accuracy.measure import Cell, Outcome, Runner
 from loadgen.accuracy.rules import Rules, TaskSamples, profile_tasks
-from loadgen.accuracy.sections import Cluster, Row, Section, case_section, gain_section, pooled_section
+from loadgen.accuracy.sections import (
+    Cluster,
+    Row,
+    Section,
+    case_section,
+    gain_section,
+    measured_section,
+    pooled_section,
+)
 from loadgen.accuracy.tasks import TASKS, Source
 from loadgen.accuracy.vocabulary import Vocabulary
 from loadgen.http.tables import wide_console
@@ -69,6 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--profile-samples", type=int, default=8, help="requests a ratio for both (default: 8)")
     parser.add_argument("--kl-bound", type=float, default=0.05, help="nats, of the calibration (default: 0.05)")
+    parser.add_argument(
+        "--measured", action="store_true", help="instead of all that: depths and intervals that are measured in serving"
+    )
+    parser.add_argument("--bound", type=float, default=0.05, help="nats, of these (default: 0.05)")
+    parser.add_argument("--drift", type=float, default=0.1, help="threshold of refreshes on drift (default: 0.1)")
     parser.add_argument("--minutes", type=float, help="end after that time; the same command goes on from there")
     parser.add_argument("--seed", type=int, default=1000, help="of the samples; training draws from others")
 
@@ -142,6 +156,8 @@ class _Bench:
     def cases(self, cell: Cell) -> dict[str, list[Case]]:
         """The table's and the sweeps' cases."""
         a, rules, ratio = self.arguments, self._rules, round(100 * cell.ratio)
+        if a.measured:
+            return {"measured": measured_cases(self.plan, a.bound, a.drift)}
         found = {"table": table_cases(self.plan)}
         if a.depths:
             found["depth"] = depth_cases(self.plan, a.depths)
@@ -181,22 +197,35 @@ class _Bench:
         if whole:
             named = [(f"{cell.task}, r = {rows[0][1].ratio:.2f}", rows) for cell, rows in whole]
             found.append(gain_section(named, self.plan))
+        if self.arguments.measured:
+            return self._measured_sections()
         if clusters := self._clusters():
             found.append(pooled_section(clusters))
         for kind in _KINDS:
             found += [case_section(self._title(kind, cell, rows[0][1]), rows) for cell, rows in self.rows(kind)]
         return found
 
-    def _clusters(self) -> list[Cluster]:
-        """The table's outcomes by list, over the groups that all cells have finished."""
-        groups = min(self._whole_groups(cell) for cell in self.cells)
-        return [self._cluster(task, number) for task in self.arguments.tasks for number in range(groups)]
+    def _measured_sections(self) -> list[Section]:
+        clusters = self._clusters("measured")
+        each = len(clusters) // len(self.arguments.tasks)
+        named = {task: clusters[i * each :][:each] for i, task in enumerate(self.arguments.tasks)}
+        named["all tasks"] = clusters
+        return [measured_section(f"{name}, {self._about()}", found) for name, found in named.items() if found]
 
-    def _cluster(self, task: str, number: int) -> Cluster:
+    def _about(self) -> str:
+        a = self.arguments
+        return f"r = {', '.join(f'{ratio:.2f}' for ratio in a.ratios)}, bound {a.bound:g} nats, drift {a.drift:g}"
+
+    def _clusters(self, kind: str = "table") -> list[Cluster]:
+        """The outcomes of a kind of case by list, over the groups that all cells have finished."""
+        groups = min(self._whole_groups(cell) for cell in self.cells)
+        return [self._cluster(kind, task, number) for task in self.arguments.tasks for number in range(groups)]
+
+    def _cluster(self, kind: str, task: str, number: int) -> Cluster:
         cells = [cell for cell in self.cells if cell.task == task]
         return {
             case.name: Outcome.total(self._measured(number, cell, case) for cell in cells)
-            for case in table_cases(self.plan)
+            for case in self.cases(cells[0])[kind]
         }
 
     def rows(self, kind: str) -> Iterator[tuple[Cell, list[Row]]]:
@@ -220,8 +249,10 @@ class _Bench:
         return Outcome(**self.records.get(self._key(number, cell, case)))
 
     def _key(self, number: int, cell: Cell, case: Case) -> dict[str, Any]:
-        table = {"table": self._table} if case.fields.get("depth", 0) is None else {}
-        return {**self._of, **table, "group": number, **asdict(cell), "case": case.fields}
+        by_table = case.fields.get("reuse") is not False and case.fields.get("depth") is None
+        table = {"table": self._table} if by_table else {}
+        cold = {"cold": True} if case.cold else {}
+        return {**self._of, **table, **cold, "group": number, **asdict(cell), "case": case.fields}
 
     def _title(self, kind: str, cell: Cell, first: Outcome) -> str:
         by = f", by {kind}" if kind in _KINDS else ""

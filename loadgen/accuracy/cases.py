@@ -10,6 +10,7 @@ from runtime.params import DiffusionParams
 NO_CACHE = "no cache"
 WITHIN = "refreshed within the request (d = 0)"
 BICACHE = "BiCache"
+BY_TABLE = "BiCache by its table"
 # Fast-dLLM's two caches, and each with BiCache under it.
 COMBINED = {
     "Fast-dLLM, prefix cache": "BiCache + Fast-dLLM, prefix cache",
@@ -48,11 +49,13 @@ class Case:
         name: in the table.
         fields: of `DiffusionParams`, without the prefix's length.
         value: its x in a sweep.
+        cold: whether the cache is empty at first, so that encoding the prefix, and measuring, are on the clock.
     """
 
     name: str
     fields: dict[str, object]
     value: float = 0.0
+    cold: bool = False
 
     @property
     def is_reusing(self) -> bool:
@@ -82,6 +85,29 @@ def table_cases(plan: Plan) -> list[Case]:
         cases.append(Case(alone, {**blocks, "reuse": False, "cache": cache}))
         cases.append(Case(both, {**blocks, "depth": plan.depth, "cache": cache}))
     return cases
+
+
+def measured_cases(plan: Plan, bound: float, threshold: float) -> list[Case]:
+    """The table's depth and interval, and what is measured or seen while serving in place of one, or of both.
+
+    `bound`: nats of the divergence; `threshold`: of the drift.
+    """
+    table = _alone(plan, plan.depth)
+    whole = {name: value for name, value in table.items() if name not in ("depth", "refresh_interval")}
+    fast = {"block_length": plan.block, "threshold": plan.threshold, "cache": "prefix"}
+    measured, drift = {"depth_bound": bound}, {"refresh": "drift", "drift_threshold": threshold}
+    alone, both = next(iter(COMBINED.items()))
+    every = {
+        BY_TABLE: table,
+        "depth measured": {**whole, **measured, "refresh_interval": plan.interval},
+        "refreshed on drift": {**whole, **drift, "depth": plan.depth},
+        "depth measured, refreshed on drift": {**whole, **measured, **drift},
+        "depth and interval measured": {**whole, **measured},
+        both: {**table, **fast},
+        f"{both}, depth and interval measured": {**whole, **fast, **measured},
+        alone: {**whole, **fast, "reuse": False},
+    }
+    return [Case(name, fields, cold=True) for name, fields in every.items()]
 
 
 def depth_cases(plan: Plan, depths: list[int]) -> list[Case]:

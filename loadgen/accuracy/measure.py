@@ -41,8 +41,8 @@ class Outcome:
     Attributes:
         answers: number of requests; `exact`: those with every token right, up to the answer's end.
         tokens: tokens of the right answers with their ends; `right`: those found in their place.
-        generated: denoised tokens; `seconds`: time for them, one request after the other.
-        rows: forward rows (rows x layers over layers), without the encoding of the prefix.
+        generated: denoised tokens; `seconds`: time for them, one request after the other; `cpu_s`: CPU time.
+        rows: forward rows (rows x layers over layers); with the encoding of the prefix in cold cases alone.
         depth: reused layers.
         ratio: the prefix's share of a request.
     """
@@ -53,6 +53,7 @@ class Outcome:
     right: int = 0
     generated: int = 0
     seconds: float = 0.0
+    cpu_s: float = 0.0
     rows: float = 0.0
     depth: int = 0
     ratio: float = 0.0
@@ -67,13 +68,13 @@ class Outcome:
 
     def add(self, other: Outcome) -> None:
         """Add the results of another group; depth and ratio become the other's."""
-        for name in ("answers", "exact", "tokens", "right", "generated", "seconds", "rows"):
+        for name in ("answers", "exact", "tokens", "right", "generated", "seconds", "cpu_s", "rows"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.depth, self.ratio = other.depth, other.ratio
 
 
 class Runner:
-    """Runs groups on an engine, one request at a time; the prefix is encoded before a group's clock starts."""
+    """Runs groups on an engine, one request at a time; the prefix is encoded before the clock starts, or else on it."""
 
     def __init__(self, engine: Engine, end: int):
         self._engine = engine
@@ -85,7 +86,9 @@ class Runner:
         """The results of a group under a case."""
         prefix = len(examples[0].prefix)
         params = case.params(prefix)
-        if case.is_reusing:
+        if case.cold:
+            self._engine.flush_cache()
+        elif case.is_reusing:
             short = params.model_copy(update={"gen_length": 1, "block_length": 1, "steps": 1})
             self._generate(examples[0], short)
         out = Outcome()
@@ -96,9 +99,10 @@ class Runner:
         return out
 
     def _ask(self, example: Example, params: DiffusionParams, out: Outcome) -> None:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         tokens, reuse = self._generate(example, params)
         out.seconds += time.perf_counter() - start
+        out.cpu_s += time.process_time() - cpu
         wanted = example.answer[: example.answer.index(self._end) + 1]
         right = sum(a == b for a, b in zip(tokens, wanted, strict=False))
         out.answers += 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from loadgen.accuracy.cases import BICACHE, COMBINED, NO_CACHE, WITHIN, Case, Plan
+from loadgen.accuracy.cases import BICACHE, BY_TABLE, COMBINED, NO_CACHE, WITHIN, Case, Plan
 from loadgen.accuracy.measure import Outcome
 from loadgen.http.tables import make_table, markdown_table, wide_console
 from loadgen.micro.cost_model import modelled_passes
@@ -98,10 +98,32 @@ def pooled_section(clusters: Sequence[Cluster], seed: int = 0) -> Section:
     return Section("all tasks and ratios", columns, filled)
 
 
-def _difference(clusters: Sequence[Cluster], name: str, rng: np.random.Generator) -> list[str]:
-    if name == NO_CACHE:
+def measured_section(title: str, clusters: Sequence[Cluster], seed: int = 0) -> Section:
+    """Sums over lists, and right answers, rows and tokens for each CPU second beside those of the table.
+
+    Intervals are by a bootstrap over the lists.
+    """
+    rng = np.random.default_rng(seed)
+    filled = []
+    for name in clusters[0]:
+        of, base = ([cluster[one] for cluster in clusters] for one in (name, BY_TABLE))
+        total = Outcome.total(of)
+        row = [f"{total.exact} of {total.answers}", f"{100 * total.right / total.tokens:.1f}"]
+        row += _difference(clusters, name, rng, BY_TABLE)
+        row += [f"{total.rows / total.answers:.0f}", f"{total.generated / total.cpu_s:.1f}"]
+        draws = rng.integers(len(clusters), size=(_DRAWS, len(clusters)))
+        spent, spent_base = (np.array([outcome.cpu_s for outcome in outcomes]) for outcomes in (of, base))
+        low, high = np.percentile(spent_base[draws].sum(1) / spent[draws].sum(1), (2.5, 97.5))
+        times = [f"{spent_base.sum() / spent.sum():.2f}", f"{low:.2f} to {high:.2f}"]
+        filled.append([name, *row, *(["", ""] if name == BY_TABLE else times)])
+    columns = ["answers right", "tokens right %", "points to the table", "95 % interval", "rows/answer"]
+    return Section(title, [*columns, "tokens/CPU s", "times the table's", "95 % interval"], filled)
+
+
+def _difference(clusters: Sequence[Cluster], name: str, rng: np.random.Generator, base: str = NO_CACHE) -> list[str]:
+    if name == base:
         return ["", ""]
-    more = np.array([cluster[name].exact - cluster[NO_CACHE].exact for cluster in clusters])
+    more = np.array([cluster[name].exact - cluster[base].exact for cluster in clusters])
     answers = np.array([cluster[name].answers for cluster in clusters])
     draws = rng.integers(len(clusters), size=(_DRAWS, len(clusters)))
     low, high = np.percentile(100 * more[draws].sum(1) / answers[draws].sum(1), (2.5, 97.5))

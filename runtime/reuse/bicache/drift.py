@@ -9,7 +9,7 @@ from runtime.kv.pool import KVPool
 
 
 class Drift:
-    """How far keys and values of the prompt's rows behind the prefix have moved since the last refresh.
+    """The drift of keys and values of the prompt's rows behind the prefix since the last refresh.
 
     These rows are computed at every step, and their tokens stay. Their keys and values change as those of the
     prefix's rows would, which nobody computes between refreshes.
@@ -41,5 +41,6 @@ class Drift:
         if refreshed:
             self._at_refresh, self.value = now, 0.0
         else:
-            then = self._at_refresh
+            # A depth that was measured at the refresh may have moved the first of the layers.
+            now, then = now[-len(self._at_refresh) :], self._at_refresh[-len(now) :]
             self.value = float(((now - then).norm(dim=1) / then.norm(dim=1)).max())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# A settled prefix is measured again with every so many requests.
-_AGAIN = 8
+# A prefix is measured with so many requests until it is settled, and then with every so many.
+_FIRST, _AGAIN = 16, 8
 # Means follow what is asked: a measurement counts for at least one in so many.
 _WINDOW = 16
 
@@ -61,7 +61,7 @@ class Ladder:
 
     @staticmethod
     def _is_near(low: int, high: int) -> bool:
-        return high <= max(low + 1, 5 * low // 4)
+        return high <= max(low + 1, 3 * low // 2)
 
     def describe(self) -> dict[str, float]:
         return {str(rung): round(tally.mean, 4) for rung, tally in sorted(self.tallies.items())}
@@ -84,7 +84,8 @@ class Ledger:
     def wants(self, bound: float, most_depth: int, most_interval: int) -> bool:
         """Whether the next request measures; `most_depth`, `most_interval`: that it can measure, 0 for none."""
         settled = self.depth.is_settled(bound, most_depth) and self.interval.is_settled(bound, most_interval)
-        return max(most_depth, most_interval) > 0 and (not settled or self.requests % _AGAIN == 0)
+        is_due = self.requests % _AGAIN == 0 or (self.requests < _FIRST and not settled)
+        return max(most_depth, most_interval) > 0 and is_due
 
 
 class Measured:

@@ -152,7 +152,7 @@ class BiCache(Strategy):
             meta = found.meta or ShallowMeta(found.encoded, self.table)
             depth = meta.depth(found.length, found.length / request.max_tokens)
             bound = request.reuse.bound
-            if bound is not None and found.length == found.encoded:
+            if bound is not None and (found.length == found.encoded or bound == 0):
                 depth = meta.measured.at(found.length / request.max_tokens).depth.choose(bound, depth)
         return min(depth, self.num_layers)
 
@@ -223,8 +223,8 @@ class BiCache(Strategy):
         request.cached_tokens = 0 if is_encoding else len(behind) * cache.page_size
         share.is_encoding = is_encoding
         share.boundary = self.boundaries.get(share.encoding, share.length, share.depth)
-        if self._learns_interval(share):
-            share.interval = self._ledger(request).interval.choose(share.bound, self._default_interval(None))
+        if self._follows(share):
+            share.interval = self._ledger(request).interval.choose(share.bound, share.interval)
         if share.bound is not None and share.encoding is not None:
             self._ledger(request).requests += 1
         return True
@@ -327,9 +327,14 @@ class BiCache(Strategy):
         return share.meta.measured.at(share.length / request.max_tokens)
 
     @staticmethod
-    def _learns_interval(share: Share) -> bool:
+    def _follows(share: Share) -> bool:
+        """Whether the interval is the measured one."""
         is_free = share.wanted_interval is None and share.drift is None
-        return share.bound is not None and is_free and not share.is_partial
+        return share.bound is not None and is_free and (not share.is_partial or share.bound == 0)
+
+    def _learns_interval(self, request: Request) -> bool:
+        """With a Fast-dLLM cache there are few steps, and refreshes at a block's beginning alone."""
+        return self._follows(request.reuse) and request.canvas.params.cache == "none"
 
     def _measures(self, request: Request) -> bool:
         """Whether a request that shares a whole encoding measures, where there is something to learn, and room."""
@@ -340,23 +345,21 @@ class BiCache(Strategy):
         if canvas.params.cfg_scale or room > self.cache.pool.num_pages:
             return False
         most_depth = self.num_layers if share.wanted_depth is None else 0
-        most_interval = _most_interval(canvas) if self._learns_interval(share) else 0
+        learns_interval = self._learns_interval(request) and share.depth < self.num_layers
+        most_interval = _most_interval(canvas) if learns_interval else 0
         return self._ledger(request).wants(share.bound, most_depth, most_interval)
 
     def _trial(self, request: Request) -> Trial | None:
-        """What the next refresh measures: a depth and the age of the other layers' rows take turns."""
+        """The trial of the next refresh: at the first, while all is masked, a depth, later the age of the prefix."""
         share, ledger = request.reuse, self._ledger(request)
-        is_turn = share.refreshes == 0 or (
-            share.refreshes % 2 == 0 and not ledger.depth.is_settled(share.bound, self.num_layers)
-        )
-        if share.wanted_depth is None and is_turn:
+        if share.wanted_depth is None and share.refreshed_at < 0:
             start = self.table.depth(share.length / request.max_tokens)
             depth = ledger.depth.trial(share.bound, start, self.num_layers)
             if depth > 1:
                 boundary = self.boundaries.get(share.encoding, share.length, depth)
                 return Trial(depth, 0, boundary, lambda nats: self._note_depth(request, depth, nats))
         age = request.canvas.num_steps - share.refreshed_at
-        if share.refreshed_at < 0 or age < 2 or share.depth == self.num_layers or not self._learns_interval(share):
+        if share.refreshed_at < 0 or age < 2 or share.depth == self.num_layers or not self._learns_interval(request):
             return None
         return Trial(share.depth, age, share.boundary, lambda nats: self._note_interval(request, age, nats))
 

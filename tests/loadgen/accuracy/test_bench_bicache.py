@@ -67,6 +67,17 @@ def test_a_second_run_measures_only_what_is_new(model, tmp_path):
     assert (tmp_path / "r.png").exists()
 
 
+def test_what_is_measured_in_serving_has_a_table_of_its_own(model, tmp_path):
+    assert bench_bicache.run(options(model, tmp_path, "--measured", "--groups", "1", "--bound", "1e4")) == 0
+    (of_task, of_all) = [part for part in (tmp_path / "table.md").read_text().split("\n\n") if part.startswith("| ")]
+    assert of_task.count("\n| ") == of_all.count("\n| ") == 1 + 8
+    found = {json.dumps(line["of"]["case"]): line["outcome"] for line in lines(tmp_path)}
+    assert len(found) == 8
+    by_measured = [outcome for case, outcome in found.items() if "depth_bound" in case and "cache" not in case]
+    assert max(outcome["depth"] for outcome in by_measured) > 2, "deeper than the table"
+    assert all(outcome["cpu_s"] > 0 for outcome in found.values())
+
+
 def test_thresholds_and_rules_come_from_a_profile_of_the_tasks(model, tmp_path):
     more = ["--taus", "0.5", "0.9999", "--rules", "--profile-samples", "3", "--kl-bound", "0.001", *ONE]
     assert bench_bicache.run(options(model, tmp_path, *more)) == 0

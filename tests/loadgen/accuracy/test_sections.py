@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from loadgen.accuracy.cases import BICACHE, COMBINED, NO_CACHE, WITHIN, Case, Plan, table_cases
+from loadgen.accuracy.cases import BICACHE, BY_TABLE, COMBINED, NO_CACHE, WITHIN, Case, Plan, table_cases
 from loadgen.accuracy.measure import Outcome
-from loadgen.accuracy.sections import gain_section, modelled_cost, pooled_section
+from loadgen.accuracy.sections import gain_section, measured_section, modelled_cost, pooled_section
 
 PLAN = Plan(room=32, steps=32, block=8, interval=4, threshold=0.9, depth=None, layers=30)
 
@@ -50,3 +50,15 @@ def test_differences_are_between_answers_about_the_same_lists():
     low, high = (float(bound) for bound in interval.split(" to "))
     assert points == "+0.0"
     assert -50 <= low < 0 < high <= 50
+
+
+def test_what_is_measured_in_serving_is_compared_with_the_table():
+    def of(exact, cpu_s):
+        return Outcome(answers=4, exact=exact, tokens=20, right=15, generated=64, cpu_s=cpu_s, rows=400)
+
+    clusters = [{BY_TABLE: of(2, 8.0), "measured": of(3, cpu_s)} for cpu_s in (4.0, 2.0, 4.0)]
+    rows = {row[0]: row[1:] for row in measured_section("keep", clusters).rows}
+    assert rows[BY_TABLE] == ["6 of 12", "75.0", "", "", "100", "8.0", "", ""]
+    assert rows["measured"][:7] == ["9 of 12", "75.0", "+25.0", "+25.0 to +25.0", "100", "19.2", "2.40"]
+    low, high = (float(bound) for bound in rows["measured"][7].split(" to "))
+    assert 2 <= low < 2.4 < high <= 4

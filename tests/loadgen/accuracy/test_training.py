@@ -39,6 +39,19 @@ def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(trainer):
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
 
 
+def test_a_run_goes_on_from_an_adapter(trainer, tmp_path):
+    first = trainer("before", "--steps", "4")
+    first.run()
+    second = trainer("after", "--steps", "6", "--start", str(tmp_path / "before" / "adapter.safetensors"))
+    assert (second.step, second.tokens) == (4, first.tokens)
+    expected = factors(first)
+    for name, tensor in factors(second).items():
+        torch.testing.assert_close(tensor, expected[name].bfloat16().float(), rtol=0, atol=0)
+    second.run()
+    assert second.step == 6
+    assert trainer("after", "--steps", "6", "--start", str(tmp_path / "before" / "adapter.safetensors")).step == 6
+
+
 def test_it_learns_and_leaves_the_base_alone(trainer, capsys):
     run = trainer("learning", "--steps", "40", "--lr", "1e-2", "--log-every", "10")
     base = {name: tensor.clone() for name, tensor in run.model.weights.items()}
