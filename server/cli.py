@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import get_args
+from typing import NoReturn, get_args
 
 from pydantic import ValidationError
 
@@ -22,22 +22,24 @@ from server.options import add_options, config_from, options_table
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `ramet` and return the exit code."""
-    parser = argparse.ArgumentParser("ramet", description="Serve language models from a radix tree of shared prefixes.")
+    parser = _Parser("ramet", description="Serve language models from a radix tree of shared prefixes.")
     parser.add_argument("--version", action="version", version=f"ramet {version('ramet')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     given = sys.argv[1:] if argv is None else argv
+    if given and not given[0].startswith("-") and given[0] not in _COMMANDS:
+        meant = get_close_matches(given[0], _COMMANDS, 1)
+        parser.error(f"there is no command {given[0]!r}{f'; did you mean {meant[0]}?' if meant else ''}")
     for name, (text, add, _) in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name in given[:1]:  # the options of the other commands take time: some import torch
             add(command)
     arguments, unknown = parser.parse_known_args(given)
+    chosen = commands.choices[arguments.command]
     if unknown:
-        parser.error(
-            f"unrecognized arguments: {' '.join(unknown)}{_meant(commands.choices[arguments.command], unknown)}"
-        )
+        chosen.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(chosen, unknown)}")
     run = _COMMANDS[arguments.command][2]
     try:
-        code = run(parser, arguments)
+        code = run(chosen, arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -54,6 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors leave out the usage, which is a screen long for `serve`."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def _meant(parser: argparse.ArgumentParser, unknown: list[str]) -> str:

@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", nargs="+", required=True, metavar="NAME=URL", help="ratios are to the last one")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: all")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32], help="default: 1 8 32")
+    parser.add_argument("--questions", type=int, default=2, help="of each client, one after the other (default: 2)")
     parser.add_argument("--output", type=int, default=128, help="output tokens where the model answers freely")
     parser.add_argument("--rounds", type=int, default=5, help="of each median (default: 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the texts (default: 0)")
@@ -75,14 +76,14 @@ def _measure(
 ) -> dict[str, Any]:
     cell: dict[str, Any] = {"task": task, "clients": clients, **{target.name: [] for target in targets}}
     for number in range(a.rounds + 1):
-        asked = [TASKS[task](draw, prose) for _ in range(clients)]
+        asked = [TASKS[task](draw, prose) for _ in range(clients * a.questions)]
         seed = draw.randrange(1 << 30)
         for target in targets[:: -1 if number % 2 else 1]:
             bodies = [
                 _body(models[target.name], question, HEAT.get(task, 0.0), seed + i, a.output)
                 for i, question in enumerate(asked)
             ]
-            rate = _rate(target, bodies, asked[0].again)
+            rate = _rate(target, bodies, clients, asked[0].again)
             if number:  # the first round warms up
                 cell[target.name].append(rate)
     return cell
@@ -96,9 +97,9 @@ def _body(model: str, question: Question, heat: float, seed: int, most: int) -> 
     return {**body, "max_tokens": len(question.answer) + 8, "structured_outputs": {"regex": literal(question.answer)}}
 
 
-def _rate(target: Target, bodies: Sequence[dict[str, Any]], again: bool) -> float:
-    """Output tokens per second, all requests at once."""
-    with target.client() as client, ThreadPoolExecutor(len(bodies)) as pool:
+def _rate(target: Target, bodies: Sequence[dict[str, Any]], clients: int, again: bool) -> float:
+    """Output tokens per second."""
+    with target.client() as client, ThreadPoolExecutor(clients) as pool:
 
         def ask(body: dict[str, Any]) -> int:
             answer = client.post("/v1/completions", json=body)

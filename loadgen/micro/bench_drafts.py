@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import random
 import statistics
@@ -110,6 +111,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: all")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32], help="default: 1 8 32")
     parser.add_argument("--output", type=int, default=128, help="output tokens where the model answers freely")
+    parser.add_argument(
+        "--questions", type=int, default=4, help="that each client asks one after the other, in a round"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="of each median (default: 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the texts (default: 0)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
@@ -127,6 +131,8 @@ def run(arguments: argparse.Namespace) -> int:
         cells = [(task, clients) for task in a.tasks for clients in a.clients]
         for task, clients in track(cells, description="drafts"):
             found.append(_measure(engines, draw, prose, task, clients, a))
+            if a.json:
+                write_json(a.json, {"cells": found})
     finally:
         for engine in engines.values():
             engine.close()
@@ -136,8 +142,6 @@ def run(arguments: argparse.Namespace) -> int:
         a.markdown.write_text(markdown_table(_COLUMNS, rows))
     if a.plot:
         _plot(found, a.plot)
-    if a.json:
-        write_json(a.json, {"cells": found})
     return 0
 
 
@@ -147,10 +151,10 @@ def _measure(
     cell: dict[str, Any] = {"task": task, "clients": clients, "drafted": 0, "accepted": 0, "output": 0}
     cell |= {name: [] for name in engines}
     for number in range(a.rounds + 1):
-        asked = [TASKS[task](draw, prose) for _ in range(clients)]
+        asked = [TASKS[task](draw, prose) for _ in range(clients * a.questions)]
         seed = draw.randrange(1 << 30)
         for name in sorted(engines, reverse=bool(number % 2)):
-            rate, outputs = _run(engines[name], asked, HEAT.get(task, 0.0), seed, a.output)
+            rate, outputs = _run(engines[name], asked, clients, HEAT.get(task, 0.0), seed, a.output)
             if not number:
                 continue  # warms up
             cell[name].append(rate)
@@ -161,18 +165,32 @@ def _measure(
     return cell
 
 
-def _run(engine: Engine, asked: Sequence[Question], heat: float, seed: int, most: int) -> tuple[float, list[Any]]:
-    """Output tokens per second, behind cached prompts."""
-    prompts = [question.prompt for question in asked]
+def _run(
+    engine: Engine, asked: Sequence[Question], clients: int, heat: float, seed: int, most: int
+) -> tuple[float, list[Any]]:
+    """Output tokens per second of clients that ask one question after the other, behind cached prompts."""
     sampling = [_sampling(question, heat, seed + i, most) for i, question in enumerate(asked)]
     if asked[0].again:
-        engine.generate(prompts, sampling)
+        _ask(engine, asked, sampling, clients)
     else:
-        engine.generate(prompts, {"max_new_tokens": 1, "temperature": 0})
+        engine.generate([question.prompt for question in asked], {"max_new_tokens": 1, "temperature": 0})
     started = time.perf_counter()
-    outputs = engine.generate(prompts, sampling)
+    outputs = _ask(engine, asked, sampling, clients)
     seconds = time.perf_counter() - started
     return sum(output.completion_tokens for output in outputs) / seconds, outputs
+
+
+def _ask(engine: Engine, asked: Sequence[Question], sampling: Sequence[dict[str, Any]], clients: int) -> list[Any]:
+    questions = iter(zip(asked, sampling, strict=True))
+
+    async def client() -> list[Any]:
+        # Whoever is done takes the next question, so that all are busy until none is left.
+        return [(await engine.agenerate(question.prompt, how))[0] for question, how in questions]
+
+    async def every() -> list[list[Any]]:
+        return await asyncio.gather(*(client() for _ in range(clients)))
+
+    return [output for outputs in asyncio.run(every()) for output in outputs]
 
 
 def _sampling(question: Question, heat: float, seed: int, most: int) -> dict[str, Any]:

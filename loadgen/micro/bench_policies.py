@@ -75,7 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="blocks in the cache; default: shares of the trace's, for Mooncake's 1,000 to 30,000",
     )
-    parser.add_argument("--stress", nargs="*", choices=STRESS, default=list(STRESS), help="synthetic traces, too")
+    parser.add_argument(
+        "--stress",
+        nargs="*",
+        choices=STRESS,
+        help="synthetic traces, too; default: all of them where no trace is given",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the synthetic traces")
     parser.add_argument("--plot", metavar="FILE", help="write the plot as PNG or SVG")
     parser.add_argument("--json", metavar="FILE", help="write the figures")
@@ -85,12 +90,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Replay all traces; print two tables for each that was recorded, and one of all synthetic ones."""
     try:
         recorded = {Path(path).stem: read_traffic(Path(path), arguments.tokenizer) for path in arguments.traces}
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"ramet bench: {error}", file=sys.stderr)
         return 2
-    synthetic = {name: stress_trace(name, arguments.seed) for name in arguments.stress}
+    wanted = arguments.stress if arguments.stress is not None else [] if recorded else STRESS
+    synthetic = {name: stress_trace(name, arguments.seed) for name in wanted}
     traces = {name: traffic.trace for name, traffic in recorded.items()} | synthetic
     sizes = {name: capacities_of(trace) for name, trace in traces.items()}
+    sizes |= {name: sorted(set(sizes[name])) for name in recorded}
     sizes |= {name: list(_MOONCAKE_SIZES) for name, traffic in recorded.items() if traffic.block_tokens == MOONCAKE}
     if arguments.capacities:
         sizes |= {name: list(arguments.capacities) for name in recorded}
@@ -126,7 +133,12 @@ def advice(traffic: Traffic, figures: Figures, capacities: Sequence[int]) -> str
     said = [
         f"{most:.1f} % of the prompt tokens were there before, and no cache can find more.",
         f"A pool of {capacities[enough] * size:,} tokens (--pool-tokens) finds {ratio[best][enough]:.1f} % with "
-        f"--eviction-policy {best}; one of {capacities[0] * size:,} finds {ratio[best][0]:.1f} %.",
+        f"--eviction-policy {best}"
+        + (
+            f"; one of {capacities[0] * size:,} finds {ratio[best][0]:.1f} %."
+            if enough
+            else ", and none needs to be larger."
+        ),
     ]
     if most - ratio[best][middle] > 2:
         said.append(

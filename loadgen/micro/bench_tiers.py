@@ -9,8 +9,10 @@ import argparse
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,12 +30,15 @@ from loadgen.micro.tier_trace import Replay, infinite
 from loadgen.micro.traffic import read_trace
 
 PARTS = ("ttft", "steps", "trace", "restart", "writes")
+_OF_TRACE = ("trace", "restart")
 Figures = dict[str, dict[str, list[float]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all of them")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, help="default: trace and restart with --trace, else ttft, steps and writes"
+    )
     parser.add_argument("--model", help="default: the default model")
     parser.add_argument("--rounds", type=int, default=7, help="rounds of each figure (default: 7)")
     parser.add_argument("--prefix", type=int, default=4096, help="tokens of the prefix (default: 4096)")
@@ -50,15 +55,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print tables."""
-    bench, figures, console = Bench(arguments), dict[str, Any](), Console()
-    for part in arguments.parts:
-        if part in ("trace", "restart") and arguments.trace is None:
-            console.print(f"{part}: left out, for it needs --trace")
-            continue
+    figures, console = dict[str, Any](), Console()
+    parts = arguments.parts or [part for part in PARTS if (part in _OF_TRACE) == (arguments.trace is not None)]
+    if arguments.trace is None and (wanting := [part for part in parts if part in _OF_TRACE]):
+        print(f"ramet bench: --parts {' '.join(wanting)} needs --trace", file=sys.stderr)
+        return 2
+    try:
+        trace = read_trace(arguments.trace)[: arguments.trace_requests] if arguments.trace else []
+    except ValueError as error:
+        print(f"ramet bench: {error}", file=sys.stderr)
+        return 2
+    bench = Bench(arguments, [blocks for _, blocks in trace])
+    for part in parts:
         figures[part] = getattr(bench, part)()
         console.print(*_tables(part, figures[part], bench))
-        if part == "trace":
-            console.print(_advice(figures[part], arguments.trace_pool), highlight=False)
+    if "trace" in figures:
+        console.print(_advice(figures["trace"], arguments.trace_pool), highlight=False)
     if arguments.plot and "restart" in figures:
         _plot(figures["restart"], arguments.plot)
     if arguments.json:
@@ -69,8 +81,9 @@ def run(arguments: argparse.Namespace) -> int:
 class Bench:
     """The figures, each a list with a value for every round."""
 
-    def __init__(self, arguments: argparse.Namespace):
+    def __init__(self, arguments: argparse.Namespace, trace: list[array[int]]):
         self.arguments = arguments
+        self._trace = trace
         self._path = model_path(arguments.model)
 
     def _open(self, **options: Any) -> Drive:
@@ -191,22 +204,20 @@ class Bench:
 
     def trace(self) -> Figures:
         """Percent of a trace's tokens that came from the cache, and tokens computed, with more and more floors."""
-        trace = [blocks for _, blocks in read_trace(self.arguments.trace)[: self.arguments.trace_requests]]
         found: Figures = {"cached, %": {}, "prefill tokens": {}}
         pool = self.arguments.trace_pool
         for name in ("pool", "+ host, 4 x pool", "+ disk"):
             with self._directory() as directory, Replay(pool, name, directory) as replay:
-                for blocks in track(trace, description=name):
+                for blocks in track(self._trace, description=name):
                     replay.ask(blocks)
                 found["cached, %"][name] = [100 * sum(replay.cached) / sum(replay.tokens)]
                 found["prefill tokens"][name] = [sum(replay.tokens) - sum(replay.cached)]
-        found["cached, %"]["infinite"] = [100 * infinite(trace)]
+        found["cached, %"]["infinite"] = [100 * infinite(self._trace)]
         return found
 
     def restart(self) -> Figures:
         """Percent that came from the cache, in each twentieth of a trace; the server is started anew in the middle."""
-        trace = [blocks for _, blocks in read_trace(self.arguments.trace)[: self.arguments.trace_requests]]
-        found: Figures = {"cached, %": {}}
+        trace, found = self._trace, Figures({"cached, %": {}})
         size = max(len(trace) // 20, 1)
         for name in ("pool", "+ disk"):
             with self._directory() as directory, Replay(self.arguments.trace_pool, name, directory) as replay:

@@ -17,7 +17,7 @@ from runtime.engine.core import EngineCore
 from runtime.models.resolve import resolve_model
 from runtime.models.spec import LlamaSpec, ModelSpec
 from runtime.params import DiffusionParams, SamplingParams
-from runtime.protocol import AddRequest
+from runtime.protocol import AddRequest, TokenEvent
 
 
 def model_path(name: str | None) -> Path:
@@ -104,6 +104,14 @@ class Drive:
             for event in self.core.step():
                 found[event.rid] += event.tokens
         return list(found.values())
+
+    def alone(self, prompt: Sequence[int], output: int, **diffusion: Any) -> TokenEvent:
+        """Run one request; its last event."""
+        self.add(array("i", prompt), output, **diffusion)
+        events: list[TokenEvent] = []
+        while self.core.busy:
+            events += self.core.step()
+        return events[-1]
 
     def end(self) -> None:
         """Abort the open requests and flush the cache."""

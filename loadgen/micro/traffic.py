@@ -46,6 +46,8 @@ def read_traffic(path: Path, tokenizer: Path | None = None) -> Traffic:
             trace.append((at_s, array("i", [numbers.setdefault(block, len(numbers)) for block in blocks])))
             if cut is None:
                 sizes.add(int(record.get("block_tokens", MOONCAKE)))
+                if not isinstance(record["hash_ids"], list) or min(sizes) < 1:
+                    raise ValueError("hash_ids are a list, block_tokens at least 1")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             wanted = "timestamp and hash_ids (prompts need --tokenizer)" if cut is None else "text, prompt or messages"
             raise ValueError(f"{path}, line {number}: not a request with {wanted}: {error!r}") from None

@@ -60,7 +60,7 @@ log = logging.getLogger("ramet.engine")
 _COUNTED = (
     *("requests", "aborted_requests", "failed_requests", "failed_steps", "bad_logits", "prompt_tokens"),
     *("queries", "hits", "queried_tokens", "cached_tokens", "generation_tokens", "prefill_tokens", "steps"),
-    *("row_layers", "drafted_tokens", "accepted_tokens"),
+    *("row_layers", "drafts", "drafted_tokens", "accepted_tokens"),
 )
 
 # Bounds of the histogram of a step's token rows.
@@ -404,6 +404,7 @@ class EngineCore:
         item.keep(len(tokens))
         item.request.drafted += drafted
         item.request.accepted += len(item.draft)
+        self.counters["drafts"] += 1
         self.counters["drafted_tokens"] += drafted
         self.counters["accepted_tokens"] += len(item.draft)
         return tokens

@@ -25,6 +25,10 @@ class Scheduler:
     and waits again. The request admitted first is retracted only if it is alone, and every accepted request fits into
     the pool alone, so all of them end.
 
+    A prompt that fills a step leaves half of it to shorter ones of no lower priority, the shortest first, that run, or
+    wait while places and memory suffice: a short prompt does not wait for all of a long one. The prompt admitted first
+    has the other half, so none takes more than twice as long.
+
     Requests whose rows cannot be cut into chunks take turns: each step has those that have waited longest for one,
     while their rows fit into the budget, and one at least.
 
@@ -163,10 +167,26 @@ class Scheduler:
         self.num_retracted += 1
 
     def _prefill(self, work: list[Work], budget: int) -> int:
-        for request in self.running:
-            if budget > 0 and _prefills(request):
+        prompts = [request for request in self.running if _prefills(request)]
+        if prompts and prompts[0].num_remaining > budget > 1:
+            budget -= self._prefill_shorter(work, prompts, budget // 2)
+        served = {item.request for item in work}
+        for request in prompts:
+            if budget > 0 and request not in served:
                 budget -= self._take(work, request, budget)
         return budget
+
+    def _prefill_shorter(self, work: list[Work], prompts: Sequence[Request], most: int) -> int:
+        """Take rows of prompts that are shorter than the first one, newcomers included; returns how many."""
+        first, budget = prompts[0], most
+        if self._too_few is None:
+            others = len(work)
+            self._admit(work, budget, beside=min(prompts, key=lambda request: request.num_remaining))
+            budget -= sum(item.num_rows for item in work[others:])
+        for request in sorted(prompts[1:], key=lambda request: request.num_remaining):
+            if budget > 0 and request.num_remaining < first.num_remaining and request.priority >= first.priority:
+                budget -= self._take(work, request, budget)
+        return most - budget
 
     def _take(self, work: list[Work], request: Request, budget: int) -> int:
         limit = min(self._chunk_tokens, budget)
@@ -176,8 +196,11 @@ class Scheduler:
         work.append(item)
         return item.num_rows
 
-    def _admit(self, work: list[Work], budget: int) -> bool:
-        """Admit waiting requests while there is budget; False if memory does not suffice for the next one."""
+    def _admit(self, work: list[Work], budget: int, beside: Request | None = None) -> bool:
+        """Admit waiting requests while there is budget; False if memory does not suffice for the next one.
+
+        `beside`: only those that are shorter than what this request has left, and none that takes the last place.
+        """
         if not self.waiting:
             return True
         computing = [request for request in self.running if request.strategy.takes_turns or _prefills(request)]
@@ -186,6 +209,12 @@ class Scheduler:
             in_turns = request.strategy.takes_turns
             if (budget <= 0 and not in_turns) or len(self.running) >= self.config.max_running:
                 break
+            if beside is not None and (request.priority < beside.priority or self._scarce()):
+                break
+            if beside is not None and (
+                in_turns or request.num_remaining - request.matched_tokens >= beside.num_remaining
+            ):
+                continue
             found = request.strategy.find(request)
             if self.waiting.rank_again(request, found.tokens):
                 continue

@@ -61,6 +61,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
         ("ramet:reasoning_deferred",),
     ),
     "reasoning_seconds": ("CPU seconds of the comparison of reasoning steps", ("ramet:reasoning_cpu_seconds",)),
+    "drafts": ("Drafts that were verified", ("vllm:spec_decode_num_drafts",)),
     "drafted_tokens": ("Tokens of drafts that were verified", ("vllm:spec_decode_num_draft_tokens",)),
     "accepted_tokens": ("Tokens of drafts that were right", ("vllm:spec_decode_num_accepted_tokens",)),
     "prefill_tokens": ("Token rows computed by prefill", ("ramet:prefill_tokens",)),

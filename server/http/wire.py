@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -24,13 +24,14 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     Tag,
+    field_validator,
     model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_before_validator_function
 
 from runtime.errors import InvalidRequest
-from runtime.params import DiffusionParams, ReasoningParams, ReuseParams, SamplingParams
+from runtime.params import DiffusionParams, DocumentMethod, ReasoningParams, ReuseParams, SamplingParams
 from runtime.sampling.json_text import check_unicode
 from server.auth.keys import CacheScope
 from server.http import fields
@@ -156,6 +157,9 @@ def _first(value: Any) -> Any:
     return value[0] if isinstance(value, list) and value else None
 
 
+_METHODS = (*get_args(DocumentMethod), "auto", "reasoncache")
+
+
 def _method(value: Any) -> Any:
     return value.get("method") if isinstance(value, dict) else getattr(value, "method", None)
 
@@ -245,6 +249,14 @@ class DocumentReuse(Body, ReuseParams):
     """`ReuseParams` in a request."""
 
     model_config = ConfigDict(strict=True)
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _is_known(cls, method: Any) -> Any:
+        """An unknown method is told all that there are, also reasoncache's."""
+        if method not in _METHODS:
+            raise PydanticCustomError("literal_error", "Input should be {one}", {"one": " or ".join(_METHODS)})
+        return method
 
 
 class ReasoningReuse(Body, ReasoningParams):

@@ -16,7 +16,7 @@ PARTS = ["", "a", "/", "#", ":", "\0", "\1\0\0\0", "a/b", "#bicache:1", "\x04\x0
 
 def random_namespaces(count: int) -> set[Namespace]:
     draw = random.Random(3)
-    return {Namespace(*("".join(draw.choices(PARTS, k=draw.randrange(3))) for _ in range(3))) for _ in range(count)}
+    return {Namespace(*("".join(draw.choices(PARTS, k=draw.randrange(3))) for _ in range(4))) for _ in range(count)}
 
 
 def test_different_namespaces_never_hash_alike():
@@ -43,8 +43,12 @@ def test_the_namespace_of_an_entry_s_readers():
     entry = Namespace("t", "s").for_entry("bicache", "1")
     assert entry == Namespace("t", "s", "bicache:1")
     assert entry.without_entry == Namespace("t", "s") == Namespace("t", "s").without_entry
+    adapted = Namespace("t", "s", adapter="ab")
+    assert adapted.for_entry("module", "1") == Namespace("t", "s", "module:1", "ab")
+    assert adapted.for_entry("module", "1").without_entry == adapted, "entries are the adapter's own"
+    assert adapted.owner == Namespace("t")
 
 
 def test_namespaces_travel():
-    for namespace in (Namespace(), Namespace("t", "s#", "bicache:1")):
+    for namespace in (Namespace(), Namespace("t", "s#", "bicache:1"), Namespace(adapter="ab")):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(namespace), type=Namespace) == namespace

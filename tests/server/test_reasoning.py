@@ -110,6 +110,8 @@ def test_bad_requests_get_one_clear_error(http, fields, param):
     answer = http.post("/generate", json=body(**fields))
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+    if fields["reuse"] == {"method": "no such"}:
+        assert {"a3", "auto", "reasoncache"} <= set(answer.json()["error"]["message"].split())
 
 
 def test_modules_are_refused(http):

@@ -31,7 +31,7 @@ _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 class LowRank(NamedTuple):
-    """What is added to a weight [out, in]: b a, with a [rank, in] and b [out, rank], the scale within b."""
+    """An addition to a weight [out, in]: b a, with a [rank, in] and b [out, rank], the scale within b."""
 
     a: torch.Tensor
     b: torch.Tensor

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-# Share of a step's time that a further row is taken to cost before that is measured.
-_UNKNOWN = 0.03
+# Share of a step's time that a further row is taken to cost at least before that is measured: a few rows are tried
+# where they may pay, more only where they are likely to.
+_HOPED, _UNKNOWN, _TRIED = 0.005, 0.02, 8
 _RECENT = 0.2
 # Times that are kept of one kind of step, and how many of steps without drafts there have to be.
 _KEPT, _FEWEST = 5, 3
@@ -80,9 +83,9 @@ class Pace:
         return _lines(known, most)
 
     def due(self, requests: int, gain: float) -> bool:
-        """Whether a step should do without drafts, though they make it worth `gain` steps, so that its time stays known.
+        """Whether a step should do without drafts, so that its time stays known.
 
-        The less that costs, the more often.
+        `gain`: how many such steps one with drafts is worth; the fewer, the more often one does without.
         """
         batch = _bucket(requests)
         age = self._steps[batch] - self._costs[batch][0].at
@@ -90,14 +93,13 @@ class Pace:
 
 
 def _lines(known: Sequence[tuple[int, float]], most: int) -> list[float]:
-    """Values at 0, 1, ..., `most` of the lines through known points, the first of which is at 0."""
-    (_, first), found = known[0], [known[0][1]]
-    slope = _UNKNOWN * first
-    for (left, low), (right, high) in zip(known, known[1:], strict=False):
+    """Seconds at 0, 1, ..., `most` rows on the lines through known points, the first of which is at 0."""
+    (_, first), found, slope = known[0], [known[0][1]], 0.0
+    for (left, low), (right, high) in pairwise(known):
         slope = (high - low) / (right - left)
         found += [low + slope * n for n in range(1, right - left + 1)]
-    slope = max(slope, _UNKNOWN * first)
-    found += [found[-1] + slope * n for n in range(1, most + 2 - len(found))]
+    for least, rows in ((_HOPED, _TRIED), (_UNKNOWN, most)):
+        found += [found[-1] + max(slope, least * first) * n for n in range(1, rows + 1)]
     return found[: most + 1]
 
 
@@ -134,7 +136,9 @@ class Acceptance:
 
 
 def share_out(drafts: Sequence[tuple[float, int]], requests: int, seconds: Sequence[float]) -> tuple[list[int], float]:
-    """Rows for each draft, so that a step gives the most tokens a second.
+    """Rows for each draft, so that the requests' tokens a second grow most in their geometric mean.
+
+    So a draft delays requests without one only as far as the gain of its own outweighs their loss.
 
     Args:
         drafts: of each, the rate at which its next token is right, and its tokens.
@@ -142,26 +146,28 @@ def share_out(drafts: Sequence[tuple[float, int]], requests: int, seconds: Seque
         seconds: of a step with 0, 1, ... drafted rows.
 
     Returns:
-        The rows, and the step's tokens a second over those of one without drafts.
+        The rows, and that mean over the one without drafts.
     """
-    coming = [(-rate, i, 1) for i, (rate, _) in enumerate(drafts)]
+    # By gain of the next row: tokens that are expected without it, its chance, its place in its draft.
+    coming = [(-math.log1p(rate), i, 1.0, rate, 1) for i, (rate, _) in enumerate(drafts)]
     heapq.heapify(coming)
     taken: list[int] = []
-    tokens, most, best = float(requests), 0, requests / seconds[0]
+    gained, most, best = 0.0, 0, 0.0
     for time in seconds[1:]:
-        if not coming or -coming[0][0] < _LEAST_CHANCE:
+        if not coming or coming[0][3] < _LEAST_CHANCE:
             break
-        chance, i, length = coming[0]
+        gain, i, tokens, chance, length = coming[0]
         taken.append(i)
-        tokens -= chance
+        gained -= gain
         rate, longest = drafts[i]
         if length < longest:
-            heapq.heapreplace(coming, (chance * rate, i, length + 1))
+            tokens, chance = tokens + chance, chance * rate
+            heapq.heapreplace(coming, (-math.log1p(chance / tokens), i, tokens, chance, length + 1))
         else:
             heapq.heappop(coming)
-        if tokens / time > best:
-            most, best = len(taken), tokens / time
+        if (value := gained - requests * math.log(time / seconds[0])) > best:
+            most, best = len(taken), value
     lengths = [0] * len(drafts)
     for i in taken[:most]:
         lengths[i] += 1
-    return lengths, best * seconds[0] / requests
+    return lengths, math.exp(best / requests)

@@ -11,7 +11,8 @@ from loadgen.micro import bench_drafts
 def test_it_measures_and_writes(tiny_dir, tmp_path):
     parser = argparse.ArgumentParser()
     bench_drafts.add_arguments(parser)
-    small = ["--dtype", "float32", "--tasks", "edit", "again", "--clients", "2", "--output", "16", "--rounds", "2"]
+    small = ["--dtype", "float32", "--tasks", "edit", "again", "--clients", "2", "--output", "16", "--rounds", "2",
+             "--questions", "1"]  # fmt: skip
     files = [f"--{kind}={tmp_path / name}" for kind, name in
              (("json", "d.json"), ("plot", "d.png"), ("markdown", "d.md"))]  # fmt: skip
     assert bench_drafts.run(parser.parse_args(["--model", str(tiny_dir), *small, *files])) == 0

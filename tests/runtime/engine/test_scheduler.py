@@ -66,6 +66,41 @@ def test_a_prompt_whose_log_probabilities_are_wanted_has_half_a_chunk():
         assert engine.step() == {"a": 1}
 
 
+def test_a_long_prompt_leaves_half_of_a_step_to_shorter_ones():
+    engine = Engine(pages=512, step_tokens=16)
+    engine.add("long", prompt(1, 200))
+    assert engine.step() == {"long": 16}
+    engine.add("longer", prompt(2, 210))
+    engine.add("short", prompt(3, 12))
+    engine.add("shorter", prompt(4, 3))
+    assert engine.step() == {"long": 8, "short": 8}
+    assert engine.step() == {"long": 9, "short": 4, "shorter": 3}, "first come, first served, but no longer than half"
+    assert engine.step() == {"long": 14, "short": 1, "shorter": 1}
+    engine.add("middle", prompt(5, 40))
+    engine.step()
+    engine.add("late", prompt(6, 2))
+    assert engine.step() == {"long": 7, "middle": 5, "late": 2, "short": 1, "shorter": 1}, "the shortest goes first"
+    while engine.requests["long"].num_remaining > 1:
+        assert engine.step()["long"] >= 6
+    assert engine.waiting == "longer"
+
+
+def test_shorter_prompts_overtake_nobody_of_higher_priority_nor_for_the_last_place():
+    for fields, options in (({"priority": 0}, {}), ({"priority": 1}, {"max_running": 2})):
+        engine = Engine(pages=512, step_tokens=16, **options)
+        engine.add("long", prompt(1, 200), priority=1)
+        engine.step()
+        engine.add("short", prompt(3, 3), **fields)
+        assert engine.step() == {"long": 16}
+    engine = Engine(pages=230, step_tokens=16)
+    engine.add("long", prompt(1, 200))
+    engine.step()
+    engine.add("middle", prompt(3, 100))
+    engine.add("short", prompt(4, 8))
+    assert engine.step() == {"long": 16}, "memory does not suffice for the middle one"
+    assert engine.step() == {"long": 16}, "which may not be kept waiting by shorter ones"
+
+
 def test_no_more_run_than_may():
     engine = Engine(max_running=2)
     for rid in "abc":

@@ -146,6 +146,22 @@ def test_those_who_may_know_all_get_a_topic_for_each_tenant(tmp_path):
     wire.close()
 
 
+def test_blocks_of_adapters_are_not_the_models(tmp_path):
+    space = Namespace(adapter="ab")
+    blocks = Stored((40,), None, array("i", [4, 4]).tobytes(), space)
+    for given, shown in (
+        ("public", []),
+        ("all", [stored([40], None, [4, 4], extra_keys=[["/#@ab"]], cache_salt="/#@ab"), removed(40)]),
+    ):
+        (tmp_path / given).mkdir()
+        wire = Wire(tmp_path / given, kv_events_of=given)
+        listen(wire)
+        number = wire.publisher._next
+        wire.publisher.publish([blocks, Removed((40,), space), STORED])
+        assert wire.receive(wire.heard) == (number, [*shown, stored([5, 6], None, [0, 1, 2, 3])])
+        wire.close()
+
+
 def test_hashes_alone_tell_neither_tokens_nor_salts_nor_tenants(tmp_path):
     wire = Wire(tmp_path, kv_events_of="hashes")
     listen(wire)

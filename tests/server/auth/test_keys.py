@@ -68,6 +68,7 @@ ADMIN = {
     *("/cache/stats", "/server_info", "/get_server_info", "/metrics"),
     *("/cache/tiers", "/cache/tiers/{name}", "/cache/tenants/{name}", "/v1/loads"),
     *("/flush_cache", "/abort_request", "/pause", "/resume", "/shutdown"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
 }
 
 
