@@ -245,5 +245,5 @@ def _plot(rows: Sequence[Row], path: str) -> None:
         axes.grid(alpha=0.3, axis="y")
     panels[1].axhline(1.3, color="k", linestyle=":")
     panels[-1].set_xticks(range(len(groups)), [f"{number} x {workload}" for number, workload in groups])
-    panels[0].legend(fontsize=7, ncols=4)
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, ncols=4, loc="outside upper center")
     figure.savefig(path, dpi=110)

@@ -36,7 +36,8 @@ class WaitingQueue:
       and the mean output of recent requests. An admission in order earns credit in proportion to its cost; a request
       that overtakes spends its cost. So requests that are nearly all cached are admitted before eviction, and no
       request waits longer than 1 / (1 - share) times its wait by arrival, and 4 full steps. Places are earned and
-      spent in the same way while they are scarce.
+      spent in the same way while they are scarce. A prompt that fills whole steps may wait longer: half of them is
+      left to shorter prompts.
 
     A request's cached tokens are looked up on arrival, before admission, and, for a bounded number of requests per
     pass, after another request with the same first page was computed.
