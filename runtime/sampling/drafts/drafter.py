@@ -13,6 +13,8 @@ from runtime.sampling.drafts.pace import LEAST_GAIN, Acceptance, Pace, share_out
 
 # Most drafted rows of a request and of all, in a step.
 LONGEST, _ROWS = 32, 64
+# Most requests that decode beside drafts: with more, a further row costs a processor about what a request's own costs.
+_MOST_REQUESTS = 16
 # Tokens that are read from the tree at a time.
 _TREE_TOKENS = 256
 # Equal tokens before a place that make it likely that the text goes on there, even behind another token.
@@ -78,7 +80,7 @@ class Drafter:
         """
         decoding = [item for item in work if not item.prefills]
         rows = sum(item.num_rows for item in work)
-        if not decoding or rows >= step_tokens:
+        if not 0 < len(decoding) <= _MOST_REQUESTS or rows >= step_tokens:
             return
         proposed = self.propose([item.request for item in decoding], step_tokens - rows, sum(_rows_of_prompts(work)))
         for item in decoding:
