@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from radix import Namespace
 from runtime.config import SchedulerConfig, make_config
 from runtime.errors import InvalidRequest, RateLimited
 from runtime.frontend.async_engine import AsyncEngine
@@ -90,7 +91,7 @@ def test_a_flood_of_texts_is_its_keys_alone(engine, slow):
         slow.go_on.set()
         await engine.tokenize("flood", ["last"])
         assert texts_of(slow) == begun, "whoever has left stops"
-        assert [message.namespace for message in engine.sent if isinstance(message, AddRequest)] == [("", "", "")]
+        assert [message.namespace for message in engine.sent if isinstance(message, AddRequest)] == [Namespace()]
 
     asyncio.run(main())
 

@@ -34,7 +34,8 @@ MOST_CPU_S, MOST_GAP_S, MOST_BYTES = 1.5, 0.6, 64 * MIB
 SIZE, NODES = MIB - 300, MAX_NODES - 100
 ROUTES = ("/generate", "/tokenize", "/detokenize", "/v1/chat/completions", "/v1/completions", "/cache/pin")
 ROUTES = (*ROUTES, "/v1/schemas", "/v1/documents", "/abort_request", "/v1/responses", "/v1/responses/input_tokens")
-ROUTES = (*ROUTES, "/v1/messages", "/v1/messages/count_tokens", "/cache/tiers/{name}")
+ROUTES = (*ROUTES, "/v1/messages", "/v1/messages/count_tokens", "/cache/tiers/{name}", "/cache/search")
+ROUTES = (*ROUTES, "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 # Routes whose fields are all fields of another one.
