@@ -96,7 +96,8 @@ def test_tokens_are_those_of_single_steps(tiny_dir, monkeypatch, prompts, kind, 
             assert {rid: end.type for rid, end in drafted.finish.items()} == {
                 rid: end.type for rid, end in plain.finish.items()
             }
-        assert core.counters["steps"] < plain.core.counters["steps"] * (2 if kind == "greedy" else 1)
+        if not {"json_schema", "grammar"} & OPTIONS[kind].keys():  # whose requests begin when their grammar is ready
+            assert core.counters["steps"] < plain.core.counters["steps"] * (2 if kind == "greedy" else 1)
         assert core.counters["accepted_tokens"] > (0.9 * core.counters["drafted_tokens"] if right == 1 else 0)
         found, expected = logprobs_of(drafted), logprobs_of(plain)
         assert [(one.token, [t for t, _ in one.top]) for one in found] == [
