@@ -12,32 +12,22 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 from rich.progress import track
 
 from loadgen.http.files import write_json
 from loadgen.http.prose import Prose
 from loadgen.http.tables import make_table, markdown_table, wide_console
 from loadgen.http.target import Target, TargetError, find_model
-from loadgen.micro.bench_drafts import HEAT, TASKS, Question, literal
-from loadgen.micro.intervals import interval
+from loadgen.micro.bench_drafts import HEAT, TASKS, Question, add_task_arguments, literal, ratios
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
     parser.add_argument("--url", nargs="+", required=True, metavar="NAME=URL", help="ratios are to the last one")
-    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: all")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32], help="default: 1 8 32")
-    parser.add_argument("--questions", type=int, default=2, help="of each client, one after the other (default: 2)")
-    parser.add_argument("--output", type=int, default=128, help="output tokens where the model answers freely")
-    parser.add_argument("--rounds", type=int, default=5, help="of each median (default: 5)")
-    parser.add_argument("--seed", type=int, default=0, help="of the texts (default: 0)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round, after each cell")
+    add_task_arguments(parser, questions=2)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -113,9 +103,5 @@ def _rate(target: Target, bodies: Sequence[dict[str, Any]], clients: int, again:
 
 
 def _row(cell: dict[str, Any], names: Sequence[str]) -> list[str]:
-    row = [cell["task"], str(cell["clients"]), *(f"{statistics.median(cell[name]):.0f}" for name in names)]
-    for name in names[:-1]:
-        ratios = np.array(cell[name]) / np.array(cell[names[-1]])
-        low, high = interval(ratios, np.random.default_rng(0), np.median)
-        row.append(f"{np.median(ratios):.2f} [{low:.2f}, {high:.2f}]")
-    return row
+    medians = (f"{statistics.median(cell[name]):.0f}" for name in names)
+    return [cell["task"], str(cell["clients"]), *medians, *(ratios(cell, name, names[-1])[1] for name in names[:-1])]

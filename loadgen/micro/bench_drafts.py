@@ -104,21 +104,29 @@ TASKS: dict[str, Callable[[random.Random, Prose], Question]] = {
 HEAT = {"unique": 1.5, "chat": 0.7, "again": 0.7}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="default: the default model")
-    parser.add_argument("--dtype", default="auto", help="default: auto")
+def add_task_arguments(parser: argparse.ArgumentParser, questions: int) -> None:
+    """Add the options of the tasks and their table; `questions`: of each client by default."""
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: all")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32], help="default: 1 8 32")
     parser.add_argument("--output", type=int, default=128, help="output tokens where the model answers freely")
     parser.add_argument(
-        "--questions", type=int, default=4, help="that each client asks one after the other, in a round"
+        "--questions",
+        type=int,
+        default=questions,
+        help=f"that each client asks one after the other, in a round (default: {questions})",
     )
     parser.add_argument("--rounds", type=int, default=5, help="of each median (default: 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the texts (default: 0)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round, after each cell")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmark's options."""
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="default: the default model")
+    parser.add_argument("--dtype", default="auto", help="default: auto")
+    add_task_arguments(parser, questions=4)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot as PNG or SVG")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -204,17 +212,18 @@ def literal(text: str) -> str:
     return "".join("\\" + c if c in r"\.+*?()|[]{}^$#&-~/" else "\\n" if c == "\n" else c for c in text)
 
 
-def _ratios(cell: dict[str, Any]) -> np.ndarray:
-    return np.array(cell["auto"]) / np.array(cell["off"])
+def ratios(cell: dict[str, Any], name: str, base: str) -> tuple[np.ndarray, str]:
+    """Of one way of a cell to another, by rounds, and their median with its interval."""
+    found = np.array(cell[name]) / np.array(cell[base])
+    low, high = interval(found, np.random.default_rng(0), np.median)
+    return found, f"{np.median(found):.2f} [{low:.2f}, {high:.2f}]"
 
 
 def _row(cell: dict[str, Any]) -> list[str]:
-    ratios = _ratios(cell)
-    low, high = interval(ratios, np.random.default_rng(0), np.median)
     return [
         *(cell["task"], str(cell["clients"])),
         *(f"{statistics.median(cell[name]):.0f}" for name in ("off", "auto")),
-        f"{np.median(ratios):.2f} [{low:.2f}, {high:.2f}]",
+        ratios(cell, "auto", "off")[1],
         f"{cell['accepted'] / cell['drafted']:.0%}" if cell["drafted"] else "-",
         f"{cell['drafted'] / cell['output']:.0%}",
     ]
@@ -230,8 +239,10 @@ def _plot(found: Sequence[dict[str, Any]], path: Path) -> None:
     counts = list(dict.fromkeys(cell["clients"] for cell in found))
     for number, clients in enumerate(counts):
         mine = [cell for cell in found if cell["clients"] == clients]
-        gains = np.array([np.median(_ratios(cell)) for cell in mine])
-        spread = np.array([interval(_ratios(cell), np.random.default_rng(0), np.median) for cell in mine]).T
+        gains = np.array([np.median(ratios(cell, "auto", "off")[0]) for cell in mine])
+        spread = np.array(
+            [interval(ratios(cell, "auto", "off")[0], np.random.default_rng(0), np.median) for cell in mine]
+        ).T
         places = np.array([tasks.index(cell["task"]) for cell in mine]) + (number - (len(counts) - 1) / 2) * 0.25
         axes.bar(places, gains, 0.22, yerr=np.abs(spread - gains), capsize=2, label=f"{clients} clients")
     axes.axhline(1, color="gray", linewidth=0.8)
