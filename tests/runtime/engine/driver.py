@@ -16,8 +16,12 @@ from runtime.protocol import Abort, AddRequest, Finish, FlushCache, TokenEvent
 
 
 def make_core(path: Path, **options: Any) -> EngineCore:
-    """A core in float32 that checks its invariants after every step."""
-    options = {"dtype": "float32", "device": "cpu", "pool_tokens": 4096, "debug_invariants": True, **options}
+    """A core in float32 that checks its invariants after every step.
+
+    Without drafts: they are proposed by measured times, and so the number of steps would differ from run to run.
+    """
+    fixed = {"dtype": "float32", "device": "cpu", "pool_tokens": 4096, "debug_invariants": True, "drafts": "off"}
+    options = {**fixed, **options}
     return EngineCore(make_config(model=str(path), **options), path)
 
 

@@ -200,7 +200,7 @@ def test_every_policy_serves_everybody_with_the_same_tokens(tiny_dir, policy):
 
 def test_who_gives_way_is_cheap_to_compute_again(tiny_dir):
     """Of two that could give way, the one goes whose prompt another request keeps."""
-    core = make_core(tiny_dir, pool_tokens=512, max_running=8, drafts="off")
+    core = make_core(tiny_dir, pool_tokens=512, max_running=8)
     driver = Driver(core)
     root = list(range(100, 196))
     driver.add("first", [*root, 1], max_new_tokens=150)

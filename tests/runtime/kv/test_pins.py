@@ -138,7 +138,7 @@ def test_a_node_is_pinned_where_it_lies(driver):
 
 
 def test_a_request_that_waits_for_room_is_one_use_of_its_prefix(tiny_dir):
-    driver = Driver(make_core(tiny_dir, pool_tokens=640, drafts="off"))
+    driver = Driver(make_core(tiny_dir, pool_tokens=640))
     driver.together([PREFIX], max_new_tokens=1)
     tree = driver.core.cache.tree
     driver.add("big", [7] * 400, max_new_tokens=60)

@@ -105,7 +105,7 @@ def test_equal_masks_over_equal_pages_are_read_once():
 def test_requests_under_one_node_attend_to_it_together(tiny_dir, monkeypatch):
     """The plan has one edge for the shared part, and the output is what each request gives alone."""
     plans = []
-    core = make_core(tiny_dir, drafts="off")
+    core = make_core(tiny_dir)
     run = core.executor.run
     monkeypatch.setattr(core.executor, "run", lambda batch: plans.append(batch.groups[0].attention) or run(batch))
     driver, alone = Driver(core), Driver(make_core(tiny_dir, prefix_cache=False))

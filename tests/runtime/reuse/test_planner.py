@@ -30,7 +30,7 @@ def seen(batch: ForwardBatch, page_size: int) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_plan_that_grows_is_the_plan_made_anew(tiny_dir, monkeypatch, drafts):
     """Requests come, end, leave and give way while others decode, within pages and over their ends."""
-    core, guess = make_core(tiny_dir, page_size=8, pool_tokens=240), random.Random(6)
+    core, guess = make_core(tiny_dir, page_size=8, pool_tokens=240, drafts="auto"), random.Random(6)
     plan, built = core.planner.plan, []
     monkeypatch.setattr(planner, "build", lambda *a, made=planner.build: built.append(1) or made(*a))
     grown = 0

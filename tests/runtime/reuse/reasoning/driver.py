@@ -42,8 +42,7 @@ class ReasonDriver(Driver):
     """Keeps the requests, and the pages that were substituted in each."""
 
     def __init__(self, path: Path, at_once: bool = True, warm_up: int = 8, **options: Any):
-        # How many tokens are drafted depends on the time that steps take.
-        super().__init__(make_core(path, **{"page_size": PAGE, "drafts": "off", **options}))
+        super().__init__(make_core(path, **{"page_size": PAGE, **options}))
         self.strategy = self.core.strategies["reasoncache"]
         assert isinstance(self.strategy, ReasonCache)
         if at_once:

@@ -103,7 +103,7 @@ class ForcedDriver(ReasonDriver):
     """
 
     def __init__(self, path: Path, **options: Any):
-        super().__init__(path, warm_up=WARM_UP, drafts="off", **options)
+        super().__init__(path, warm_up=WARM_UP, **options)
         self.core.decoding = self.forcing = Forcing(self.core.decoding, self._keep)
         self.logits: dict[str, list[torch.Tensor]] = {}
         self.shared: dict[str, list[Shared]] = {}

@@ -86,10 +86,10 @@ def prompts():
 @pytest.mark.parametrize(("kind", "page_size"), [("greedy", 1), ("greedy", 4), *((kind, 16) for kind in OPTIONS)])
 def test_tokens_are_those_of_single_steps(tiny_dir, monkeypatch, prompts, kind, page_size):
     options = {"page_size": page_size, "pool_tokens": 2048}
-    plain = run(make_core(tiny_dir, drafts="off", **options), prompts, monkeypatch, **OPTIONS[kind])
+    plain = run(make_core(tiny_dir, **options), prompts, monkeypatch, **OPTIONS[kind])
     assert plain.core.drafter is None
     for right in (1.0, 0.6):
-        core = make_core(tiny_dir, **options)
+        core = make_core(tiny_dir, drafts="auto", **options)
         for _ in range(2 if kind == "greedy" else 1):  # again from the cache, which refused rows have not reached
             drafted = run(core, prompts, monkeypatch, plain.tokens, right, **OPTIONS[kind])
             assert drafted.tokens == plain.tokens
@@ -108,12 +108,12 @@ def test_tokens_are_those_of_single_steps(tiny_dir, monkeypatch, prompts, kind, 
 
 
 def test_a_draft_ends_where_a_stop_token_does(tiny_dir, monkeypatch, prompts):
-    plain = run(make_core(tiny_dir, drafts="off"), prompts[:1], monkeypatch)
+    plain = run(make_core(tiny_dir), prompts[:1], monkeypatch)
     output = plain.tokens["0"]
     stop = next(t for i, t in enumerate(output) if i > 5 and t not in output[:i])
     for options in ({"stop_token_ids": [stop]}, {"stop_token_ids": [stop], "min_new_tokens": 14}):
-        expected = run(make_core(tiny_dir, drafts="off"), prompts[:1], monkeypatch, **options)
-        core = make_core(tiny_dir)
+        expected = run(make_core(tiny_dir), prompts[:1], monkeypatch, **options)
+        core = make_core(tiny_dir, drafts="auto")
         drafted = run(core, prompts[:1], monkeypatch, plain.tokens, **options)
         assert drafted.tokens == expected.tokens
         assert drafted.finish["0"] == expected.finish["0"]
@@ -122,7 +122,7 @@ def test_a_draft_ends_where_a_stop_token_does(tiny_dir, monkeypatch, prompts):
 
 def test_what_is_found_is_right(tiny_dir, monkeypatch, prompts):
     """An answer that was given before comes again from the tree, in few steps, where rows cost little."""
-    core = make_core(tiny_dir, pool_tokens=2048)
+    core = make_core(tiny_dir, drafts="auto", pool_tokens=2048)
     monkeypatch.setattr(core.drafter, "_pace", CheapRows())
     driver = Driver(core)
     first = driver.together(prompts, max_new_tokens=64)
@@ -142,7 +142,7 @@ def test_what_is_found_is_right(tiny_dir, monkeypatch, prompts):
 
 @pytest.mark.parametrize("pool_tokens", [160, 72])
 def test_drafts_take_no_page_that_another_request_needs(tiny_dir, monkeypatch, prompts, reference_of, pool_tokens):
-    core = make_core(tiny_dir, pool_tokens=pool_tokens, page_size=4)
+    core = make_core(tiny_dir, drafts="auto", pool_tokens=pool_tokens, page_size=4)
     known = {str(i): greedy(reference_of, prompt, 16 + i) for i, prompt in enumerate(prompts)}
     driver = run(core, prompts, monkeypatch, known, 0.8)
     assert driver.tokens == known
@@ -176,8 +176,8 @@ def test_steps_that_carry_prompts_have_drafts_within_their_room(tiny_dir, monkey
         return driver, [(len(s), any(i.draft for i in s), any(i.count > 9 for i in s)) for s in steps], rows
 
     options = {"step_tokens": 24, "chunk_tokens": 16}
-    plain, _, _ = run_both(make_core(tiny_dir, drafts="off", **options))
-    drafted, steps, rows = run_both(make_core(tiny_dir, **options), plain.tokens)
+    plain, _, _ = run_both(make_core(tiny_dir, **options))
+    drafted, steps, rows = run_both(make_core(tiny_dir, drafts="auto", **options), plain.tokens)
     assert drafted.tokens == plain.tokens
     assert max(rows) <= 24
     assert drafted.core.counters["accepted_tokens"] > 10
@@ -185,8 +185,8 @@ def test_steps_that_carry_prompts_have_drafts_within_their_room(tiny_dir, monkey
 
 
 def test_steps_that_fail_are_run_again_without_the_draft(tiny_dir, monkeypatch, prompts):
-    plain = run(make_core(tiny_dir, drafts="off"), prompts[:2], monkeypatch)
-    core = make_core(tiny_dir)
+    plain = run(make_core(tiny_dir), prompts[:2], monkeypatch)
+    core = make_core(tiny_dir, drafts="auto")
     compute, failed = core.executor.run, []
 
     def fail(batch):
