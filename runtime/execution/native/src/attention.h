@@ -178,9 +178,9 @@ class Attention {
     static constexpr int64_t kFoldedRows = 192;     // in a piece: enough to pay for a block's preparation
     static constexpr int64_t kLeastKeys = 256;      // in a piece: a partial result has a cost, too
     static constexpr int64_t kPiecesPerThread = 6;
-    static constexpr int64_t kScoreStride = kKeys + 16;
     static constexpr int kFewRows = 4;         // computed together over keys that are read in place
-    static constexpr int64_t kFewKeys = 256;  // at once there
+    static constexpr int64_t kMostKeys = 4 * kKeys;  // at once
+    static constexpr int64_t kScoreStride = kMostKeys + 16;
 
     struct Piece {
         const Edge* edge;
@@ -191,7 +191,8 @@ class Attention {
         bool whole;          // its rows have no other piece for this head
         int64_t first_slot;  // index into slot_ of row `from`
 
-        int64_t block() const { return few ? kFewKeys : kKeys; }  // keys at once
+        // Keys at once: many pay for the search of the tops, but must stay in the cache.
+        int64_t block(bool pairs) const { return few || pairs ? kMostKeys : kKeys; }
     };
 
     // Of a partial result: kLanes sums of weights, the sums [dim] of values, and the base of the weights.
@@ -332,7 +333,7 @@ class Attention {
         std::fill_n(s.sum.data(), folded * kLanes, 0.0f);
         std::fill_n(s.top.data(), folded, kMinusInfinity);
         for (int64_t next; begin < end; begin = next) {
-            next = std::min(begin + piece.block(), end);
+            next = std::min(begin + piece.block(kPairs<T>), end);
             if (next < piece.end) {
                 s.upcoming = upcoming(piece, kv, next);
             } else {
@@ -350,7 +351,7 @@ class Attention {
     // The piece's block of keys that begins at `begin`, for its head.
     Upcoming upcoming(const Piece& piece, const LayerKV& kv, int64_t begin) const {
         const int64_t bytes = shape_.dim * (shape_.is_bf16 ? 2 : 4);
-        const int64_t end = std::min(begin + piece.block(), piece.end);
+        const int64_t end = std::min(begin + piece.block(kMultipliesPairs && shape_.is_bf16), piece.end);
         return Upcoming(spans_[piece.edge->span].pages, shape_.page_size, begin, end,
                         static_cast<const char*>(kv.k) + piece.head * bytes,
                         static_cast<const char*>(kv.v) + piece.head * bytes, shape_.kv_heads * bytes, bytes);
@@ -361,11 +362,11 @@ class Attention {
     void attend_in_place(const Piece& piece, const LayerKV& kv, int64_t begin, int64_t count, Scratch& s) {
         const int64_t bytes = shape_.dim * int64_t(sizeof(T)), stride = shape_.kv_heads * bytes;
         const int64_t padded = round_up(count, kPanel), folded = piece.rows * group_;
-        int64_t* offsets = s.offsets.reserve(kFewKeys + kPanel);
+        int64_t* offsets = s.offsets.reserve(kMostKeys + kPanel);
         int64_t i = 0;
         each_slot(spans_[piece.edge->span], begin, begin + count, [&](int64_t slot) { offsets[i++] = slot * stride; });
         for (; i < padded; ++i) offsets[i] = offsets[count - 1];
-        s.scores.reserve(kFewRows * (kFewKeys + kPanel));
+        s.scores.reserve(kFewRows * (kMostKeys + kPanel));
         const char* k = static_cast<const char*>(kv.k) + piece.head * bytes;
         const char* v = static_cast<const char*>(kv.v) + piece.head * bytes;
         for (int64_t from = 0; from < folded; from += kFewRows) {
@@ -376,7 +377,7 @@ class Attention {
 
     template <int R, class T>
     static void attend_few(Attention& self, int64_t from, const char* k, const char* v, int64_t count, Scratch& s) {
-        constexpr int64_t kStride = kFewKeys + kPanel;
+        constexpr int64_t kStride = kMostKeys + kPanel;
         const int64_t wide = self.wide_, dim = self.shape_.dim, padded = round_up(count, kPanel);
         float* scores = s.scores.data();
         score_rows<R, T>(s.q.data() + from * wide, wide, dim, k, s.offsets.data(), count, scores, kStride, s.upcoming);
@@ -393,16 +394,18 @@ class Attention {
         const Span& span = spans_[piece.edge->span];
         const int64_t folded = piece.rows * group_, num_tiles = tiles(piece.rows);
         static constexpr auto table = tiles_of<kPairs<T>>(std::make_integer_sequence<int, kMaxRows>());
-        s.keys.reserve(kKeys * wide_), s.values.reserve(kKeys * wide_);
-        s.scores.reserve(kMaxRows * kScoreStride), s.bias.reserve(kMaxRows * kKeys);
-        prepare_block<T>(span, kv, piece.head, begin, count, s);
+        constexpr int64_t kTogether = kPairs<T> ? 2 : 1;
+        s.keys.reserve(kMostKeys * wide_), s.values.reserve(kMostKeys * wide_);
+        s.scores.reserve(kMaxRows * kScoreStride), s.bias.reserve(kMaxRows * kMostKeys);
+        for (int64_t b = 0; b < count; b += kKeys) {
+            prepare_block<T>(span, kv, piece.head, begin + b, std::min(kKeys, count - b),
+                             s.keys.data() + b * shape_.dim / kTogether, s.values.data() + b * wide_ / kTogether);
+        }
         s.fetches = kKeys / (num_tiles * (kKeys + wide_) / kPanel) + 1;
         for (int64_t t = 0; t < num_tiles; ++t) {
-            int64_t from = t * folded / num_tiles, to = (t + 1) * folded / num_tiles;
-            const float* bias = nullptr;
-            if (visible(piece, span, from, to, begin, count, s, &bias)) {
-                table[to - from - 1](*this, from, count, bias, s);
-            }
+            const int64_t from = t * folded / num_tiles, to = (t + 1) * folded / num_tiles;
+            const Seen seen = see(piece, span, from, to, begin, count, s);
+            if (seen.begin < seen.end) table[to - from - 1](*this, from, seen, s);
         }
     }
 
@@ -425,7 +428,8 @@ class Attention {
     // Keys [begin, begin + count) of a head, transposed into panels as `dot_f32` or `dot_pairs` reads them, and values
     // as such panels.
     template <class T>
-    void prepare_block(const Span& span, const LayerKV& kv, int64_t head, int64_t begin, int64_t count, Scratch& s) {
+    void prepare_block(const Span& span, const LayerKV& kv, int64_t head, int64_t begin, int64_t count,
+                       float* key_panels, float* value_panels) const {
         const int64_t dim = shape_.dim, lanes = dim * int64_t(sizeof(T)) / 4;
         const int64_t bytes = dim * int64_t(sizeof(T)), stride = shape_.kv_heads * bytes;
         const char* k = static_cast<const char*>(kv.k) + head * bytes;
@@ -438,8 +442,8 @@ class Attention {
         });
         // The last key is repeated up to the end; these scores are not used.
         for (; i < kKeys; ++i) keys[i] = keys[count - 1], values[i] = values[count - 1];
-        for (int64_t first = 0; first < count; first += kLanes) {
-            float* panel = s.keys.data() + first / kPanel * (kPairs<T> ? lanes : dim) * kPanel + first % kPanel;
+        for (int64_t first = 0; first < round_up(count, kPanel); first += kLanes) {
+            float* panel = key_panels + first / kPanel * (kPairs<T> ? lanes : dim) * kPanel + first % kPanel;
             for (int64_t lane = 0; lane < lanes; lane += kLanes) {
                 Vec m[kLanes];
                 int64_t left = std::min<int64_t>(lanes - lane, kLanes);
@@ -458,9 +462,9 @@ class Attention {
                 }
             }
         }
-        if constexpr (kPairs<T>) return prepare_value_pairs(values, count, s);
+        if constexpr (kPairs<T>) return prepare_value_pairs(values, count, value_panels);
         for (int64_t d = 0; d < dim; d += kLanes) {
-            float* panel = s.values.data() + d / kPanel * kKeys * kPanel + d % kPanel;
+            float* panel = value_panels + d / kPanel * kKeys * kPanel + d % kPanel;
             int64_t left = std::min<int64_t>(dim - d, kLanes);
             for (int64_t i = 0; i < count; ++i) {
                 const T* p = reinterpret_cast<const T*>(values[i]) + d;
@@ -474,9 +478,9 @@ class Attention {
     }
 
     // Panels of pairs of keys.
-    void prepare_value_pairs(const char* const* values, int64_t count, Scratch& s) const {
+    void prepare_value_pairs(const char* const* values, int64_t count, float* panels) const {
         const int64_t dim = shape_.dim;
-        uint32_t* panel = reinterpret_cast<uint32_t*>(s.values.data());
+        uint32_t* panel = reinterpret_cast<uint32_t*>(panels);
         for (int64_t d = 0; d < dim; d += kPanel, panel += kKeys / 2 * kPanel) {
             for (int64_t i = 0; i < count; i += 2) {
                 uint32_t* to = panel + i / 2 * kPanel;
@@ -502,45 +506,56 @@ class Attention {
         }
     }
 
-    // Whether a tile sees a key of a block; if it does not see all, `bias` becomes [rows, kKeys] of 0 and -infinity.
-    bool visible(const Piece& piece, const Span& span, int64_t from, int64_t to, int64_t begin, int64_t count,
-                 Scratch& s, const float** bias) const {
+    // The keys of a block that a tile computes: from a multiple of kKeys on.
+    struct Seen {
+        int64_t begin, end;
+        const float* bias;  // [rows, kMostKeys] of 0 and -infinity for keys from `biased` on; null: all are seen
+        int64_t biased;
+    };
+
+    Seen see(const Piece& piece, const Span& span, int64_t from, int64_t to, int64_t begin, int64_t count,
+             Scratch& s) const {
         const Edge& edge = *piece.edge;
         const int64_t first = piece.from + from / group_, last = piece.from + (to - 1) / group_;
         const auto [least, most] = limits(edge, first, last + 1);
         const auto [low, high] = hidden(edge, first, last + 1);
-        if (most <= begin || low >= begin + count) return false;
-        if (least >= begin + kKeys && high <= begin && span.keep == nullptr) return true;
+        Seen seen = {std::max<int64_t>(low - begin, 0) / kKeys * kKeys, std::min(most - begin, count), nullptr, 0};
+        const bool hides = span.keep != nullptr || high > begin;
+        if (!hides && least - begin >= round_up(seen.end, kPanel)) return seen;
+        seen.biased = hides ? seen.begin : std::clamp<int64_t>(least - begin, 0, count) / kPanel * kPanel;
         float* out = s.bias.data();
-        *bias = out;
-        for (int64_t f = from; f < to; ++f, out += kKeys) {
+        seen.bias = out;
+        const int64_t padded = round_up(seen.end, kPanel);
+        for (int64_t f = from; f < to; ++f, out += kMostKeys) {
             const int64_t keys = edge.visible == nullptr ? span.length : edge.visible[piece.from + f / group_];
-            const int64_t seen = std::clamp<int64_t>(keys - begin, 0, count);
+            const int64_t end = std::clamp<int64_t>(keys - begin, 0, count);
             const int64_t skip = edge.hidden == nullptr ? 0 : edge.hidden[piece.from + f / group_] - begin;
-            for (int64_t i = 0; i < kKeys; ++i) out[i] = i < seen && i >= skip ? 0 : kMinusInfinity;
+            for (int64_t i = seen.biased; i < padded; ++i) out[i] = i < end && i >= skip ? 0 : kMinusInfinity;
             if (span.keep != nullptr) {
-                for (int64_t i = 0; i < seen; ++i) out[i] = span.keep[begin + i] ? out[i] : kMinusInfinity;
+                for (int64_t i = seen.biased; i < end; ++i) out[i] = span.keep[begin + i] ? out[i] : kMinusInfinity;
             }
         }
-        return true;
+        return seen;
     }
 
     // R folded rows from `from` on, against the block in the scratch.
     template <int R, bool Pairs>
-    static void attend_tile(Attention& self, int64_t from, int64_t count, const float* bias, Scratch& s) {
+    static void attend_tile(Attention& self, int64_t from, const Seen& seen, Scratch& s) {
+        static constexpr auto kOnes = [] { std::array<float, R> ones; ones.fill(1); return ones; }();
         constexpr int64_t kTogether = Pairs ? 2 : 1;
         const int64_t wide = self.wide_, lanes = self.shape_.dim / kTogether;
         const float* q = s.q.data() + from * wide;
         float* scores = s.scores.data();
-        for (int64_t first = 0; first < count; first += kPanel) {
+        for (int64_t first = seen.begin; first < seen.end; first += kPanel) {
             Tile<R> tile;
             clear<R>(tile);
             dot_block<R, Pairs>(tile, q, wide, s.keys.data() + first * lanes, lanes);
+            const bool biased = seen.bias != nullptr && first >= seen.biased;
 #pragma GCC unroll 16
             for (int r = 0; r < R; ++r) {
-                if (bias != nullptr) {
-                    tile[r][0] = add(tile[r][0], load(bias + r * kKeys + first));
-                    tile[r][1] = add(tile[r][1], load(bias + r * kKeys + first + kLanes));
+                if (biased) {
+                    tile[r][0] = add(tile[r][0], load(seen.bias + r * kMostKeys + first));
+                    tile[r][1] = add(tile[r][1], load(seen.bias + r * kMostKeys + first + kLanes));
                 }
             }
             store<R>(scores + first, kScoreStride, tile);
@@ -548,15 +563,20 @@ class Attention {
         }
         float decay[kLanes];
         float *tops = s.top.data() + from, *sums = s.sum.data() + from * kLanes;
-        weigh<R, Pairs>(scores, kScoreStride, round_up(count, kPanel), tops, sums, decay);
+        scores += seen.begin;
+        weigh<R, Pairs>(scores, kScoreStride, round_up(seen.end - seen.begin, kPanel), tops, sums, decay);
         float* out = s.out.data() + from * wide;
         for (int64_t d = 0; d < wide; d += kPanel) {
-            Tile<R> tile;
-            clear<R>(tile);
-            const float* values = s.values.data() + d * kKeys / kTogether;
-            dot_block<R, Pairs>(tile, scores, kScoreStride, values, (count + kTogether - 1) / kTogether);
-            add_scaled<R>(out + d, wide, decay, tile);
-            s.upcoming.fetch(s.fetches);
+            for (int64_t b = seen.begin; b < seen.end; b += kKeys) {
+                Tile<R> tile;
+                clear<R>(tile);
+                const float* weights = scores + (b - seen.begin) / kTogether;
+                const float* values = s.values.data() + (b * wide + d * kKeys) / kTogether;
+                const int64_t count = std::min(kKeys, seen.end - b);
+                dot_block<R, Pairs>(tile, weights, kScoreStride, values, (count + kTogether - 1) / kTogether);
+                add_scaled<R>(out + d, wide, b == seen.begin ? decay : kOnes.data(), tile);
+                s.upcoming.fetch(s.fetches);
+            }
         }
     }
 
@@ -576,17 +596,25 @@ class Attention {
     // results.
     template <int R, bool Pairs>
     static void weigh(float* scores, int64_t stride, int64_t padded, float* tops, float* sums, float* decay) {
-        float bases[kLanes];
+        Vec highest[kLanes];
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-            Vec highest = load(scores + r * stride);
-            for (int64_t i = kLanes; i < padded; i += kLanes) highest = max(highest, load(scores + r * stride + i));
-            bases[r] = reduce_max(highest);
+        for (int r = 0; r < kLanes; ++r) {
+            highest[r] = r < R ? load(scores + r * stride) : zero();
+            for (int64_t i = kLanes; r < R && i < padded; i += kLanes) {
+                highest[r] = max(highest[r], load(scores + r * stride + i));
+            }
         }
-        Vec old = load(tops, R), top = max(old, round(load(bases, R)));
-        store(tops, top, R), store(bases, top);
+        transpose(highest);
+#pragma GCC unroll 4
+        for (int n = kLanes / 2; n > 0; n /= 2) {
+#pragma GCC unroll 8
+            for (int i = 0; i < n; ++i) highest[i] = max(highest[i], highest[n + i]);
+        }
+        const Vec old = load(tops, R), top = max(old, round(highest[0]));
+        store(tops, top, R);
         // No key seen so far: any finite base makes all weights 0.
-        for (int r = 0; r < R; ++r) bases[r] = bases[r] == kMinusInfinity ? 0 : bases[r];
+        float bases[kLanes];
+        store(bases, max(top, set1(-1e30f)));
         store(decay, exp2(old, load(bases)));
         for (int r = 0; r < R; ++r) {
             const Vec base = set1(bases[r]);
@@ -609,7 +637,7 @@ class Attention {
         }
     }
 
-    using AttendTile = void (*)(Attention&, int64_t, int64_t, const float*, Scratch&);
+    using AttendTile = void (*)(Attention&, int64_t, const Seen&, Scratch&);
     using AttendFew = void (*)(Attention&, int64_t, const char*, const char*, int64_t, Scratch&);
 
     template <bool Pairs, int... R>

@@ -57,7 +57,7 @@ inline float reduce_add(Vec v) { return _mm512_reduce_add_ps(v); }
 inline float reduce_max(Vec v) { return _mm512_reduce_max_ps(v); }
 inline Vec round(Vec v) { return _mm512_roundscale_ps(v, 0); }
 
-// p * 2^n for a p around 1 and a finite n from `round`. Infinity where floats end, and 0 already where they lose bits:
+// p * 2^n for a p around 1 and an n from `round`. Infinity where floats end, and 0 already where they lose bits:
 // a vector with such a number takes a processor a hundred times as long.
 inline Vec scale(Vec p, Vec n) {
     return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, set1(-125), _CMP_GE_OQ), p, n);
@@ -152,7 +152,7 @@ inline Vec round(Vec v) { return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | 
 
 // The same for an n of at most 128, which gives infinity.
 inline Vec scale(Vec p, Vec n) {
-    Vec small = _mm256_cmp_ps(n, set1(-125), _CMP_LT_OQ);
+    Vec small = _mm256_cmp_ps(n, set1(-125), _CMP_NGE_UQ);
     __m256i exponent = _mm256_cvtps_epi32(max(n, set1(-125)));
     Vec power = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(exponent, _mm256_set1_epi32(127)), 23));
     return _mm256_andnot_ps(small, mul(p, power));
@@ -255,11 +255,11 @@ inline void join(float* x, int64_t n) {
     }
 }
 
-// 2^(x - base) for a whole base and an x - base of at most 128, within 2 units in the last place; 0 below -125.5.
+// 2^(x - base) for a whole base and an x - base of at most 128, within 2 units in the last place; 0 below -125.5, where
+// `scale` drops what the series gives (of -infinity, a NaN), and for a NaN.
 //
 // Another base gives the same number times a power of two, to the bit.
 inline Vec exp2(Vec x, Vec base) {
-    x = max(x, set1(-1e30f));
     Vec n = round(x), f = sub(x, n);
     // The Taylor series of 2^f on [-1/2, 1/2]: (ln 2)^i / i!. The next term is below 1.3e-7 of the result.
     Vec p = set1(1.5403530e-4f);
