@@ -98,8 +98,8 @@ class RayCluster:
     def __enter__(self) -> Self:
         command = [self._python, "-m", "loadgen.fleet.ray_driver", str(self._port)]
         env = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._driver = subprocess.Popen(command, **pipes, text=True, env=env)
+        pipe = subprocess.PIPE
+        self._driver = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=env)
         try:
             self._tell(self._arguments)
         except BaseException:

@@ -35,7 +35,8 @@ class PrefixIndex(Generic[R]):
 
     def _take(self, replica: R, hashes: Iterable[int]) -> list[int]:
         """Take blocks from a replica; those that nobody holds any more."""
-        held, gone = self._held.get(replica, set()), []
+        held: set[int] = self._held.get(replica, set())
+        gone: list[int] = []
         for value in hashes:
             if value in held:
                 held.discard(value)
