@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from threading import Lock
 
@@ -22,18 +22,18 @@ class Ledger:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._held: dict[str, OrderedDict[BlockKey, Removed]] = {}
-        self._news: dict[str, list[Event]] = {}
+        self._held: defaultdict[str, OrderedDict[BlockKey, Removed]] = defaultdict(OrderedDict)
+        self._news: defaultdict[str, list[Event]] = defaultdict(list)
 
     def stored(self, store: str, block: Block) -> None:
         """Tell of a block, unless it is known there; blocks without an event are not told of."""
         if block.event is None:
             return
         with self._lock:
-            held = self._held.setdefault(store, OrderedDict())
+            held = self._held[store]
             if block.key not in held:
                 held[block.key] = Removed(block.event.hashes, block.namespace)
-                self._news.setdefault(store, []).append(block.event)
+                self._news[store].append(block.event)
                 if len(held) > MOST_BLOCKS:
                     self._remove(store, [next(iter(held))])
 
@@ -42,19 +42,19 @@ class Ledger:
             self._remove(store, keys)
 
     def _remove(self, store: str, keys: Iterable[BlockKey]) -> None:
-        held = self._held.get(store, {})
+        held = self._held[store]
         for key in keys:
             if (event := held.pop(key, None)) is not None:
-                self._news.setdefault(store, []).append(event)
+                self._news[store].append(event)
 
     def erased(self, store: str, tenant: str | None) -> None:
         """The blocks of a tenant, or all (None), are gone."""
         with self._lock:
-            held = self._held.get(store, {})
+            held = self._held[store]
             self._remove(store, [key for key, event in held.items() if tenant in (None, event.namespace.tenant)])
 
     def take(self) -> dict[str, list[Event]]:
         """All changes since the last call, by store."""
         with self._lock:
-            taken, self._news = self._news, {}
+            taken, self._news = self._news, defaultdict(list)
         return taken
