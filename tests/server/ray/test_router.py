@@ -12,15 +12,15 @@ import pytest
 
 pytest.importorskip("ray", reason="needs ray: pip install 'ramet[ray]'")
 
-from ray.serve._private.common import (  # noqa: E402
+from ray.serve._private.common import (
     DeploymentHandleSource,
     DeploymentID,
     ReplicaID,
     RequestMetadata,
 )
-from ray.serve.request_router import PendingRequest  # noqa: E402
+from ray.serve.request_router import PendingRequest
 
-from server.ray.router import PrefixRouter  # noqa: E402
+from server.ray.router import PrefixRouter
 
 FLEET = DeploymentID("replica", "ramet")
 
