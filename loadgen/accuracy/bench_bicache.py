@@ -41,6 +41,7 @@ from loadgen.accuracy.sections import (
 )
 from loadgen.accuracy.tasks import TASKS, Source
 from loadgen.accuracy.vocabulary import Vocabulary
+from loadgen.http.outputs import drawing
 from loadgen.http.tables import wide_console
 from runtime.config import default_cache_dir
 from runtime.engine.offline import Engine
@@ -291,40 +292,31 @@ def _plot_sweeps(bench: _Bench, out: Path) -> None:
 
 def _plot_rules(cells: list[list[Row]], path: Path) -> None:
     """Speed by divergence of each rule, with a small mark for each cell."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 3.6), layout="constrained")
-    axes = figure.subplots()
-    for rows in zip(*cells, strict=True):
-        case, outcomes = rows[0][0], [outcome for _, outcome in rows]
-        nats = [case.value if outcome.divergence is None else outcome.divergence for outcome in outcomes]
-        speeds = [outcome.generated / outcome.cpu_s for outcome in outcomes]
-        whole, depths = Outcome.total(outcomes), sorted({outcome.depth for outcome in outcomes})
-        name = f"{case.name}: {'-'.join(map(str, depths[:: max(len(depths) - 1, 1)]))} layers, "
-        name += f"{whole.exact} of {whole.answers} right"
-        (line,) = axes.plot(sum(nats) / len(nats), whole.generated / whole.cpu_s, "o", markersize=10, label=name)
-        axes.plot(nats, speeds, ".", color=line.get_color())
-    axes.set_xscale("symlog", linthresh=0.01)
-    axes.set(xlabel="divergence of the outputs from those without reuse, nats", ylabel="tokens for each CPU second")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
+    with drawing(path, (7.2, 3.6)) as axes:
+        for rows in zip(*cells, strict=True):
+            case, outcomes = rows[0][0], [outcome for _, outcome in rows]
+            nats = [case.value if outcome.divergence is None else outcome.divergence for outcome in outcomes]
+            whole, depths = Outcome.total(outcomes), sorted({outcome.depth for outcome in outcomes})
+            name = f"{case.name}: {' to '.join(map(str, depths[:: max(len(depths) - 1, 1)]))} layers, "
+            name += f"{whole.exact} of {whole.answers} right"
+            (line,) = axes.plot(sum(nats) / len(nats), whole.generated / whole.cpu_s, "o", markersize=10, label=name)
+            axes.plot(nats, [outcome.generated / outcome.cpu_s for outcome in outcomes], ".", color=line.get_color())
+        axes.set_xscale("symlog", linthresh=0.01)
+        axes.set(xlabel="divergence of the outputs from those without reuse, nats", ylabel="tokens for each CPU second")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
 
 
 def _plot(kind: str, lines: list[tuple[Cell, list[Row]]], path: Path) -> None:
     """Accuracy and throughput over a sweep, a line for each cell."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 3.4), layout="constrained")
-    right, speed = figure.subplots(1, 2)
-    for cell, rows in lines:
-        x, label = [case.value for case, _ in rows], f"{cell.task}, r = {rows[0][1].ratio:.2f}"
-        right.plot(x, [100 * o.right / o.tokens for _, o in rows], marker="o", label=label)
-        speed.plot(x, [o.generated / o.seconds for _, o in rows], marker="o", label=label)
-    right.set(xlabel=kind, ylabel="tokens right, %", ylim=(0, 102))
-    speed.set(xlabel=kind, ylabel="tokens/s", ylim=(0, None))
-    for axes in (right, speed):
-        axes.grid(alpha=0.3)
-    right.legend()
-    figure.savefig(path, dpi=150)
+    with drawing(path, (9.6, 3.4), 1, 2) as (right, speed):
+        for cell, rows in lines:
+            x, label = [case.value for case, _ in rows], f"{cell.task}, r = {rows[0][1].ratio:.2f}"
+            right.plot(x, [100 * o.right / o.tokens for _, o in rows], marker="o", label=label)
+            speed.plot(x, [o.generated / o.seconds for _, o in rows], marker="o", label=label)
+        right.set(xlabel=kind, ylabel="tokens right, %", ylim=(0, 102))
+        speed.set(xlabel=kind, ylabel="tokens/s", ylim=(0, None))
+        for axes in (right, speed):
+            axes.grid(alpha=0.3)
+        right.legend()

@@ -7,6 +7,7 @@ import json
 import tempfile
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +16,10 @@ import torch
 from rich.progress import track
 from safetensors.torch import save_file
 
-from loadgen.http.files import write_json
+from loadgen.http.outputs import add_files, drawing, write_files
 from loadgen.http.tables import make_table, markdown_table, wide_console
 from loadgen.micro.drive import Drive, model_path
-from loadgen.micro.intervals import interval
+from loadgen.micro.intervals import shown
 from radix import Namespace
 from runtime.models.spec import LlamaSpec
 from runtime.protocol import LoadAdapter
@@ -50,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each request (default: 128)")
     parser.add_argument("--steps", type=int, default=16, help="of decoding (default: 16)")
     parser.add_argument("--rounds", type=int, default=7, help="of each median (default: 7)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot as PNG or SVG")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round")
+    add_files(parser, "markdown", "plot", json="write the figures of every round")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -79,12 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     prefill = f"prefill of {a.prompt} tokens each, CPU ms"
     columns = ("", "requests", "adapters", "step, CPU ms [95 %]", "times the model's", prefill, "times the model's")
     wide_console().print(make_table(f"adapters of rank {a.rank}", columns, rows))
-    if a.markdown:
-        a.markdown.write_text(markdown_table(columns, rows))
-    if a.plot:
-        _plot(times, a)
-    if a.json:
-        write_json(a.json, {"cells": [{**cell._asdict(), "step_s prefill_s": took} for cell, took in times.items()]})
+    figures = {"cells": [{**cell._asdict(), "step_s prefill_s": took} for cell, took in times.items()]}
+    write_files(a, figures, markdown_table(columns, rows), partial(_plot, times, a))
     return 0
 
 
@@ -121,25 +116,20 @@ def _row(cell: Cell, times: dict[Cell, list[tuple[float, float]]], a: argparse.N
     row, draw = [cell.code, str(cell.requests), str(cell.adapters)], np.random.default_rng(0)
     alone = times.get(cell._replace(adapters=0))
     for took, base in zip(np.array(times[cell]).T, np.array(alone or times[cell]).T, strict=True):
-        low, high = interval(took, draw, np.median)
-        row.append(f"{1000 * np.median(took):.1f} [{1000 * low:.1f}, {1000 * high:.1f}]")
+        row.append(shown(1000 * took, ".1f", np.median, draw))
         row.append(f"{np.median(took) / np.median(base):.2f}" if cell.adapters and alone else "")
     return row
 
 
-def _plot(times: dict[Cell, list[tuple[float, float]]], a: argparse.Namespace) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 3.2), layout="constrained")
-    panels = figure.subplots(1, 2)
-    for part, (axes, what) in enumerate(zip(panels, ("a decode step", "prefill"), strict=True)):
-        groups = [(code, n) for code in a.code for n in a.requests]
-        for i, count in enumerate(a.adapters):
-            shown = [(x, times[Cell(*group, count)]) for x, group in enumerate(groups) if count <= group[1]]
-            places = [x + 0.26 * (i - (len(a.adapters) - 1) / 2) for x, _ in shown]
-            middle = [1000 * float(np.median([each[part] for each in took])) for _, took in shown]
-            axes.bar(places, middle, 0.24, label=_LABELS.get(count, f"{count} adapters"))
-        axes.set_xticks(range(len(groups)), [f"{code}\n{n} requests" for code, n in groups], fontsize=7)
-        axes.set_ylabel(f"CPU ms of {what}")
-    panels[0].legend(frameon=False)
-    figure.savefig(a.plot, dpi=150)
+def _plot(times: dict[Cell, list[tuple[float, float]]], a: argparse.Namespace, path: Path) -> None:
+    groups = [(code, n) for code in a.code for n in a.requests]
+    with drawing(path, (9.6, 3.2), 1, 2) as panels:
+        for part, (axes, what) in enumerate(zip(panels, ("a decode step", "prefill"), strict=True)):
+            for i, count in enumerate(a.adapters):
+                bars = [(x, times[Cell(*group, count)]) for x, group in enumerate(groups) if count <= group[1]]
+                places = [x + 0.26 * (i - (len(a.adapters) - 1) / 2) for x, _ in bars]
+                middle = [1000 * float(np.median([each[part] for each in took])) for _, took in bars]
+                axes.bar(places, middle, 0.24, label=_LABELS.get(count, f"{count} adapters"))
+            axes.set_xticks(range(len(groups)), [f"{code}\n{n} requests" for code, n in groups], fontsize=7)
+            axes.set_ylabel(f"CPU ms of {what}")
+        panels[0].legend(frameon=False)
