@@ -111,7 +111,7 @@ def measured_section(title: str, clusters: Sequence[Cluster], seed: int = 0) -> 
         shares = [100 * share for share in wilson(total.exact, total.answers)]
         row = [f"{total.exact} of {total.answers}", f"{shares[0]:.0f} to {shares[1]:.0f} %"]
         row += [f"{100 * total.right / total.tokens:.1f}", *_difference(clusters, name, rng, BY_TABLE)]
-        row += [f"{total.rows / total.answers:.0f}", f"{_speed(total):.1f}", f"{total.generated / total.cpu_s:.1f}"]
+        row += [f"{total.rows / total.answers:.0f}", f"{total.generated / total.cpu_s:.1f}"]
         draws = rng.integers(len(clusters), size=(_DRAWS, len(clusters)))
         spent, spent_base = (np.array([outcome.cpu_s for outcome in outcomes]) for outcomes in (of, base))
         low, high = np.percentile(spent_base[draws].sum(1) / spent[draws].sum(1), (2.5, 97.5))
@@ -125,7 +125,7 @@ def measured_section(title: str, clusters: Sequence[Cluster], seed: int = 0) -> 
         "95 % interval",
         "rows/answer",
     ]
-    return Section(title, [*columns, "tokens/s", "tokens/CPU s", "times the table's", "95 % interval"], filled)
+    return Section(title, [*columns, "tokens/CPU s", "times the table's", "95 % interval"], filled)
 
 
 def _difference(clusters: Sequence[Cluster], name: str, rng: np.random.Generator, base: str = NO_CACHE) -> list[str]:

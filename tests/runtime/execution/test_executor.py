@@ -35,10 +35,9 @@ def batch(executor, positions):
 
 
 def test_positions_with_gaps_up_to_the_last_of_the_context(executor, any_tiny_dir):
-    # Windows are of positions here, and of rows in transformers.
-    positions = [
-        CONTEXT - back for back in ([20, 16, 15, 9, 1] if executor.has_windows else [CONTEXT, 508, 507, 212, 1])
-    ]
+    if executor.has_windows:
+        pytest.skip("windows know no gaps: modules, which have them, are not served with windows")
+    positions = [0, 4, 5, 300, CONTEXT - 1]
     theirs = AutoModelForCausalLM.from_pretrained(any_tiny_dir, dtype=torch.float32).eval()
     with torch.inference_mode():
         wanted = theirs(torch.arange(100, 105)[None], position_ids=torch.tensor([positions])).logits[0]
