@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from radix import Namespace
 from runtime.config import make_config
 from runtime.engine.core import EngineCore
 from runtime.models.resolve import resolve_model
@@ -48,6 +49,7 @@ class Drive:
         output: int,
         reuse: dict[str, Any] | None = None,
         sampling: dict[str, Any] | None = None,
+        namespace: Namespace = Namespace(),
         **diffusion: Any,
     ) -> None:
         """Add a request, greedy unless `sampling` says otherwise.
@@ -61,7 +63,7 @@ class Drive:
             denoising = DiffusionParams(gen_length=output, **diffusion).filled(model, params)
         message = AddRequest(
             f"{self._count}", prompt.tobytes(), params.model_dump(),
-            diffusion=None if denoising is None else denoising.model_dump(), reuse=reuse,
+            diffusion=None if denoising is None else denoising.model_dump(), reuse=reuse, namespace=namespace,
         )  # fmt: skip
         self.core.handle(message)
 
