@@ -22,7 +22,14 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
 from loadgen.fleet.proxy import Placed, Proxy, running_proxy
 from loadgen.fleet.relay import Relay
-from loadgen.fleet.replicas import Replica, engine_options, make_model, running_replicas, start_replicas
+from loadgen.fleet.replicas import (
+    Replica,
+    engine_options,
+    loaded_tokens,
+    make_model,
+    running_replicas,
+    start_replicas,
+)
 from loadgen.http import options
 from loadgen.http.files import write_json
 from loadgen.http.prose import Prose
@@ -78,7 +85,10 @@ def run(arguments: argparse.Namespace) -> int:
         proxy = stack.enter_context(running_proxy(lambda: Placed(0), tokenizer, [deaf, *replicas[1:]]))
         life = Life()
         asyncio.run(_live(life, proxy, relay, replicas, settings, arguments))
+        loaded = [loaded_tokens(one.url) for one in replicas if one.process.poll() is None]
     _print(life, arguments.phase)
+    if arguments.kv_store:
+        wide_console().print(f"from the store: {sum(loaded)} tokens, {loaded[-1]} of them to the server that joined")
     if arguments.json:
         write_json(
             arguments.json,
@@ -87,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "marks": life.marks,
                 "ends": life.ends(),
                 "answers": len(set(life.answers.values())),
+                "loaded_tokens": loaded,
             },
         )
     if arguments.plot:
