@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from radix import PolicyName
+from runtime.errors import ModelError
 from runtime.logs import LogFormat
 from runtime.params import DocumentMethod
 
@@ -326,6 +327,15 @@ def unusable(config: Config, is_diffusion: bool) -> str | None:
             if getattr(section, field) != type(section).model_fields[field].get_default():
                 return field.replace("_", "-")
     return None
+
+
+def refuse_approximations(cache: CacheConfig) -> None:
+    """Raise ModelError for methods by default that only models of Ramet's own code are served with."""
+    models = "models that Ramet's own code computes, without a sliding window"
+    if cache.document_reuse != "none":
+        raise ModelError(f"--document-reuse {cache.document_reuse} is for {models}")
+    if cache.reasoning_cache:
+        raise ModelError(f"--reasoning-cache is for {models}")
 
 
 def make_config(**options: object) -> Config:

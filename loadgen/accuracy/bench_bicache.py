@@ -41,6 +41,7 @@ from loadgen.accuracy.sections import (
 )
 from loadgen.accuracy.tasks import TASKS, Source
 from loadgen.accuracy.vocabulary import Vocabulary
+from loadgen.http.outputs import drawing
 from loadgen.http.tables import wide_console
 from runtime.engine.offline import Engine
 from runtime.errors import ModelError
@@ -278,17 +279,13 @@ def _plot_sweeps(bench: _Bench, out: Path) -> None:
 
 def _plot(kind: str, lines: list[tuple[Cell, list[Row]]], path: Path) -> None:
     """Accuracy and throughput over a sweep, a line for each cell."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 3.4), layout="constrained")
-    right, speed = figure.subplots(1, 2)
-    for cell, rows in lines:
-        x, label = [case.value for case, _ in rows], f"{cell.task}, r = {rows[0][1].ratio:.2f}"
-        right.plot(x, [100 * o.right / o.tokens for _, o in rows], marker="o", label=label)
-        speed.plot(x, [o.generated / o.seconds for _, o in rows], marker="o", label=label)
-    right.set(xlabel=kind, ylabel="tokens right, %", ylim=(0, 102))
-    speed.set(xlabel=kind, ylabel="tokens/s", ylim=(0, None))
-    for axes in (right, speed):
-        axes.grid(alpha=0.3)
-    right.legend()
-    figure.savefig(path, dpi=150)
+    with drawing(path, (9.6, 3.4), 1, 2) as (right, speed):
+        for cell, rows in lines:
+            x, label = [case.value for case, _ in rows], f"{cell.task}, r = {rows[0][1].ratio:.2f}"
+            right.plot(x, [100 * o.right / o.tokens for _, o in rows], marker="o", label=label)
+            speed.plot(x, [o.generated / o.seconds for _, o in rows], marker="o", label=label)
+        right.set(xlabel=kind, ylabel="tokens right, %", ylim=(0, 102))
+        speed.set(xlabel=kind, ylabel="tokens/s", ylim=(0, None))
+        for axes in (right, speed):
+            axes.grid(alpha=0.3)
+        right.legend()

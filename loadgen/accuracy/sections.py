@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from rich.table import Table
@@ -47,14 +46,13 @@ class Section:
         return f"{self.title}\n\n{markdown_table(['', *self.columns], self.rows)}"
 
 
-def show(sections: Sequence[Section], published: str, markdown: Path | None) -> None:
-    """Print tables and the published figures, and write both to a file if one is named."""
+def show(sections: Sequence[Section], published: str) -> str:
+    """Print tables and the published figures; both in Markdown."""
     console = wide_console()
     for section in sections:
         console.print(section.table())
     console.print(published)
-    if markdown:
-        markdown.write_text("\n".join([*(section.markdown() for section in sections), f"{published}\n"]), "utf-8")
+    return "\n".join([*(section.markdown() for section in sections), f"{published}\n"])
 
 
 def case_section(title: str, rows: Sequence[Row]) -> Section:

@@ -17,7 +17,7 @@ from loadgen.http.local_server import free_port, serve_command, wait_ready
 
 # A page is a block of the shortened trace.
 PAGE = 16
-_CONFIG = {
+SMALL_MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 49152,
     "max_position_embeddings": 1 << 15, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True,
@@ -59,7 +59,7 @@ def make_model(directory: Path, tokenizer: Path) -> Path:
     """A directory with a small configuration and the tokenizer of another model, for random weights."""
     model = directory / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(_CONFIG))
+    (model / "config.json").write_text(json.dumps(SMALL_MODEL))
     for path in tokenizer.glob("tokenizer*.json"):
         shutil.copy(path, model)
     return model

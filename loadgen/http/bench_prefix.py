@@ -9,15 +9,14 @@ import random
 import statistics
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import httpx
 from rich.console import Console
 from rich.progress import track
 
-from loadgen.http.files import write_json
 from loadgen.http.local_server import local_server
+from loadgen.http.outputs import add_files, write_files
 from loadgen.http.tables import make_table
 
 
@@ -27,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefix-tokens", type=int, default=4096, help="default: 4096")
     parser.add_argument("--question-tokens", type=int, default=128, help="default: 128")
     parser.add_argument("--runs", type=int, default=7, help="repetitions, each with a new prefix; default: 7")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
+    add_files(parser, json="write every measurement")
     parser.add_argument("server_options", nargs="*", help="after --: options for the server that is started")
 
 
@@ -91,5 +90,4 @@ def _report(times: dict[str, list[float]], info: dict[str, Any], arguments: argp
     table.add_row("ideal share of cold", f"{1000 * cold * ideal:.0f}", "", "", f"{ideal:.2%}", "1.00")
     machine = f"{platform.machine()}, {platform.system()}, {info['device']}, {info['attention_backend']} attention"
     Console().print(table, f"{arguments.runs} runs after one warm-up, each with a fresh prefix; {machine}")
-    if arguments.json:
-        write_json(arguments.json, {"arguments": vars(arguments), "model": info, "seconds": times})
+    write_files(arguments, {"arguments": vars(arguments), "model": info, "seconds": times})

@@ -6,11 +6,11 @@ It replays hours of a server's cache in seconds, in process, without a server.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from loadgen.http.outputs import add_files, drawing, write_files
 from loadgen.micro.stress import STRESS, Trace, stress_trace
 from loadgen.micro.traffic import MOONCAKE, Traffic, read_traffic, reuse_gaps
 from radix import POLICIES, PolicyName, RadixTree, make_policy
@@ -82,8 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="synthetic traces, too; default: all of them where no trace is given",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the synthetic traces")
-    parser.add_argument("--plot", metavar="FILE", help="write the plot as PNG or SVG")
-    parser.add_argument("--json", metavar="FILE", help="write the figures")
+    add_files(parser, "plot", "json")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -107,14 +107,11 @@ def run(arguments: argparse.Namespace) -> int:
         Console().print(f"{name}: {advice(traffic, found[name], sizes[name])}", highlight=False)
     if synthetic:
         _print_stress({name: found[name] for name in synthetic})
-    if arguments.plot:
-        _plot(found, sizes, arguments.plot)
-    if arguments.json:
-        record = {
-            name: {"capacities": sizes[name], **{policy: [asdict(t) for t in row] for policy, row in figures.items()}}
-            for name, figures in found.items()
-        }
-        Path(arguments.json).write_text(json.dumps(record) + "\n")
+    record = {
+        name: {"capacities": sizes[name], **{policy: [asdict(t) for t in row] for policy, row in figures.items()}}
+        for name, figures in found.items()
+    }
+    write_files(arguments, record, plot=partial(_plot, found, sizes))
     return 0
 
 
@@ -264,26 +261,20 @@ def _print_stress(found: dict[str, Figures]) -> None:
     Console().print(table)
 
 
-def _plot(found: dict[str, Figures], sizes: dict[str, list[int]], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def _plot(found: dict[str, Figures], sizes: dict[str, list[int]], path: Path) -> None:
     columns = min(len(found), 4)
     rows = -(-len(found) // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(3.6 * columns, 2.9 * rows), layout="constrained", squeeze=False)
-    for axes in grid.flat[len(found) :]:
-        axes.remove()
-    for axes, (name, figures) in zip(grid.flat, found.items(), strict=False):
-        for policy, row in figures.items():
-            style = {BOUND: "k--", INFINITE: "k:"}.get(policy, "o-")
-            axes.plot(sizes[name], [100 * one.hit_ratio for one in row], style, label=policy, markersize=3)
-        axes.set(xscale="log", title=name)
-        axes.set_ylim(bottom=0)
-        axes.xaxis.set_minor_formatter("")
-        axes.grid(alpha=0.3)
-    grid[0][0].legend(fontsize=7)
-    figure.supxlabel("blocks in the cache")
-    figure.supylabel("hit ratio, %")
-    figure.savefig(path, dpi=110)
+    with drawing(path, (3.6 * columns, 2.9 * rows), rows, columns, squeeze=False) as grid:
+        for axes in grid.flat[len(found) :]:
+            axes.remove()
+        for axes, (name, figures) in zip(grid.flat, found.items(), strict=False):
+            for policy, row in figures.items():
+                style = {BOUND: "k--", INFINITE: "k:"}.get(policy, "o-")
+                axes.plot(sizes[name], [100 * one.hit_ratio for one in row], style, label=policy, markersize=3)
+            axes.set(xscale="log", title=name)
+            axes.set_ylim(bottom=0)
+            axes.xaxis.set_minor_formatter("")
+            axes.grid(alpha=0.3)
+        grid[0][0].legend(fontsize=7)
+        grid[0][0].figure.supxlabel("blocks in the cache")
+        grid[0][0].figure.supylabel("hit ratio, %")

@@ -6,16 +6,17 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.progress import track
 
-from loadgen.http.files import write_json
+from loadgen.http.outputs import add_files, drawing, write_files
 from loadgen.http.tables import make_table, markdown_table, wide_console
 from loadgen.micro.drive import Drive, model_path
-from loadgen.micro.intervals import interval
+from loadgen.micro.intervals import shown
 from runtime.execution.native.library import load_best
 from runtime.protocol import StepEvents, encode
 
@@ -42,9 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--choices", nargs="+", choices=list(CHOICES), default=list(CHOICES), help="default: all")
     parser.add_argument("--steps", type=int, default=32, help="of each round (default: 32)")
     parser.add_argument("--rounds", type=int, default=5, help="of each median (default: 5)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot as PNG or SVG")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round")
+    add_files(parser, "markdown", "plot", json="write the figures of every round")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,12 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         bench.close()
     found, rows = list(cells.values()), [_row(cell, a.threads) for cell in cells.values()]
     wide_console().print(make_table(f"milliseconds of a decode step, {a.threads} threads", _COLUMNS, rows, left=1))
-    if a.markdown:
-        a.markdown.write_text(markdown_table(_COLUMNS, rows))
-    if a.plot:
-        _plot(found, a.plot)
-    if a.json:
-        write_json(a.json, {"cells": found})
+    write_files(a, {"cells": found}, markdown_table(_COLUMNS, rows), partial(_plot, found))
     return 0
 
 
@@ -159,29 +153,23 @@ def _beside(cell: Cell) -> np.ndarray:
 
 def _row(cell: Cell, threads: int) -> list[str]:
     median = {name: statistics.median(one[name] for one in cell["rounds"]) for name in cell["rounds"][0]}
-    beside = _beside(cell)
-    low, high = interval(beside, np.random.default_rng(0), np.median)
     return [
         *(cell["choice"], str(cell["batch"]), _text(median["step"])),
         *(_text(median[part]) for part in PARTS),
-        f"{_text(float(np.median(beside)))} [{_text(low)}, {_text(high)}]",
+        shown(1e3 * _beside(cell), ".2f", np.median),
         f"{max(threads * median['step'] - median['cores'], 0) / (threads * median['step']):.1%}",
     ]
 
 
 def _plot(found: list[Cell], path: Path) -> None:
     """The parts beside the kernels, one bar for each cell."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 0.45 * len(found) + 1.4), layout="constrained")
-    axes = figure.subplots()
-    names = [f"{cell['choice']}, {cell['batch']}" for cell in found]
-    left = np.zeros(len(found))
-    for part in (part for part in PARTS if part != "kernels"):
-        width = np.array([1e3 * statistics.median(one[part] for one in cell["rounds"]) for cell in found])
-        axes.barh(names, width, left=left, label=part)
-        left += width
-    axes.invert_yaxis()
-    axes.set_xlabel("milliseconds of a step beside the kernels")
-    axes.legend(frameon=False, fontsize=7)
-    figure.savefig(path, dpi=150)
+    with drawing(path, (9.6, 0.45 * len(found) + 1.4)) as axes:
+        names = [f"{cell['choice']}, {cell['batch']}" for cell in found]
+        left = np.zeros(len(found))
+        for part in (part for part in PARTS if part != "kernels"):
+            width = np.array([1e3 * statistics.median(one[part] for one in cell["rounds"]) for cell in found])
+            axes.barh(names, width, left=left, label=part)
+            left += width
+        axes.invert_yaxis()
+        axes.set_xlabel("milliseconds of a step beside the kernels")
+        axes.legend(frameon=False, fontsize=7)

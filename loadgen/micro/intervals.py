@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -16,3 +16,26 @@ def interval(
     drawn = statistic(values[rng.integers(len(values), size=(_DRAWS, len(values)))], axis=1)
     low, high = np.percentile(drawn, (2.5, 97.5))
     return float(low), float(high)
+
+
+def centred(
+    samples: Sequence[np.ndarray], statistic: Callable[..., np.ndarray] = np.mean
+) -> tuple[np.ndarray, np.ndarray]:
+    """The statistic of each sample, float [n], and its distances [2, n] from the ends of its interval, for plots."""
+    bounds = np.array([interval(values, np.random.default_rng(0), statistic) for values in samples]).T
+    middle = np.array([statistic(values) for values in samples])
+    return middle, np.abs(bounds - middle)
+
+
+def shown(
+    values: np.ndarray,
+    form: str,
+    statistic: Callable[..., np.ndarray] = np.mean,
+    rng: np.random.Generator | None = None,
+) -> str:
+    """The statistic and its interval as text; without an interval where there is one value."""
+    middle = f"{float(statistic(values)):{form}}"
+    if len(values) == 1:
+        return middle
+    low, high = interval(values, rng or np.random.default_rng(0), statistic)
+    return f"{middle} [{low:{form}}, {high:{form}}]"
