@@ -85,6 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         shared = ("--kv-store", arguments.kv_store) if arguments.kv_store else ()
         settings = engine_options(make_model(Path(directory), tokenizer), arguments.pool_tokens, shared)
         life, replicas = Life(), list[Replica]()
+        acts: Acts
         if arguments.ray:
             ray = stack.enter_context(RayCluster(arguments.ray, arguments.replicas, settings))
             url, acts = ray.url, (("a replica is killed", ray.kill), ("one more is asked for", ray.grow))

@@ -138,7 +138,7 @@ class RayCluster:
 
 @contextmanager
 def _process(command: Sequence[str], more: Mapping[str, str] | None = None) -> Iterator[None]:
-    env = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"} | (more or {})
+    env = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", **(more or {})}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
     try:
         yield

@@ -315,7 +315,7 @@ async def ask(app: FastAPI, path: str, body: bytes) -> tuple[int, float, float]:
 
 @cache
 def slowness() -> float:
-    """How many times slower than the bounds' processor this one is, with what else it does; at least 1."""
+    """Time of this processor, with what else it does, in that of the bounds' processor; at least 1."""
     begun_s, total = time.process_time(), 0
     for number in range(1_000_000):
         total += number
