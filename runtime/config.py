@@ -15,6 +15,8 @@ from runtime.params import DocumentMethod
 
 SchedulePolicy = Literal["balanced", "fcfs", "priority", "lpm", "dfs"]
 
+_ENDPOINT = "^(tcp|ipc|inproc)://."
+
 # Options of the cache that only causal models can use.
 _CAUSAL = ("document_reuse", "reasoning_cache")
 
@@ -100,9 +102,13 @@ class CacheConfig(Section):
         description="pages that a tenant may keep cached, public ones included, unless its key says another number",
     )
     kv_events: str | None = Field(
-        None, description="publish KV events on this ZeroMQ endpoint, e.g. tcp://127.0.0.1:5557"
+        None,
+        pattern=_ENDPOINT,
+        description="publish KV events on this ZeroMQ endpoint, e.g. tcp://127.0.0.1:5557",
     )
-    kv_events_replay: str | None = Field(None, description="ZeroMQ endpoint for the replay of missed KV events")
+    kv_events_replay: str | None = Field(
+        None, pattern=_ENDPOINT, description="ZeroMQ endpoint for the replay of missed KV events"
+    )
     kv_events_of: Literal["public", "all", "hashes"] = Field(
         "public",
         description="blocks in KV events: those without tenant and salt; all: everybody's; hashes: everybody's, "

@@ -99,13 +99,12 @@ def measured_cases(plan: Plan, bound: float, threshold: float) -> list[Case]:
     alone, both = next(iter(COMBINED.items()))
     every = {
         BY_TABLE: table,
-        "depth measured": {**whole, **measured, "refresh_interval": plan.interval},
+        "depth and interval measured": {**whole, **measured},
         "refreshed on drift": {**whole, **drift, "depth": plan.depth},
         "depth measured, refreshed on drift": {**whole, **measured, **drift},
-        "depth and interval measured": {**whole, **measured},
         both: {**table, **fast},
-        f"{both}, depth and interval measured": {**whole, **fast, **measured},
         alone: {**whole, **fast, "reuse": False},
+        NO_CACHE: {**whole, "reuse": False},
     }
     return [Case(name, fields, cold=True) for name, fields in every.items()]
 

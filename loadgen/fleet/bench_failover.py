@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
-from loadgen.fleet.proxy import Placed, Proxy, running_proxy
+from loadgen.fleet.fronts import RayCluster
+from loadgen.fleet.proxy import Placed, running_proxy
 from loadgen.fleet.relay import Relay
 from loadgen.fleet.replicas import Replica, engine_options, make_model, running_replicas, start_replicas
 from loadgen.http import options
@@ -35,6 +36,9 @@ from runtime.models.default_model import fetch_default
 _GROUPS, _RENEWED, _PREFIX_WORDS, _QUESTIONS, _NEW = 24, 12, 350, 4, 8
 # Seconds that a request may take before it counts as stuck, and of a window of the plot.
 _STUCK_S, _WINDOW_S = 60.0, 4.0
+
+# What happens at the beginning of each phase, by name.
+Acts = tuple[tuple[str, Callable[[], None]], ...]
 
 
 @dataclass
@@ -62,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=options.positive, default=6, help="requests per second; default: 6")
     parser.add_argument("--phase", type=options.positive, default=20, help="seconds between two events; default: 20")
     parser.add_argument("--kv-store", metavar="URL", help="that all servers share")
+    parser.add_argument("--ray", metavar="PYTHON", help="an interpreter that has Ray, whose Serve is the front then")
     add_files(parser, "json", "plot")
 
 
@@ -71,48 +76,48 @@ def run(arguments: argparse.Namespace) -> int:
         tokenizer = fetch_default(default_cache_dir())
         shared = ("--kv-store", arguments.kv_store) if arguments.kv_store else ()
         settings = engine_options(make_model(Path(directory), tokenizer), arguments.pool_tokens, shared)
-        replicas = stack.enter_context(running_replicas(arguments.replicas, settings))
-        relay = stack.enter_context(Relay(replicas[0].events))
-        deaf = Replica(replicas[0].process, replicas[0].url, relay.endpoint, replicas[0].replay)
-        proxy = stack.enter_context(running_proxy(lambda: Placed(0), tokenizer, [deaf, *replicas[1:]]))
         life = Life()
-        asyncio.run(_live(life, proxy, relay, replicas, settings, arguments))
+        acts: Acts
+        if arguments.ray:
+            ray = stack.enter_context(RayCluster(arguments.ray, arguments.replicas, settings))
+            url, acts = ray.url, (("a replica is killed", ray.kill), ("one more is asked for", ray.grow))
+        else:
+            url, acts = _behind_proxy(stack, arguments.replicas, settings, tokenizer)
+        asyncio.run(_live(life, url, (("warm", lambda: None), *acts), arguments))
     _print(life, arguments.phase)
     data = {"requests": life.rows, "marks": life.marks, "ends": life.ends(), "answers": len({*life.answers.values()})}
     write_files(arguments, data, plot=partial(_plot, life))
     return int(life.ends().keys() != {"right"})
 
 
-async def _live(
-    life: Life,
-    proxy: Proxy,
-    relay: Relay,
-    replicas: list[Replica],
-    settings: Sequence[str],
-    arguments: argparse.Namespace,
-) -> None:
+def _behind_proxy(stack: ExitStack, number: int, settings: Sequence[str], tokenizer: Path) -> tuple[str, Acts]:
+    replicas = stack.enter_context(running_replicas(number, settings))
+    relay = stack.enter_context(Relay(replicas[0].events))
+    deaf = Replica(replicas[0].process, replicas[0].url, relay.endpoint, replicas[0].replay)
+    proxy = stack.enter_context(running_proxy(lambda: Placed(0), tokenizer, [deaf, *replicas[1:]]))
+
+    def kill() -> None:
+        replicas[number - 1].kill()
+        proxy.leave(number - 1)
+
+    def add() -> None:
+        (new,) = start_replicas(1, settings)
+        replicas.append(new)
+        proxy.join(new)
+
+    return proxy.url, (
+        ("a server is killed", kill),
+        ("another one joins", add),
+        ("events are lost", relay.cut),
+        ("events come again", relay.mend),
+    )
+
+
+async def _live(life: Life, url: str, phases: Acts, arguments: argparse.Namespace) -> None:
     begun_s = time.monotonic()
     connector = TCPConnector(limit=0, force_close=True)
     async with ClientSession(connector=connector, timeout=ClientTimeout(total=_STUCK_S)) as http:
-        load = asyncio.create_task(_load(life, http, proxy.url, arguments.rate, begun_s))
-        last = len(replicas) - 1
-
-        def kill() -> None:
-            replicas[last].kill()
-            proxy.leave(last)
-
-        def add() -> None:
-            (new,) = start_replicas(1, settings)
-            replicas.append(new)
-            proxy.join(new)
-
-        phases: tuple[tuple[str, Callable[[], None]], ...] = (
-            ("warm", lambda: None),
-            ("a server is killed", kill),
-            ("another one joins", add),
-            ("events are lost", relay.cut),
-            ("events come again", relay.mend),
-        )
+        load = asyncio.create_task(_load(life, http, url, arguments.rate, begun_s))
         for name, act in phases:
             life.marks.append((time.monotonic() - begun_s, name))
             await asyncio.to_thread(act)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from rich.progress import track
 
-from loadgen.fleet.fronts import OTHERS, Front, fronts, ray_serve
+from loadgen.fleet.fronts import OTHERS, Front, RayCluster, fronts
 from loadgen.fleet.replicas import Counts, Replica, counts, engine_options, flush, make_model, running_replicas
 from loadgen.http import options
 from loadgen.http.arrivals import Arrivals, Closed, Recorded
@@ -108,9 +108,9 @@ def _measure(
                 yield from over(replicas, name, front)
     if arguments.ray and todo("ray serve"):
         # Nobody can flush all of its caches, so a run finds the pages of the one before, whose prompts were others.
-        with ray_serve(arguments.ray, number, engine_options(model, pool)) as url:
+        with RayCluster(arguments.ray, number, engine_options(model, pool)) as ray:
             for row in track(todo("ray serve"), description=f"{number} replicas, ray serve"):
-                yield _run(row, _prepared(url), url, workloads, lambda: _counts_behind(url, number))
+                yield _run(row, _prepared(ray.url), ray.url, workloads, lambda: _counts_behind(ray.url, number))
 
 
 def _key(row: Row) -> tuple[Any, ...]:

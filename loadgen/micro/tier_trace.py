@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from loadgen.fleet.replicas import SMALL_MODEL
+from loadgen.http.local_server import SMALL_MODEL
 from loadgen.micro.drive import Drive
 
 # Tokens that stand for a block of the trace: as many as a block of the tiers has with this model.

@@ -186,6 +186,8 @@ class EngineCore:
         """Publish the KV events since the last call."""
         if self.publisher is not None and self.cache.events is not None:
             self.publisher.publish(self.cache.events.take())
+            for tier, events in self.tiers.worker.ledger.take().items() if self.tiers is not None else ():
+                self.publisher.publish(events, tier)
 
     def close(self) -> None:
         """End the processes and close the sockets that belong to this engine."""

@@ -41,6 +41,8 @@ def test_every_option_of_the_configuration_is_there_and_explained(capsys):
         (["serve", "--log-level", "loud"], "argument --log-level: "),
         (["generate", "x", "--temperature", "-1"], "argument --temperature: "),
         (["generate", "x", "--max-new-tokens", "many"], "argument --max-new-tokens: "),
+        (["serve", "--kv-events", "nonsense"], "argument --kv-events: "),
+        (["serve", "--kv-events-replay", "5557"], "argument --kv-events-replay: "),
         ([], "COMMAND"),
         (["serve", "--pool-memry", "2"], "unrecognized arguments: --pool-memry 2; did you mean --pool-memory?"),
         (["serve", "--xyz"], "unrecognized arguments: --xyz"),

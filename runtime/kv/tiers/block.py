@@ -16,6 +16,7 @@ import numpy as np
 from xxhash import xxh3_128
 
 from radix import Namespace
+from radix.events import Stored
 
 BlockKey = bytes
 Buffer = bytes | bytearray | memoryview
@@ -53,11 +54,13 @@ class Block(NamedTuple):
         key: its place in the chain of its sequence.
         namespace: of its sequence.
         tokens: its own, int32 little-endian.
+        event: for those who are told of it; no part of the address.
     """
 
     key: BlockKey
     namespace: Namespace
     tokens: bytes
+    event: Stored | None = None
 
 
 class Frame(NamedTuple):

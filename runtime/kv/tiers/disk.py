@@ -128,6 +128,7 @@ class DiskStore:
         option: str = "--disk-cache",
         clock: Callable[[], float] = time.time,
     ):
+        self.on_evict: Callable[[Iterable[BlockKey]], None] = lambda keys: None
         self.files = BlockFiles(directory, option)
         self._limits = limits
         self._clock = clock
@@ -229,6 +230,7 @@ class DiskStore:
             more = index.oldest(index.totals()[0] + size - self._limits.capacity)
             index.delete(more)
             index.put(Entry(key, tenant, size, self._clock(), 0, reason))
+        self.on_evict(over + more)
         try:
             for old in over + more:
                 self.files.delete(old)

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from radix import Namespace, Node, Watcher, path
+from radix import Namespace, Node, Stored, Watcher, path
+from radix.events import block_hashes
 from radix.node import TOKEN_BYTES
 from radix.stats import Cause
 from runtime.kv.cache import PagedCache
@@ -131,6 +132,12 @@ class Tiers(Watcher):
         if is_entry and (rest := tokens[len(blocks) * size :]):
             key = form.key(blocks[-1].key if blocks else ROOT, namespace, rest)
             blocks.append(Block(key, namespace, rest))
+        if self._cache.events is not None:
+            hashes = block_hashes(tokens, self._page_bytes, None, namespace)
+            for number, block in enumerate(blocks):
+                at = number * self.block_pages
+                own, parent = hashes[at : at + self.block_pages], hashes[at - 1] if at else None
+                blocks[number] = block._replace(event=Stored(own, parent, block.tokens, namespace))
         return blocks
 
     # -- in --------------------------------------------------------------------------------------------------

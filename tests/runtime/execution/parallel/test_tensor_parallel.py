@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from runtime.batch import AttentionPlan, ForwardBatch, HiddenRows, LayerGroup, Span
 from runtime.config import make_config
 from runtime.engine.offline import Engine
-from runtime.errors import EngineDead, ModelError
+from runtime.errors import EngineDead, InvalidRequest, ModelError
 from runtime.execution.parallel.orders import CopyRows, decode_order, encode_order
 from runtime.frontend.async_engine import AsyncEngine
 from runtime.models.shards import Shard, split_spec
 from runtime.models.spec import LlamaSpec
+from tests.lora import save_lora
 from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
 from tests.runtime.reuse.bicache.models import save_tiny as save_tiny_diffusion
 from tests.tiny import save_tiny
@@ -42,13 +44,16 @@ def greedy(engine: Engine) -> list[list[int]]:
     return first + [output.token_ids for _ in range(2) for output in engine.generate(PROMPTS, sampling)]
 
 
-def test_two_processes_give_the_tokens_of_one(model_dir):
+def test_two_processes_give_the_tokens_of_one(model_dir, tmp_path):
     with Engine(str(model_dir), **OPTIONS) as engine:
         wanted = greedy(engine)
     with Engine(str(model_dir), tensor_parallel=2, **OPTIONS) as engine:
         workers = engine.core.executor.workers
         assert greedy(engine) == wanted
         assert engine.state()["cached_tokens"] > 0
+        with pytest.raises(InvalidRequest, match="adapters are not served with several ranks"):
+            engine.load_adapter("poems", str(save_lora(tmp_path, nn.ModuleDict({"q_proj": nn.Linear(8, 8)}), seed=0)))
+        assert greedy(engine)[:1] == wanted[:1]
     assert [process.returncode for process in workers.processes] == [0]
 
 
