@@ -123,7 +123,6 @@ def add_task_arguments(parser: argparse.ArgumentParser, questions: int) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--model", default="smollm2-135m-instruct", help="default: the default model")
     parser.add_argument("--dtype", default="auto", help="default: auto")
     add_task_arguments(parser, questions=4)
@@ -131,7 +130,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table, write the files."""
     a = arguments
     draw, found = random.Random(a.seed), []
     prose = Prose(draw)

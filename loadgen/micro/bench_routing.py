@@ -33,7 +33,6 @@ Row = dict[str, float]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The benchmark's options."""
     parser.add_argument("trace", help="JSONL whose lines have timestamp (ms) and hash_ids, as Mooncake's")
     parser.add_argument("--replicas", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--blocks", type=int, default=500, help="in the cache of a replica; default: 500")
