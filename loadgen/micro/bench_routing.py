@@ -15,6 +15,7 @@ import numpy as np
 from rich.progress import track
 
 from loadgen.http.files import write_json
+from loadgen.http.outputs import add_files, drawing
 from loadgen.http.tables import make_table, wide_console
 from loadgen.micro.bench_policies import replay
 from loadgen.micro.fleet import Findings, Fleet, routes
@@ -32,7 +33,6 @@ Row = dict[str, float]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The benchmark's options."""
     parser.add_argument("trace", help="JSONL whose lines have timestamp (ms) and hash_ids, as Mooncake's")
     parser.add_argument("--replicas", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--blocks", type=int, default=500, help="in the cache of a replica; default: 500")
@@ -40,9 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--weight", type=float, default=16, help="of a cached token; default: 16")
     parser.add_argument("--balance", type=float, default=0.1, help="of past work; default: 0.1")
     parser.add_argument("--seeds", type=int, default=3, help="rounds with other random choices; default: 3")
-    parser.add_argument("--plot", metavar="FILE", help="write the plot as PNG or SVG")
-    parser.add_argument("--curve", metavar="FILE", help="plot hits over balance and waits, by weight and balance")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the figures; goes on with those that it has")
+    add_files(
+        parser,
+        "plot",
+        curve="plot hits over balance and waits, by weight and balance",
+        json="the figures; goes on with those that it has",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -144,46 +147,34 @@ def _print_curve(curves: Mapping[float, Sequence[Row]], bound: float) -> None:
     wide_console().print(table)
 
 
-def _plot(found: Mapping[int, Mapping[str, list[Row]]], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (hits, balance) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for name in next(iter(found.values())):
-        style = "k--" if name == _BOUND else "o-"
-        rows = [figures[name] for figures in found.values()]
-        hits.plot(list(found), [100 * _median(row, "hit_ratio") for row in rows], style, label=name, markersize=3)
-        if "imbalance" in rows[0][0]:
-            balance.plot(list(found), [_median(row, "imbalance") for row in rows], style, label=name, markersize=3)
-    balance.axhline(1.3, color="k", linestyle=":")
-    hits.set(title="hit ratio, %", ylim=(0, None))
-    balance.set(title="computed blocks, busiest replica / mean", yscale="log")
-    for axes in (hits, balance):
-        axes.set(xscale="log", xlabel="replicas", xticks=list(found), xticklabels=list(found))
-        axes.xaxis.set_minor_formatter("")
-        axes.grid(alpha=0.3)
-    hits.legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+def _plot(found: Mapping[int, Mapping[str, list[Row]]], path: Path) -> None:
+    with drawing(path, (9, 3.4), 1, 2) as (hits, balance):
+        for name in next(iter(found.values())):
+            style = "k--" if name == _BOUND else "o-"
+            rows = [figures[name] for figures in found.values()]
+            hits.plot(list(found), [100 * _median(row, "hit_ratio") for row in rows], style, label=name, markersize=3)
+            if "imbalance" in rows[0][0]:
+                balance.plot(list(found), [_median(row, "imbalance") for row in rows], style, label=name, markersize=3)
+        balance.axhline(1.3, color="k", linestyle=":")
+        hits.set(title="hit ratio, %", ylim=(0, None))
+        balance.set(title="computed blocks, busiest replica / mean", yscale="log")
+        for axes in (hits, balance):
+            axes.set(xscale="log", xlabel="replicas", xticks=list(found), xticklabels=list(found))
+            axes.xaxis.set_minor_formatter("")
+            axes.grid(alpha=0.3)
+        hits.legend(fontsize=7)
 
 
-def _plot_curve(rows: Mapping[float, Sequence[Row]], bound: float, path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, both = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained", sharey=True)
-    for axes, name in zip(both, ("imbalance", "p50_s"), strict=True):
-        for balance, points in rows.items():
-            hits = [100 * row["hit_ratio"] / bound for row in points]
-            axes.plot([row[name] for row in points], hits, "o-", markersize=3, label=f"balance {balance:g}")
-            if name == "imbalance" and not balance:
-                for row, share in zip(points, hits, strict=True):
-                    axes.annotate(f"weight {row['weight']:g}", (row[name], share), fontsize=6)
-        axes.grid(alpha=0.3)
-    both[0].set(xlabel="computed blocks, busiest replica / mean", ylabel="hits, % of the bound")
-    both[1].set(xlabel="time to first token, median, s")
-    both[0].legend(fontsize=7)
-    figure.savefig(path, dpi=110)
+def _plot_curve(rows: Mapping[float, Sequence[Row]], bound: float, path: Path) -> None:
+    with drawing(path, (9, 3.4), 1, 2, sharey=True) as both:
+        for axes, name in zip(both, ("imbalance", "p50_s"), strict=True):
+            for balance, points in rows.items():
+                hits = [100 * row["hit_ratio"] / bound for row in points]
+                axes.plot([row[name] for row in points], hits, "o-", markersize=3, label=f"balance {balance:g}")
+                if name == "imbalance" and not balance:
+                    for row, share in zip(points, hits, strict=True):
+                        axes.annotate(f"weight {row['weight']:g}", (row[name], share), fontsize=6)
+            axes.grid(alpha=0.3)
+        both[0].set(xlabel="computed blocks, busiest replica / mean", ylabel="hits, % of the bound")
+        both[1].set(xlabel="time to first token, median, s")
+        both[0].legend(fontsize=7)
