@@ -69,7 +69,7 @@ class PrefixIndex(Generic[R]):
         return found | dict.fromkeys(left or (), len(hashes))
 
     def lost(self, hashes: Sequence[int]) -> tuple[R | None, int]:
-        """The replica that lost the end of what is known of a prompt, and how many blocks that is; none if it is held."""
+        """The replica that lost the end of what is known of a prompt, and its number of blocks; none if it is held."""
         found: tuple[R | None, int] = (None, 0)
         for number, value in enumerate(hashes, 1):
             if value in self._lost:
