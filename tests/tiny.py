@@ -43,8 +43,7 @@ _YARN = {"factor": 4.0, "original_max_position_embeddings": 128}
 
 TINY_MODELS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**_BASE),
-    "llama_tied": LlamaConfig(**{**_BASE, "tie_word_embeddings": True}),
-    "llama_biases": LlamaConfig(**_BASE, attention_bias=True, mlp_bias=True),
+    "llama_tied_biases": LlamaConfig(**{**_BASE, "tie_word_embeddings": True}, attention_bias=True, mlp_bias=True),
     "llama_linear": LlamaConfig(**_BASE, **_rope(rope_type="linear", factor=2.0)),
     "llama_llama3": LlamaConfig(**_BASE, **_rope(rope_type="llama3", **_LLAMA3)),
     "llama_yarn": LlamaConfig(**_BASE, **_rope(rope_type="yarn", **_YARN)),

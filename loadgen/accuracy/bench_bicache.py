@@ -58,7 +58,6 @@ _BLOCK, _THRESHOLD = 8, 0.9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--out", type=Path, default=Path("bicache"), help="directory of records, table and plots")
     parser.add_argument("--model", default=_MODEL, help=f"a diffusion model adapted to the tasks (default: {_MODEL})")
     parser.add_argument("--adapter", type=Path, help="instead, one of the default model, as `train_adapter` writes it")
