@@ -68,7 +68,6 @@ class Life:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The benchmark's options."""
     parser.add_argument("--replicas", type=options.count, default=3)
     parser.add_argument("--pool-tokens", type=options.count, default=6144, help="of each server; default: 6144")
     parser.add_argument("--rate", type=options.positive, default=6, help="requests per second; default: 6")

@@ -111,11 +111,13 @@ class EngineCore:
         self.requests: dict[str, Request] = {}
         self.adapters = Adapters(self.executor, self.requests)
         self.admin = Admin(self)
-        self.drafter = Drafter(self.cache.tree) if self._wants_drafts() else None
+        # Overlapping steps leave no time to look at tokens; canvases have no next token.
+        drafts = config.engine.drafts == "auto" and self.info.diffusion is None and not self.overlap
+        self.drafter = Drafter(self.cache.tree) if drafts else None
         self._in_flight: InFlight | None = None
         self._serial = 0
         self._step_s = 0.0
-        self._pinning = Pinning(self)
+        self._pinning = Pinning(self.cache, self.strategy_of, self.add)
         if self.tiering is not None:
             self.tiering.recall()
 
@@ -179,10 +181,6 @@ class EngineCore:
         if strategy is None:
             raise InvalidRequest(f"no reuse method {asked['method']!r} for this model", param="reuse.method")
         return strategy
-
-    def _wants_drafts(self) -> bool:
-        """Overlapping steps leave no time to look at tokens; canvases have no next token."""
-        return self.config.engine.drafts == "auto" and self.info.diffusion is None and not self.overlap
 
     def publish(self) -> None:
         """Publish the KV events since the last call."""
