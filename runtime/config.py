@@ -9,10 +9,13 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from radix import PolicyName
+from runtime.errors import ModelError
 from runtime.logs import LogFormat
 from runtime.params import DocumentMethod
 
 SchedulePolicy = Literal["balanced", "fcfs", "priority", "lpm", "dfs"]
+
+_ENDPOINT = "^(tcp|ipc|inproc)://."
 
 # Options of the cache that only causal models can use.
 _CAUSAL = ("document_reuse", "reasoning_cache")
@@ -99,9 +102,13 @@ class CacheConfig(Section):
         description="pages that a tenant may keep cached, public ones included, unless its key says another number",
     )
     kv_events: str | None = Field(
-        None, description="publish KV events on this ZeroMQ endpoint, e.g. tcp://127.0.0.1:5557"
+        None,
+        pattern=_ENDPOINT,
+        description="publish KV events on this ZeroMQ endpoint, e.g. tcp://127.0.0.1:5557",
     )
-    kv_events_replay: str | None = Field(None, description="ZeroMQ endpoint for the replay of missed KV events")
+    kv_events_replay: str | None = Field(
+        None, pattern=_ENDPOINT, description="ZeroMQ endpoint for the replay of missed KV events"
+    )
     kv_events_of: Literal["public", "all", "hashes"] = Field(
         "public",
         description="blocks in KV events: those without tenant and salt; all: everybody's; hashes: everybody's, "
@@ -320,6 +327,15 @@ def unusable(config: Config, is_diffusion: bool) -> str | None:
             if getattr(section, field) != type(section).model_fields[field].get_default():
                 return field.replace("_", "-")
     return None
+
+
+def refuse_approximations(cache: CacheConfig) -> None:
+    """Raise ModelError for methods by default that only models of Ramet's own code are served with."""
+    models = "models that Ramet's own code computes, without a sliding window"
+    if cache.document_reuse != "none":
+        raise ModelError(f"--document-reuse {cache.document_reuse} is for {models}")
+    if cache.reasoning_cache:
+        raise ModelError(f"--reasoning-cache is for {models}")
 
 
 def make_config(**options: object) -> Config:

@@ -95,6 +95,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--document", metavar="FILE", action="append", help="a text before the prompt; see --document-reuse; repeatable"
     )
+    parser.add_argument("--adapter", metavar="NAME", help="one of --lora")
     parser.add_argument("--chat", action="store_true", help="apply the chat template to the prompt as a user's message")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
@@ -129,7 +130,9 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
             messages = [{"role": "user", "content": [*documents, given]}]
             template = engine.tokenizer.apply_chat_template if arguments.chat else lambda turns: turns[0]["content"]
             prompt = in_messages(messages, template)
-        for output in engine.stream_all([Submission(prompt, sampling, add_special_tokens=not arguments.chat)]):
+        adapted = engine.namespace(arguments.adapter)
+        submission = Submission(prompt, sampling, namespace=adapted, add_special_tokens=not arguments.chat)
+        for output in engine.stream_all([submission]):
             print(output.delta, end="", flush=True)
     print()
     return 0

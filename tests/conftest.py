@@ -7,10 +7,16 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import Phase, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Small matrices gain nothing from a second thread, and threads of two workers that wait for each other on two cores
+# take ten times as long. Read when torch is imported, by this process and by those that it starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Each of the many processes that tests start would compile every module again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+import torch
 
 from runtime.config import default_cache_dir
 from runtime.errors import ModelError

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from radix.stats import Histogram
-from runtime.config import Config
+from runtime.config import Config, refuse_approximations
 from runtime.diffusion.decoding import CanvasDecoding
 from runtime.engine.adapters import Adapters
 from runtime.engine.admin import Admin
@@ -50,7 +50,7 @@ from runtime.reuse.prefix import PrefixStrategy
 from runtime.reuse.reasoning.strategy import ReasonCache
 from runtime.reuse.strategy import Strategy
 from runtime.sampling.batched import make_sampler
-from runtime.sampling.decoding import Decoding, NextToken
+from runtime.sampling.decoding import Decoding, Found, NextToken
 from runtime.sampling.drafts.drafter import Drafter
 from runtime.sampling.grammar import GrammarCompiler
 from runtime.sampling.sampler import BadLogits
@@ -107,15 +107,17 @@ class EngineCore:
             lambda: Tokenizer.load(path).to_json(), self.info.vocab_size, list(eos), config.engine.grammar_timeout
         )
         self.paused = False
-        self.publisher = self._make_publisher()
+        self.publisher = None if config.cache.kv_events is None else EventPublisher(config.cache)
         self.requests: dict[str, Request] = {}
-        self.adapters = Adapters(self)
+        self.adapters = Adapters(self.executor, self.requests)
         self.admin = Admin(self)
-        self.drafter = Drafter(self.cache.tree) if self._wants_drafts() else None
+        # Overlapping steps leave no time to look at tokens; canvases have no next token.
+        drafts = config.engine.drafts == "auto" and self.info.diffusion is None and not self.overlap
+        self.drafter = Drafter(self.cache.tree) if drafts else None
         self._in_flight: InFlight | None = None
         self._serial = 0
         self._step_s = 0.0
-        self._pinning = Pinning(self)
+        self._pinning = Pinning(self.cache, self.strategy_of, self.add)
         if self.tiering is not None:
             self.tiering.recall()
 
@@ -148,7 +150,7 @@ class EngineCore:
                 self.add_strategy(Fusion(self.cache, executor, self.info))
                 self.add_strategy(ReasonCache(self.cache, executor, lambda: Tokenizer.load(path)))
             else:
-                self._refuse_approximations()
+                refuse_approximations(self.config.cache)
             sampler = make_sampler(executor.backend_name, spec.vocab_size, executor.device, executor.argmax)
             return NextToken(sampler)
         strategy: BlockPrefix | BiCache
@@ -159,15 +161,6 @@ class EngineCore:
         self.add_strategy(strategy)
         self.info.diffusion = strategy.info
         return CanvasDecoding(spec.diffusion, executor.device)
-
-    def _refuse_approximations(self) -> None:
-        """Raise ModelError for methods by default that this model is not served with."""
-        cache = self.config.cache
-        models = "models that Ramet's own code computes, without a sliding window"
-        if cache.document_reuse != "none":
-            raise ModelError(f"--document-reuse {cache.document_reuse} is for {models}")
-        if cache.reasoning_cache:
-            raise ModelError(f"--reasoning-cache is for {models}")
 
     def add_strategy(self, strategy: Strategy) -> None:
         """Serve requests that ask for a strategy by its name."""
@@ -187,17 +180,12 @@ class EngineCore:
             raise InvalidRequest(f"no reuse method {asked['method']!r} for this model", param="reuse.method")
         return strategy
 
-    def _wants_drafts(self) -> bool:
-        """Overlapping steps leave no time to look at tokens; canvases have no next token."""
-        return self.config.engine.drafts == "auto" and self.info.diffusion is None and not self.overlap
-
-    def _make_publisher(self) -> EventPublisher | None:
-        return None if self.config.cache.kv_events is None else EventPublisher(self.config.cache)
-
     def publish(self) -> None:
         """Publish the KV events since the last call."""
         if self.publisher is not None and self.cache.events is not None:
             self.publisher.publish(self.cache.events.take())
+            for tier, events in self.tiers.worker.ledger.take().items() if self.tiers is not None else ():
+                self.publisher.publish(events, tier)
 
     def close(self) -> None:
         """End the processes and close the sockets that belong to this engine."""
@@ -385,7 +373,8 @@ class EngineCore:
                 self.scheduler.wake(request)
             try:
                 measured = logprobs.get(request)
-                event = self.decoding.book(item, flight.logits, places, chosen, measured and measured[: len(chosen)])
+                found = Found(flight.logits, places, chosen, measured and measured[: len(chosen)])
+                event = self.decoding.book(item, found)
             except RametError as error:
                 events += self._fail(request, error)
                 continue

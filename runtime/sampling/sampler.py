@@ -30,6 +30,10 @@ _TRIES = 40
 _BLOCK = 64
 _LEAST_NOISE = 1e-30
 
+# Tokens that top-p rather counts by classes than sorts.
+_MANY = 2048
+_ONE = 2.0**52
+
 
 class BadLogits(RametError):
     """A row of logits that is not finite."""
@@ -291,16 +295,37 @@ def _filters(params: SamplingParams) -> bool:
 
 
 def keep_top(probs: torch.Tensor, mass: float, may_wait: bool) -> torch.Tensor:
-    """Only the likeliest tokens of a distribution [vocab], as few as reach `mass`; `may_wait`: for the device."""
+    """Only the likeliest tokens of a distribution [vocab], as few as reach `mass`, of equal ones the first.
+
+    `may_wait`: for the device.
+    """
+    kept, rest = torch.zeros_like(probs), mass * _ONE
     if not may_wait:
-        values, tokens = probs.sort(descending=True)
+        tokens = torch.arange(len(probs), device=probs.device)
     else:
         # Tokens below half of the mean of what may be left out are left out: few are to be sorted.
         tokens = (probs > (1 - mass) / 2 / len(probs)).nonzero()[:, 0]
-        values, order = probs[tokens].sort(descending=True)
-        tokens = tokens[order]
-    kept = values.masked_fill(values.cumsum(0) - values >= mass, 0)
-    return torch.zeros_like(probs).scatter_(0, tokens, kept)
+        if len(tokens) > _MANY:
+            kept, tokens, rest = _split_top(probs, tokens, rest)
+    values, order = probs[tokens].sort(descending=True, stable=True)
+    parts = _whole(values)
+    return kept.scatter_(0, tokens[order], values.masked_fill(parts.cumsum(0) - parts >= rest, 0))
+
+
+def _split_top(probs: torch.Tensor, tokens: torch.Tensor, rest: float) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Tokens kept for sure, the tokens of nearly equal probability among which `rest` is reached, and theirs of it."""
+    bits = probs.view(torch.int32)
+    classes = bits[tokens] >> 16  # exponent and 7 bits of the fraction, in the order of the numbers
+    sums = torch.bincount(classes, _whole(probs[tokens]))
+    above = sums.flip(0).cumsum(0).flip(0)
+    edge = max(int((above >= rest).sum()) - 1, 0)
+    kept = probs.where(bits >= (edge + 1) << 16, 0)
+    return kept, tokens[(classes == edge).nonzero()[:, 0]], rest - float(above[edge] - sums[edge])
+
+
+def _whole(probs: torch.Tensor) -> torch.Tensor:
+    """Probabilities as multiples of 1 / `_ONE`, float64: sums of these are exact, in any order."""
+    return (probs.double() * _ONE).floor_()
 
 
 def keep_typical(probs: torch.Tensor, mass: float) -> torch.Tensor:

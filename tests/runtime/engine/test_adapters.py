@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from radix import Namespace
+from runtime.engine.offline import Engine
+from runtime.errors import InvalidRequest, ModelError
 from runtime.protocol import GetState, LoadAdapter, UnloadAdapter
 from tests.lora import merged, save_lora
 from tests.runtime.engine.driver import Driver, greedy, make_core
@@ -128,6 +131,38 @@ def test_unloaded_while_requests_run(tiny_dir, adapters, prompts, expected):
     assert (event.finish.refused, event.finish.code) == (True, "model_not_found")
     assert core.handle(GetState(3)).result["requests_by_adapter"] == {second: 0}
     assert core.handle(UnloadAdapter(4, "unknown")).result == {"running": 0}
+
+
+def test_without_a_server(tiny_dir, adapters, prompts, expected):
+    """Names as the server's, on a running loop too; one that is replaced serves the request that began with it."""
+    sampling = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
+    options = {"dtype": "float32", "pool_tokens": 2048, "threads": 1, "served_model_name": "tiny"}
+
+    async def without_blocking() -> list[int]:
+        engine.load_adapter("prose", str(adapters[1]))
+        (output,) = await engine.agenerate(prompts[0], sampling, adapter="tiny:prose")
+        return output.token_ids
+
+    with Engine(str(tiny_dir), lora=f"poems={adapters[0]}", **options) as engine:
+        assert [output.token_ids for output in engine.generate(prompts, sampling, adapter="poems")] == expected[1]
+        assert asyncio.run(without_blocking()) == expected[2][0]
+        assert engine.generate(prompts[0], sampling)[0].token_ids == expected[0][0]
+        stream = engine.stream(prompts[1], sampling, adapter="tiny:poems")
+        first = next(stream)
+        with pytest.raises(InvalidRequest, match="is loaded already"):
+            engine.load_adapter("poems", str(adapters[1]))
+        engine.load_adapter("poems", str(adapters[1]), replace=True)
+        assert engine.generate(prompts[1], sampling, adapter="poems")[0].token_ids == expected[2][1]
+        *_, last = [first, *stream]
+        assert last.token_ids == expected[1][1]
+        engine.unload_adapter("prose")
+        for ask in (engine.unload_adapter, lambda name: engine.generate(prompts[0], sampling, adapter=name)):
+            with pytest.raises(InvalidRequest, match="there is no adapter 'prose'"):
+                ask("prose")
+        with pytest.raises(InvalidRequest, match="did you mean 'poems'"):
+            engine.stream(prompts[0], sampling, adapter="poem")
+    with pytest.raises(ModelError, match=r"--lora gone=.*has no adapter_model\.safetensors"):
+        Engine(str(tiny_dir), lora=f"gone={adapters[0].parent}", **options)
 
 
 def _add(driver, rid, prompt, digest):

@@ -119,6 +119,6 @@ def test_a_process_that_published_events_ends(tiny_dir, tmp_path):
 
 def test_the_padding_of_a_module_is_no_token():
     publisher = EventPublisher(CacheConfig(kv_events="inproc://events", page_size=4))
-    wire = publisher._wire(Stored((1, 2), None, array("i", [5, 6, 7, 8, 9, -1, -1, -1]).tobytes(), Namespace()))
+    wire = publisher._wire(Stored((1, 2), None, array("i", [5, 6, 7, 8, 9, -1, -1, -1]).tobytes(), Namespace()), "GPU")
     publisher.close()
     assert (wire.token_ids, wire.block_hashes) == ([5, 6, 7, 8, 9], [1, 2])

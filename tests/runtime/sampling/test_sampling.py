@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from runtime.errors import InvalidRequest
 from runtime.params import SamplingParams
 from runtime.request import Request, Sequence
-from runtime.sampling.sampler import NO_TOKEN, Sampler, draw, filter_probs
+from runtime.sampling.sampler import NO_TOKEN, Sampler, draw, filter_probs, keep_top
 from tests.runtime.engine.driver import Driver, make_core
 
 CPU = torch.device("cpu")
@@ -58,6 +59,41 @@ def test_filters_are_what_they_say(hundredths, top_k, top_p, min_p, temperature)
         return
     kept = [i for i in kept if probs[i] >= min_p * top]
     assert set(torch.nonzero(got)[:, 0].tolist()) == set(kept)
+
+
+def top_by_sorting(probs: torch.Tensor, mass: float) -> torch.Tensor:
+    """Top-p token by token, in exact fractions."""
+    kept, total, values = torch.zeros_like(probs), Fraction(0), probs.tolist()
+    for token in sorted(range(len(values)), key=lambda token: -values[token]):
+        if total >= mass:
+            break
+        kept[token] = values[token]
+        total += math.floor(Fraction(values[token]) * 2**52) * Fraction(1, 2**52)
+    return kept
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([0.0, 0.02, 0.5, 2.0, 4.0, 9.0]),
+    st.sampled_from([0, 4, 64]),
+    st.sampled_from([0.01, 0.5, 0.9, 0.999]),
+)
+def test_top_p_counts_as_sorting_does_ties_included(seed, spread, ties, mass):
+    logits = torch.randn(6000, generator=torch.Generator().manual_seed(seed)) * spread
+    probs = ((logits * ties).round() / ties if ties else logits).softmax(0)
+    wanted = top_by_sorting(probs, mass)
+    assert torch.equal(keep_top(probs, mass, may_wait=True), wanted)
+    assert torch.equal(keep_top(probs, mass, may_wait=False), wanted)
+
+
+def test_top_p_of_a_batch_is_that_of_each_row():
+    logits = torch.randn(4, 6000, generator=torch.Generator().manual_seed(3)) * torch.tensor([[0.1], [1], [3], [8]])
+    params = [SamplingParams(temperature=t, top_p=p) for t, p in [(1, 0.9), (0.7, 0.99), (1.5, 0.5), (1, 1)]]
+    got = Sampler(6000, CPU).filter(logits, params)
+    for row, probs, p in zip(got, logits, params, strict=True):
+        probs = (probs / p.temperature).softmax(0)
+        assert torch.equal(row, top_by_sorting(probs, p.top_p) if p.top_p < 1 else probs)
 
 
 @settings(max_examples=60, deadline=None)
