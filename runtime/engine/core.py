@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from radix.stats import Histogram
-from runtime.config import Config, refuse_approximations, unusable
+from runtime.config import Config, refuse_approximations
 from runtime.diffusion.decoding import CanvasDecoding
 from runtime.engine.adapters import Adapters
 from runtime.engine.admin import Admin
@@ -141,8 +141,6 @@ class EngineCore:
     def _open_model(self, path: Path) -> Decoding:
         """Install the strategy of the model's kind, and return its decoding."""
         executor, spec = self.executor, self.executor.spec
-        if given := unusable(self.config, spec.diffusion is not None):
-            raise ModelError(f"--{given}: {path.name} is {'a diffusion' if spec.diffusion else 'a causal'} model")
         if spec.diffusion is None:
             self.add_strategy(PrefixStrategy(self.cache, spec.num_layers))
             # Other strategies read spans whose positions are not consecutive, so that no window can be laid over them.

@@ -40,6 +40,7 @@ def test_every_option_of_the_configuration_is_there_and_explained(capsys):
     [
         (["serve", "--port", "99999"], "argument --port: "),
         (["serve", "--context-length", "0"], "argument --context-length: "),
+        (["serve", "--pool-memory", "inf"], "argument --pool-memory: Input should be a finite number, not 'inf'"),
         (["serve", "--log-level", "loud"], "argument --log-level: "),
         (["generate", "x", "--temperature", "-1"], "argument --temperature: "),
         (["generate", "x", "--max-new-tokens", "many"], "argument --max-new-tokens: "),

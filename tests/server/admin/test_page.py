@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -387,8 +388,10 @@ def test_the_tree_is_walked_with_arrow_keys_searched_and_read(page, server):
     page.locator("#crumbs button", has_text="Seven bakers").wait_for()
     page.keyboard.press("Escape")
     page.locator("#crumbs").wait_for(state="hidden")
-    page.locator("#search").fill("no such words")
+    page.locator("#search").fill("words that come later")
     page.locator("#icicle rect.faded").first.wait_for()
+    generate(server.url, "Some words that come later stand in a prompt that is long enough to fill a page of the pool.")
+    page.locator("#found button mark", has_text="words that come later").wait_for()
     page.locator("#search").fill("TWO by two")
     page.locator("#found button mark", has_text="two by two").first.wait_for()
     assert page.locator("#icicle rect.faded").count() == page.locator("#icicle rect[data-name]").count() - 2
@@ -405,10 +408,18 @@ def test_a_chat_shows_what_was_reused_and_why_the_rest_was_not(page, server):
     page.locator("#tokens").fill("6")
     page.locator("#systembox summary").click()
     page.locator("#system").fill(SAYING)
+    held = []
+    page.route("**/v1/chat/completions", lambda route: held.append(route))
     for turn, text in enumerate(("<b>Who</b> rang?", "And then?")):
         page.locator("#prompt").fill(text)
         page.keyboard.press("Control+Enter")
+        while not held:
+            page.wait_for_timeout(10)
+        assert page.locator("#send").is_disabled()
+        assert page.locator(".turn").last.get_by_role("button").count() == 0, "an answer that is not there yet"
+        held.pop().continue_()
         page.locator(".turn .figures").nth(turn).wait_for()
+    page.unroute("**/v1/chat/completions")
     page.locator("#stop:disabled").wait_for()
     first, second = (int(text.split(" ")[0]) for text in page.locator(".turn .figures").all_inner_texts())
     assert first == 0
@@ -435,6 +446,12 @@ def test_a_chat_shows_what_was_reused_and_why_the_rest_was_not(page, server):
     page.get_by_role("button", name="Take back").click()
     assert page.locator(".turn").count() == 2
     assert page.locator("#prompt").input_value() == "And then?"
+    page.get_by_label("plain text").check()
+    body = {"text": 'Is it "true" or {false}?', "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
+    page.locator("#prompt").fill(body["text"])
+    page.get_by_role("button", name="as Python").click()
+    done = subprocess.run([sys.executable, "-c", page.locator("#code").inner_text()], capture_output=True, text=True)
+    assert done.stdout == httpx.post(f"{server.url}/generate", json=body, timeout=60).json()["text"] + "\n", done.stderr
     httpx.post(f"{server.url}/flush_cache")
 
 
