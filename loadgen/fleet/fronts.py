@@ -98,8 +98,8 @@ class RayCluster:
     def __enter__(self) -> Self:
         command = [self._python, "-m", "loadgen.fleet.ray_driver", str(self._port)]
         env = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._driver = subprocess.Popen(command, **pipes, text=True, env=env)
+        pipe = subprocess.PIPE
+        self._driver = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=env)
         try:
             self._tell(self._arguments)
         except BaseException:
@@ -126,8 +126,9 @@ class RayCluster:
         """Raises RuntimeError if the cluster is no more."""
         assert self._driver.stdin is not None
         assert self._driver.stdout is not None
-        print(json.dumps(message), file=self._driver.stdin, flush=True)
-        if "done\n" not in self._driver.stdout:  # up to that line
+        self._driver.stdin.write(json.dumps(message).encode() + b"\n")
+        self._driver.stdin.flush()
+        if b"done\n" not in self._driver.stdout:  # up to that line
             raise RuntimeError("Ray Serve has ended")
 
 

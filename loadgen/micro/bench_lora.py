@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
             pool = 2 * max(a.requests) * (a.prompt + a.steps + 32)
             drives[code] = drive = Drive(path, dtype=a.dtype, threads=1, pool_tokens=pool, **_CODE[code])
             stack.callback(drive.close)
-            found = [drive.core.handle(LoadAdapter(1, str(adapter))).result for adapter in adapters]
+            found = [drive.core.admin.handle(LoadAdapter(1, str(adapter))).result for adapter in adapters]
             digests[code] = [one["digest"] for one in found]
         times: dict[Cell, list[tuple[float, float]]] = {cell: [] for cell in cells}
         # The first round warms up.

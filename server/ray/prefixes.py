@@ -35,7 +35,8 @@ class PrefixIndex(Generic[R]):
 
     def _take(self, replica: R, hashes: Iterable[int]) -> list[int]:
         """Take blocks from a replica; those that nobody holds any more."""
-        held, gone = self._held.get(replica, set()), []
+        held: set[int] = self._held.get(replica, set())
+        gone: list[int] = []
         for value in hashes:
             if value in held:
                 held.discard(value)
@@ -68,7 +69,7 @@ class PrefixIndex(Generic[R]):
         return found | dict.fromkeys(left or (), len(hashes))
 
     def lost(self, hashes: Sequence[int]) -> tuple[R | None, int]:
-        """Who lost the end of what is known of a prompt, and how many blocks that is; none if somebody holds it."""
+        """The replica that lost the end of what is known of a prompt, and its number of blocks; none if it is held."""
         found: tuple[R | None, int] = (None, 0)
         for number, value in enumerate(hashes, 1):
             if value in self._lost:

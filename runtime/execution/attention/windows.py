@@ -64,8 +64,8 @@ def narrowed(batch: ForwardBatch, windows: Sequence[Window | None], page_size: i
         plans: dict[Window | None, AttentionPlan] = {None: group.attention}
         last = int(positions.max(initial=0))
         for window, layers in runs:
-            if window not in plans:
-                reaches = window is not None and last >= window.size
+            if window is not None and window not in plans:
+                reaches = last >= window.size
                 plans[window] = within(group.attention, positions, window, page_size) if reaches else group.attention
             part = replace(group, layers=range(layers[0], layers[-1] + 1), attention=plans[window], load=[], save=[])
             groups.append(part)

@@ -240,8 +240,8 @@ class NativeDecoder:
         is_near = bool(self.spec.windows) and self.spec.windows[layer] is not None
         rope, index = self._near_rope if is_near else self.rope, positions.numpy()
         if rope not in self._angles or int(index.max()) >= len(self._angles[rope][0]):
-            cosines, sines = rope.cos_sin(torch.arange(1 << int(index.max()).bit_length()))
-            self._angles[rope] = cosines.numpy(), sines.numpy()
+            every = rope.cos_sin(torch.arange(1 << int(index.max()).bit_length()))
+            self._angles[rope] = every[0].numpy(), every[1].numpy()
         cosines, sines = self._angles[rope]
         return cosines[index], sines[index]
 

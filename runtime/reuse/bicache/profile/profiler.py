@@ -123,7 +123,7 @@ class Profiler:
 
 
 def _mean(rows: list[list[float]]) -> list[float]:
-    return np.mean(rows, axis=0).round(5).tolist()  # type: ignore[no-any-return]
+    return np.mean(rows, axis=0).round(5).tolist()
 
 
 def paper_depth(similarities: list[list[float]], threshold: float) -> int:
