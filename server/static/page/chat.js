@@ -91,7 +91,6 @@ async function denoise(answer, said, signal, meta) {
     if (event.canvas) { await Canvas.learn(event.canvas); canvas.show(event.canvas, event.meta_info.denoise_steps); }
     answer.content = said.textContent = event.text;
     const { cached_tokens, prompt_tokens, completion_tokens, denoise_steps } = event.meta_info;
-    if (event.meta_info.explain) meta.why = why(event.meta_info.explain);
     Object.assign(meta, { ids, cached: cached_tokens, prompt: prompt_tokens, output: completion_tokens, steps: denoise_steps });
   };
   if ($("stream").checked) { for await (const event of eventsOf(response)) await take(event); } else await take(await response.json());
