@@ -31,8 +31,7 @@ def expected(plain, setting, prompt):
     return dream(plain, prompt, setting["gen_length"], setting["steps"], setting["algorithm"], 1e-3)
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("native", "page_size"), [(False, 1), (True, 16)])
 def test_tokens_are_the_references(any_dir, any_plain, native, page_size):
     driver = DenoiseDriver(make_core(any_dir, native_kernels=native, page_size=page_size))
     wanted = []
