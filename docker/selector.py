@@ -6,6 +6,7 @@ $BLOCK_SIZE: tokens in a page of theirs.
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -38,5 +39,12 @@ def register() -> None:
                 time.sleep(1)
 
 
+# The service blocks its thread, and process 1 has no default for SIGTERM.
+stopped = threading.Event()
+signal.signal(signal.SIGTERM, lambda number, frame: stopped.set())
+service = threading.Thread(target=main, args=(["--port", "8092"],), daemon=True)
+service.start()
 threading.Thread(target=register, daemon=True).start()
-sys.exit(main(["--port", "8092"]))
+while service.is_alive() and not stopped.wait(1):
+    pass
+os._exit(0 if stopped.is_set() else 1)

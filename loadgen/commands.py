@@ -1,6 +1,7 @@
 """The benchmarks by name: `ramet bench NAME` is a module `bench_NAME.py` in one of loadgen's rooms.
 
-Such a module has `add_arguments(parser)` and `run(arguments)`, which returns the exit code. The first line of its
+Such a module has `add_arguments(parser)`, which adds its options, and `run(arguments)`, which measures, prints tables,
+writes the files that the options name (`loadgen/http/outputs.py`), and returns the exit code. The first line of its
 docstring, behind "`ramet bench NAME`: ", is its help text.
 """
 

@@ -35,7 +35,7 @@ def default_cache_dir() -> Path:
 class Section(BaseModel):
     """A group of options."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -49,6 +50,11 @@ TINY_MODELS: dict[str, PretrainedConfig] = {
     "mistral": MistralConfig(**_BASE, head_dim=16, sliding_window=None),
     "qwen2": Qwen2Config(**_BASE),
     "qwen3": Qwen3Config(**_BASE, head_dim=16),
+    "gemma3": Gemma3TextConfig(
+        **{**_BASE, "tie_word_embeddings": True, "num_hidden_layers": 4},
+        **{"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 20},
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    ),
 }
 
 

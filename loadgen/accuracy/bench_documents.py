@@ -34,7 +34,6 @@ _SERVED = ("a3", "cacheblend", "legolink", "pie")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--model", help="default: the default model")
     parser.add_argument("--dtype", default="auto", help="default: auto")
     parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
@@ -72,7 +71,6 @@ def _share(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the tables, write the files."""
     a = arguments
     found: dict[str, Any] = {"settings": {}}
     if a.merge:

@@ -36,7 +36,6 @@ Figures = dict[str, dict[str, list[Any]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--model", help="default: the default model")
     parser.add_argument("--dtype", default="auto", help="default: auto")
     parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
@@ -47,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table, write the files."""
     threads = {} if arguments.threads is None else {"threads": arguments.threads}
     path = model_path(arguments.model)
     asker = Asker(path, dtype=arguments.dtype, max_running=64, **threads)

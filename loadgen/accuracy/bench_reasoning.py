@@ -34,7 +34,6 @@ _DRAWN = {"method": "reasoncache", "random_share": 0.3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--model", help="default: the default model")
     parser.add_argument("--dtype", default="auto", help="default: auto")
     parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
@@ -70,7 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the tables, write the files."""
     a = arguments
     bench = Bench(a)
     if a.generate:

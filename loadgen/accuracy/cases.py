@@ -48,7 +48,7 @@ class Case:
     Attributes:
         name: in the table.
         fields: of `DiffusionParams`, without the prefix's length.
-        value: its x in a sweep.
+        value: its x in a sweep; of a rule the divergence in nats, if that is not measured while serving.
         cold: whether the cache is empty at first, so that encoding the prefix, and measuring, are on the clock.
     """
 
@@ -119,11 +119,15 @@ def threshold_cases(plan: Plan, depths: dict[float, int]) -> list[Case]:
     return [Case(f"tau = {threshold:g}", _alone(plan, depth), threshold) for threshold, depth in depths.items()]
 
 
-def rule_cases(plan: Plan, depths: dict[str, int]) -> list[Case]:
-    """No cache, and BiCache alone with the depth of each rule."""
-    none = Case(NO_CACHE, {**_alone(plan, 0), "reuse": False})
-    del none.fields["depth"]
-    return [none, *(Case(rule, _alone(plan, depth)) for rule, depth in depths.items())]
+def rule_cases(plan: Plan, depths: dict[str, tuple[int, float]], bound: float) -> list[Case]:
+    """BiCache alone with the depth of each rule, whose divergence is known, and with what is measured while serving.
+
+    `bound`: nats, of the latter.
+    """
+    cases = [Case(rule, _alone(plan, depth), nats, cold=True) for rule, (depth, nats) in depths.items()]
+    measured = {**_alone(plan, 0), "depth_bound": bound}
+    del measured["depth"]
+    return [*cases, Case(f"depth measured while serving, at most {bound:g} nats", measured, cold=True)]
 
 
 def _alone(plan: Plan, depth: int | None) -> dict[str, object]:

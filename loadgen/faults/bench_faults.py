@@ -57,7 +57,6 @@ CASES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--case", nargs="+", choices=[*CASES, "all"], default=["all"], help="default: all of them")
     parser.add_argument(
         "--scale",

@@ -24,7 +24,14 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 from loadgen.fleet.fronts import RayCluster
 from loadgen.fleet.proxy import Placed, running_proxy
 from loadgen.fleet.relay import Relay
-from loadgen.fleet.replicas import Replica, engine_options, make_model, running_replicas, start_replicas
+from loadgen.fleet.replicas import (
+    Replica,
+    engine_options,
+    loaded_tokens,
+    make_model,
+    running_replicas,
+    start_replicas,
+)
 from loadgen.http import options
 from loadgen.http.outputs import add_files, drawing, write_files
 from loadgen.http.prose import Prose
@@ -61,7 +68,6 @@ class Life:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The benchmark's options."""
     parser.add_argument("--replicas", type=options.count, default=3)
     parser.add_argument("--pool-tokens", type=options.count, default=6144, help="of each server; default: 6144")
     parser.add_argument("--rate", type=options.positive, default=6, help="requests per second; default: 6")
@@ -77,29 +83,36 @@ def run(arguments: argparse.Namespace) -> int:
         tokenizer = fetch_default(default_cache_dir())
         shared = ("--kv-store", arguments.kv_store) if arguments.kv_store else ()
         settings = engine_options(make_model(Path(directory), tokenizer), arguments.pool_tokens, shared)
-        life = Life()
+        life, replicas = Life(), list[Replica]()
         acts: Acts
         if arguments.ray:
             ray = stack.enter_context(RayCluster(arguments.ray, arguments.replicas, settings))
             url, acts = ray.url, (("a replica is killed", ray.kill), ("one more is asked for", ray.grow))
         else:
-            url, acts = _behind_proxy(stack, arguments.replicas, settings, tokenizer)
+            replicas = stack.enter_context(running_replicas(arguments.replicas, settings))
+            url, acts = _behind_proxy(stack, replicas, settings, tokenizer)
         asyncio.run(_live(life, url, (("warm", lambda: None), *acts), arguments))
+        loaded = [loaded_tokens(one.url) for one in replicas if one.process.poll() is None]
     _print(life, arguments.phase)
+    if loaded:
+        wide_console().print(f"from tiers: {sum(loaded)} tokens, {loaded[-1]} of them to the server that joined")
     data = {"requests": life.rows, "marks": life.marks, "ends": life.ends(), "answers": len({*life.answers.values()})}
+    data["loaded_tokens"] = loaded
     write_files(arguments, data, plot=partial(_plot, life))
     return int(life.ends().keys() != {"right"})
 
 
-def _behind_proxy(stack: ExitStack, number: int, settings: Sequence[str], tokenizer: Path) -> tuple[str, Acts]:
-    replicas = stack.enter_context(running_replicas(number, settings))
+def _behind_proxy(
+    stack: ExitStack, replicas: list[Replica], settings: Sequence[str], tokenizer: Path
+) -> tuple[str, Acts]:
+    last = len(replicas) - 1
     relay = stack.enter_context(Relay(replicas[0].events))
     deaf = Replica(replicas[0].process, replicas[0].url, relay.endpoint, replicas[0].replay)
     proxy = stack.enter_context(running_proxy(lambda: Placed(0), tokenizer, [deaf, *replicas[1:]]))
 
     def kill() -> None:
-        replicas[number - 1].kill()
-        proxy.leave(number - 1)
+        replicas[last].kill()
+        proxy.leave(last)
 
     def add() -> None:
         (new,) = start_replicas(1, settings)

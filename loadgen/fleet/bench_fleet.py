@@ -46,7 +46,6 @@ Row = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The benchmark's options."""
     parser.add_argument("--replicas", type=options.count, nargs="+", default=[2, 4])
     parser.add_argument("--pool-tokens", type=options.count, default=6144, help="of each server; default: 6144")
     parser.add_argument("--workloads", nargs="+", default=["prefixes", "chats", "trace"])

@@ -6,10 +6,9 @@ import json
 import os
 import shlex
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,12 +21,6 @@ from loadgen.http.local_server import START_SECONDS, free_port
 
 # The interpreter that has each of them, in an environment of its own, by the option that names it.
 OTHERS = {"sglang-router": "sglang_router.launch_router", "smg": "smg.launch_router"}
-_KILL = """
-import ray, sys
-ray.init(address=sys.argv[1])
-names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
-ray.kill(ray.get_actor(min(name for name in names if "#replica#" in name), namespace="serve"))
-"""
 Front = Callable[[Sequence[Replica]], AbstractContextManager[str]]
 
 
@@ -97,49 +90,51 @@ class RayCluster:
     """
 
     def __init__(self, python: str, number: int, options: Sequence[str]):
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
+        self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
         self._python = python
         self._arguments: dict[str, Any] = {"options": shlex.join(options), "replicas": number, "cpus": 0.1}
-        self._http = {"host": "127.0.0.1", "port": port}
-        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        with self._stack:
-            self._home = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
-            self._stack.enter_context(_process(self._run(), {"RAY_TMPDIR": str(self._home)}))
-            _until(lambda: httpx.get(f"{self.url}/v1/models", trust_env=False, timeout=60).status_code == 200)
-            self._stack = self._stack.pop_all()
+        command = [self._python, "-m", "loadgen.fleet.ray_driver", str(self._port)]
+        env = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
+        pipe = subprocess.PIPE
+        self._driver = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=env)
+        try:
+            self._tell(self._arguments)
+        except BaseException:
+            end(self._driver)
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._stack.close()
-
-    def _run(self, *options: str) -> list[str]:
-        application = {"name": "ramet", "route_prefix": "/", "import_path": "server.ray.application:app"}
-        config = {"http_options": self._http, "applications": [{**application, "args": self._arguments}]}
-        file = self._home / "serve.yaml"
-        file.write_text(json.dumps(config))
-        return [self._python, "-m", "ray.serve.scripts", "run", *options, str(file)]
-
-    @property
-    def _address(self) -> str:
-        return (self._home / "ray" / "ray_current_cluster").read_text().strip()
+        try:
+            self._driver.communicate(timeout=60)
+        finally:
+            end(self._driver)
 
     def kill(self) -> None:
         """End a replica without a warning. Serve starts another one."""
-        subprocess.run([self._python, "-c", _KILL, self._address], check=True, capture_output=True)
+        self._tell(None)
 
     def grow(self) -> None:
-        """Ask for one replica more."""
+        """One replica more."""
         self._arguments["replicas"] += 1
-        subprocess.run(self._run("--non-blocking", "--address", self._address), check=True, capture_output=True)
+        self._tell(self._arguments)
+
+    def _tell(self, message: object) -> None:
+        """Raises RuntimeError if the cluster is no more."""
+        assert self._driver.stdin is not None
+        assert self._driver.stdout is not None
+        self._driver.stdin.write(json.dumps(message).encode() + b"\n")
+        self._driver.stdin.flush()
+        if b"done\n" not in self._driver.stdout:  # up to that line
+            raise RuntimeError("Ray Serve has ended")
 
 
 @contextmanager
-def _process(command: Sequence[str], more: Mapping[str, str] | None = None) -> Iterator[None]:
-    env = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", **(more or {})}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
+def _process(command: Sequence[str]) -> Iterator[None]:
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield
     finally:

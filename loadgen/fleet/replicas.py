@@ -131,3 +131,9 @@ def counts(url: str) -> tuple[str, Counts]:
     answer = httpx.get(f"{url}/server_info", timeout=60, trust_env=False).raise_for_status().json()
     state = answer["state"]
     return answer["config"]["cache"]["kv_events"], Counts(state["queried_tokens"], state["cached_tokens"])
+
+
+def loaded_tokens(url: str) -> int:
+    """Tokens whose KV a server has loaded from its tiers."""
+    answer = httpx.get(f"{url}/server_info", timeout=60, trust_env=False).raise_for_status().json()
+    return sum(answer["state"]["loaded_tokens_by_tier"].values())

@@ -90,7 +90,6 @@ def _shuffled(value: Any, draw: random.Random) -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--url", help="a running server; default: a server is started for the benchmark")
     parser.add_argument(
         "--requests", type=int, choices=range(1, _MOST_STEPS), metavar="N", default=12, help="of a session; default: 12"

@@ -106,7 +106,6 @@ def ratio_interval(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the comparison's options."""
     parser.add_argument("results", type=Path, nargs="+", metavar="JSON", help="of `serve`; ratios are over the first")
     parser.add_argument("--draws", type=options.count, default=1000, help="of the bootstrap; default: 1000")
     parser.add_argument("--seed", type=options.whole, default=0, help="of the bootstrap; default: 0")

@@ -21,7 +21,6 @@ from loadgen.http.tables import make_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--url", help="a running server; default: a server is started for the benchmark")
     parser.add_argument("--prefix-tokens", type=int, default=4096, help="default: 4096")
     parser.add_argument("--question-tokens", type=int, default=128, help="default: 128")
@@ -31,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print the table."""
     server = nullcontext(arguments.url) if arguments.url else local_server(arguments.server_options)
     with server as url, httpx.Client(base_url=url, timeout=600) as client:
         info = client.get("/server_info").raise_for_status().json()["model_info"]

@@ -18,7 +18,6 @@ from loadgen.http.verdict import of_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="default: http://127.0.0.1:30000")
     options.add_target(parser)
     options.add_workload(parser)

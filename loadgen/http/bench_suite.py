@@ -62,7 +62,6 @@ CASES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's options."""
     parser.add_argument(
         "--url", nargs="+", required=True, metavar="[NAME=]URL", help="servers; the first is compared with the others"
     )

@@ -20,7 +20,6 @@ from loadgen.http.target import TargetError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the sweep's options."""
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="default: http://127.0.0.1:30000")
     parser.add_argument("--over", choices=["concurrency", "rate"], default="concurrency", help="default: concurrency")
     parser.add_argument("--start", type=options.positive, default=1.0, metavar="X", help="the first load; default: 1")

@@ -38,7 +38,6 @@ class Contender(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--dtype", default="auto", help="default: auto")
     parser.add_argument("--layers", type=int, default=30, help="of the models, whose weights are random (default: 30)")
     parser.add_argument("--prefix", type=int, default=512, help="shared tokens (default: 512)")
@@ -51,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table, write the files."""
     a = arguments
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         drives = {}

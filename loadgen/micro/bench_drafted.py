@@ -25,13 +25,11 @@ from loadgen.micro.bench_drafts import HEAT, TASKS, Question, add_task_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--url", nargs="+", required=True, metavar="NAME=URL", help="ratios are to the last one")
     add_task_arguments(parser, questions=2)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table, write the files."""
     a, found = arguments, []
     targets = [Target(name, url, "completions") for name, _, url in (pair.partition("=") for pair in a.url)]
     draw = random.Random(a.seed)

@@ -28,6 +28,7 @@ _COLUMNS = (
     "off, tokens/s",
     "auto, tokens/s",
     "auto / off [95 %]",
+    "tokens per CPU second, auto / off [95 %]",
     "right of drafted",
     "drafted of output",
 )
@@ -122,7 +123,6 @@ def add_task_arguments(parser: argparse.ArgumentParser, questions: int) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--model", default="smollm2-135m-instruct", help="default: the default model")
     parser.add_argument("--dtype", default="auto", help="default: auto")
     add_task_arguments(parser, questions=4)
@@ -130,7 +130,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table, write the files."""
     a = arguments
     draw, found = random.Random(a.seed), []
     prose = Prose(draw)
@@ -153,15 +152,16 @@ def _measure(
     engines: dict[str, Engine], draw: random.Random, prose: Prose, task: str, clients: int, a: argparse.Namespace
 ) -> dict[str, Any]:
     cell: dict[str, Any] = {"task": task, "clients": clients, "drafted": 0, "accepted": 0, "output": 0}
-    cell |= {name: [] for name in engines}
+    cell |= {name: [] for name in (*engines, *(f"{name} by CPU" for name in engines))}
     for number in range(a.rounds + 1):
         asked = [TASKS[task](draw, prose) for _ in range(clients * a.questions)]
         seed = draw.randrange(1 << 30)
         for name in sorted(engines, reverse=bool(number % 2)):
-            rate, outputs = _run(engines[name], asked, clients, HEAT.get(task, 0.0), seed, a.output)
+            rate, by_cpu, outputs = _run(engines[name], asked, clients, HEAT.get(task, 0.0), seed, a.output)
             if not number:
                 continue  # warms up
             cell[name].append(rate)
+            cell[f"{name} by CPU"].append(by_cpu)
             if name == "auto":
                 cell["output"] += sum(output.completion_tokens for output in outputs)
                 cell["drafted"] += sum(output.drafted for output in outputs)
@@ -171,17 +171,21 @@ def _measure(
 
 def _run(
     engine: Engine, asked: Sequence[Question], clients: int, heat: float, seed: int, most: int
-) -> tuple[float, list[Any]]:
-    """Output tokens per second of clients that ask one question after the other, behind cached prompts."""
+) -> tuple[float, float, list[Any]]:
+    """Output tokens per second, and per CPU second of the process, of clients behind cached prompts.
+
+    They ask one question after the other.
+    """
     sampling = [_sampling(question, heat, seed + i, most) for i, question in enumerate(asked)]
     if asked[0].again:
         _ask(engine, asked, sampling, clients)
     else:
         engine.generate([question.prompt for question in asked], {"max_new_tokens": 1, "temperature": 0})
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.process_time()
     outputs = _ask(engine, asked, sampling, clients)
-    seconds = time.perf_counter() - started
-    return sum(output.completion_tokens for output in outputs) / seconds, outputs
+    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+    tokens = sum(output.completion_tokens for output in outputs)
+    return tokens / seconds, tokens / cpu, outputs
 
 
 def _ask(engine: Engine, asked: Sequence[Question], sampling: Sequence[dict[str, Any]], clients: int) -> list[Any]:
@@ -219,6 +223,7 @@ def _row(cell: dict[str, Any]) -> list[str]:
         *(cell["task"], str(cell["clients"])),
         *(f"{statistics.median(cell[name]):.0f}" for name in ("off", "auto")),
         ratios(cell, "auto", "off")[1],
+        ratios(cell, "auto by CPU", "off by CPU")[1],
         f"{cell['accepted'] / cell['drafted']:.0%}" if cell["drafted"] else "-",
         f"{cell['drafted'] / cell['output']:.0%}",
     ]

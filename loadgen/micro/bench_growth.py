@@ -26,7 +26,6 @@ Row = dict[str, float]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--model", help="default: the default model")
     parser.add_argument("--dtype", default="auto", help="default: auto")
     parser.add_argument("--quantization", default="none", help="as of `ramet serve`")
@@ -38,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print tables."""
     bench = Growth(arguments)
     figures: dict[str, Any] = {"backend": bench.core.info.attention_backend, "dtype": bench.core.info.dtype}
     bounds = figures["bounds"] = bench.bounds()

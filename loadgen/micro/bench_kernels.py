@@ -57,7 +57,6 @@ class Case(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--model", help="default: the default model")
     parser.add_argument("--builds", nargs="+", metavar="ISA|NAME=FILE", help="default: the best one")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 256], help="of products")
@@ -70,7 +69,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print tables."""
     torch.set_num_threads(arguments.threads)
     builds = [_build(name) for name in arguments.builds or _best()]
     if missing := [name for name, library in builds if library is None]:

@@ -29,7 +29,6 @@ Samples = dict[str, list[float]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--model", help="default: the default model")
     parser.add_argument("--dtype", default="auto", help="default: auto")
     parser.add_argument(
@@ -46,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print tables."""
     bench = Modules(arguments)
     figures: dict[str, Any] = {"backend": bench.core.info.attention_backend, "dtype": bench.core.info.dtype}
     figures["first"] = {n: bench.first(n) for n in track(arguments.lengths, description="time to first token")}

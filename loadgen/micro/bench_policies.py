@@ -16,9 +16,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from loadgen.http.outputs import add_files, drawing, write_files
+from loadgen.http.tables import make_table
 from loadgen.micro.stress import STRESS, Trace, stress_trace
 from loadgen.micro.traffic import MOONCAKE, Traffic, read_traffic, reuse_gaps
 from radix import POLICIES, PolicyName, RadixTree, make_policy
@@ -63,7 +63,6 @@ Figures = dict[str, list[Tally]]  # by policy, for each capacity
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The benchmark's options."""
     parser.add_argument(
         "traces",
         nargs="*",
@@ -230,8 +229,9 @@ def _next_uses(accesses: Sequence[int]) -> Iterator[int]:
 
 def _print_trace(name: str, trace: Trace, figures: Figures, capacities: Sequence[int]) -> None:
     blocks = sum(len(blocks) for _, blocks in trace)
-    whole = _table(f"{name}: {len(trace)} requests, {blocks} blocks; % of the blocks, of the operations", capacities)
-    quarters = _table(f"{name}: hit ratio in % by quarter", capacities)
+    columns = ("blocks in the cache", *map(str, capacities))
+    whole = make_table(f"{name}: {len(trace)} requests, {blocks} blocks; % of the blocks, of the operations", columns)
+    quarters = make_table(f"{name}: hit ratio in % by quarter", columns)
     for policy, row in figures.items():
         whole.add_row(f"{policy}: hits", *(f"{100 * one.hit_ratio:.1f}" for one in row))
         for quarter, ratios in enumerate(zip(*(one.by_quarter() for one in row), strict=True), 1):
@@ -242,16 +242,9 @@ def _print_trace(name: str, trace: Trace, figures: Figures, capacities: Sequence
     Console().print(whole, quarters)
 
 
-def _table(title: str, columns: Sequence[object]) -> Table:
-    table = Table("blocks in the cache", title=title)
-    for column in columns:
-        table.add_column(f"{column}", justify="right")
-    return table
-
-
 def _print_stress(found: dict[str, Figures]) -> None:
-    table = _table("hit ratio in %, and points ahead of lru", [f"{share:.0%}" for share in _SHARES])
-    table.columns[0].header = "trace, share of its blocks"
+    columns = ("trace, share of its blocks", *(f"{share:.0%}" for share in _SHARES))
+    table = make_table("hit ratio in %, and points ahead of lru", columns)
     for name, figures in found.items():
         table.add_row(name, *(f"{100 * one.hit_ratio:.1f}" for one in figures["lru"]), style="bold")
         for policy in (*POLICIES, BOUND):

@@ -40,7 +40,6 @@ _STEP_S, _ROW_S = 0.008, 0.00003  # simulated time of a step, and of each of its
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--trace", metavar="FILE", help="also replay a trace in Mooncake's or Azure's format")
     parser.add_argument("--window", type=float, default=600.0, help="seconds of the trace that are replayed")
     parser.add_argument("--speeds", type=float, nargs="+", default=[1.0], help="times as fast as recorded")

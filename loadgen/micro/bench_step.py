@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from rich.progress import track
 
 from loadgen.http.outputs import add_files, drawing, write_files
 from loadgen.http.tables import make_table, markdown_table, wide_console
-from loadgen.micro.drive import Drive, model_path
+from loadgen.micro.drive import ClockedDrive, model_path
 from loadgen.micro.intervals import shown
 from runtime.execution.native.library import load_best
 from runtime.protocol import StepEvents, encode
@@ -34,7 +33,6 @@ Cell = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--model", help="default: the default model")
     parser.add_argument("--dtype", default="auto", help="default: auto")
     parser.add_argument("--drafts", choices=["auto", "off"], default="off", help="default: off")
@@ -47,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table, write the files."""
     a = arguments
     bench = Steps(a)
     cells: dict[tuple[str, int], Cell] = {}
@@ -63,50 +60,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class Steps(Drive):
-    """An engine core whose parts have clocks.
-
-    Attributes:
-        spent: seconds by part, without those of parts within.
-    """
+class Steps(ClockedDrive):
+    """The steps of an engine core."""
 
     def __init__(self, arguments: argparse.Namespace):
         a = arguments
         options = {"dtype": a.dtype, "drafts": a.drafts, "threads": a.threads, "max_running": max(a.batches)}
         super().__init__(model_path(a.model), **options, pool_memory=2.0)
-        self.spent = dict.fromkeys(PARTS, 0.0)
-        self._within = [0.0]
-        self._replaced: list[tuple[object, str, object]] = []
         core, library = self.core, load_best()
-        self._clock(core.scheduler, "schedule", "schedule")
-        self._clock(core.planner, "plan", "plan")
-        self._clock(core.executor, "run", "launch")
-        self._clock(core.decoding, "choose", "choice")
-        self._clock(core, "_book", "booking")
+        self.clock(core.scheduler, "schedule", "schedule")
+        self.clock(core.planner, "plan", "plan")
+        self.clock(core.executor, "run", "launch")
+        self.clock(core.decoding, "choose", "choice")
+        self.clock(core, "_book", "booking")
         if core.drafter is not None:
-            self._clock(core.drafter, "extend", "drafts")
+            self.clock(core.drafter, "extend", "drafts")
         if library is not None:
             for name in ("decoder_forward", "argmax"):
-                self._clock(library, name, "kernels")
+                self.clock(library, name, "kernels")
         self._prefix = self.text(_SHARED)
         self.add(self._prefix, 1)
         self.first_tokens()
-
-    def _clock(self, owner: object, name: str, part: str) -> None:
-        call: Callable[..., Any] = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            self._within.append(0.0)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                seconds = time.perf_counter() - started
-                self.spent[part] += seconds - self._within.pop()
-                self._within[-1] += seconds
-
-        self._replaced.append((owner, name, call))
-        setattr(owner, name, timed)
 
     def measure(self, choice: str, batch: int, steps: int) -> dict[str, float]:
         """Medians over steps, seconds: of each part, of the step, and of all cores' work on it."""
@@ -118,23 +92,17 @@ class Steps(Drive):
             self.step()
         found: list[dict[str, float]] = []
         for _ in range(steps):
-            self.spent = dict.fromkeys(PARTS, 0.0)
-            self._within = [0.0]
+            self.reset()
             started, cores = time.perf_counter(), time.process_time()
             events = self.core.step()
             written = time.perf_counter()
             encode(StepEvents(events))
             ended = time.perf_counter()
-            parts = self.spent | {"events": ended - written}
+            parts = dict.fromkeys(PARTS, 0.0) | self.spent | {"events": ended - written}
             parts["other"] = ended - started - sum(parts.values())
             found.append(parts | {"step": ended - started, "cores": time.process_time() - cores})
         self.end_requests()
         return {name: statistics.median(one[name] for one in found) for name in found[0]}
-
-    def close(self) -> None:
-        for owner, name, call in self._replaced:  # the kernels' library outlives the engine
-            setattr(owner, name, call)
-        super().close()
 
     def end_requests(self) -> None:
         """Abort the open requests; the prefix stays cached."""
@@ -146,17 +114,12 @@ def _text(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
 
 
-def _beside(cell: Cell) -> np.ndarray:
-    """Seconds of a step outside of the kernels, by round."""
-    return np.array([one["step"] - one["kernels"] for one in cell["rounds"]])
-
-
 def _row(cell: Cell, threads: int) -> list[str]:
     median = {name: statistics.median(one[name] for one in cell["rounds"]) for name in cell["rounds"][0]}
     return [
         *(cell["choice"], str(cell["batch"]), _text(median["step"])),
         *(_text(median[part]) for part in PARTS),
-        shown(1e3 * _beside(cell), ".2f", np.median),
+        shown(np.array([1e3 * (one["step"] - one["kernels"]) for one in cell["rounds"]]), ".2f", np.median),
         f"{max(threads * median['step'] - median['cores'], 0) / (threads * median['step']):.1%}",
     ]
 

@@ -36,7 +36,6 @@ Figures = dict[str, dict[str, list[float]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, help="default: trace and restart with --trace, else ttft, steps and writes"
     )
@@ -54,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print tables."""
     figures, console = dict[str, Any](), Console()
     parts = arguments.parts or [part for part in PARTS if (part in _OF_TRACE) == (arguments.trace is not None)]
     if arguments.trace is None and (wanting := [part for part in parts if part in _OF_TRACE]):

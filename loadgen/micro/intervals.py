@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 _DRAWS = 2000
+# Of the normal distribution, for 95 %.
+_Z = 1.959964
+
+
+def wilson(hits: int, total: int) -> tuple[float, float]:
+    """95 % score interval of a share, of which `hits` of `total` were seen (Wilson, 1927)."""
+    share, part = hits / total, _Z**2 / total
+    middle, half = share + part / 2, _Z * math.sqrt(share * (1 - share) / total + part / (4 * total))
+    return (middle - half) / (1 + part), (middle + half) / (1 + part)
 
 
 def interval(

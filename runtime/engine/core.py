@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from radix.stats import Histogram
-from runtime.config import Config, refuse_approximations, unusable
+from runtime.config import Config, refuse_approximations
 from runtime.diffusion.decoding import CanvasDecoding
 from runtime.engine.adapters import Adapters
 from runtime.engine.admin import Admin
@@ -111,11 +111,13 @@ class EngineCore:
         self.requests: dict[str, Request] = {}
         self.adapters = Adapters(self.executor, self.requests)
         self.admin = Admin(self)
-        self.drafter = Drafter(self.cache.tree) if self._wants_drafts() else None
+        # Overlapping steps leave no time to look at tokens; canvases have no next token.
+        drafts = config.engine.drafts == "auto" and self.info.diffusion is None and not self.overlap
+        self.drafter = Drafter(self.cache.tree) if drafts else None
         self._in_flight: InFlight | None = None
         self._serial = 0
         self._step_s = 0.0
-        self._pinning = Pinning(self)
+        self._pinning = Pinning(self.cache, self.strategy_of, self.add)
         if self.tiering is not None:
             self.tiering.recall()
 
@@ -139,8 +141,6 @@ class EngineCore:
     def _open_model(self, path: Path) -> Decoding:
         """Install the strategy of the model's kind, and return its decoding."""
         executor, spec = self.executor, self.executor.spec
-        if given := unusable(self.config, spec.diffusion is not None):
-            raise ModelError(f"--{given}: {path.name} is {'a diffusion' if spec.diffusion else 'a causal'} model")
         if spec.diffusion is None:
             self.add_strategy(PrefixStrategy(self.cache, spec.num_layers))
             # Other strategies read spans whose positions are not consecutive, so that no window can be laid over them.
@@ -179,10 +179,6 @@ class EngineCore:
         if strategy is None:
             raise InvalidRequest(f"no reuse method {asked['method']!r} for this model", param="reuse.method")
         return strategy
-
-    def _wants_drafts(self) -> bool:
-        """Overlapping steps leave no time to look at tokens; canvases have no next token."""
-        return self.config.engine.drafts == "auto" and self.info.diffusion is None and not self.overlap
 
     def publish(self) -> None:
         """Publish the KV events since the last call."""

@@ -11,6 +11,9 @@ from typing import Generic
 
 from server.ray.prefixes import PrefixIndex, R
 
+# Blocks that nobody holds any more.
+_REMEMBERED = 1 << 18
+
 
 @dataclass(frozen=True, slots=True)
 class _Call(Generic[R]):
@@ -28,6 +31,9 @@ class Placement(Generic[R]):
     want soon pays. So nobody waits behind a hot prefix for more than `weight` times what it saves there: the replica
     that takes its overflow computes it once, and has it from then on.
 
+    What nobody holds any more counts as if the replica that lost it held it: its cache has learned when such prompts
+    return, and keeps them the better for it.
+
     Args:
         block_tokens: tokens of a block.
         weight: more than 1 counts the memory and the time of later prompts that a prefix at two places costs.
@@ -41,7 +47,7 @@ class Placement(Generic[R]):
     def __init__(
         self, block_tokens: int, weight: float = 16, balance: float = 0.1, chooser: random.Random | None = None
     ):
-        self.index: PrefixIndex[R] = PrefixIndex()
+        self.index: PrefixIndex[R] = PrefixIndex(_REMEMBERED)
         self._block_tokens = block_tokens
         self._weight = weight
         self._balance = balance
@@ -79,13 +85,16 @@ class Placement(Generic[R]):
 
     def rank(self, hashes: Sequence[int], among: Collection[R]) -> list[R]:
         """Some of the replicas in the order in which they should be asked, with the cheapest first."""
-        matches, mean = self.matches(hashes), self._mean_work()
-        worth = self._worth(hashes[: max(matches.values(), default=0) // self._block_tokens])
+        counted, mean = dict(self.matches(hashes)), self._mean_work()
+        home, lost = self.index.lost(hashes)
+        if home is not None:
+            counted[home] = max(counted.get(home, 0), lost * self._block_tokens)
+        worth = self._worth(hashes[: max(counted.values(), default=0) // self._block_tokens])
         balance = self._balance if hashes else 0  # a call without a prompt has nothing to balance
 
         def cost(replica: R) -> float:
             past = balance * (self._work.get(replica, mean) - mean)
-            return self._loads.get(replica, 0) + past - worth[matches.get(replica, 0) // self._block_tokens]
+            return self._loads.get(replica, 0) + past - worth[counted.get(replica, 0) // self._block_tokens]
 
         shuffled = self._random.sample(list(among), len(among))
         return sorted(shuffled, key=cost)

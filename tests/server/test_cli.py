@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pkgutil
 import re
 import signal
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import runtime.frontend
 from runtime import Engine
 from runtime.config import CacheConfig, Config, ServerConfig, make_config, unusable
 from runtime.errors import ModelError
@@ -38,6 +40,7 @@ def test_every_option_of_the_configuration_is_there_and_explained(capsys):
     [
         (["serve", "--port", "99999"], "argument --port: "),
         (["serve", "--context-length", "0"], "argument --context-length: "),
+        (["serve", "--pool-memory", "inf"], "argument --pool-memory: Input should be a finite number, not 'inf'"),
         (["serve", "--log-level", "loud"], "argument --log-level: "),
         (["generate", "x", "--temperature", "-1"], "argument --temperature: "),
         (["generate", "x", "--max-new-tokens", "many"], "argument --max-new-tokens: "),
@@ -150,6 +153,8 @@ def test_a_model_that_is_not_there_is_one_line_and_status_1(capsys):
 def test_options_that_the_model_cannot_use_are_refused(tiny_dir, option, value):
     with pytest.raises(ModelError, match=f"--{option.replace('_', '-')}: {tiny_dir.name} is a causal model"):
         Engine(model=str(tiny_dir), dtype="float32", pool_tokens=1024, **{option: value})
+    with pytest.raises(ModelError, match="--attention-backend flashinfer needs CUDA"):
+        Engine(model=str(tiny_dir), attention_backend="flashinfer", device="cpu", pool_tokens=1024)
     config = make_config(reasoning_cache=True, depth_table="t.json")
     assert [unusable(config, is_diffusion) for is_diffusion in (True, False)] == ["reasoning-cache", "depth-table"]
     assert [unusable(Config(), is_diffusion) for is_diffusion in (True, False)] == [None, None]
@@ -179,7 +184,9 @@ def test_the_server_process_does_without_torch(server):
     if not loaded.exists():
         pytest.skip("there is no /proc here")
     assert "libtorch" not in loaded.read_text()
-    code = "import sys, server.serve; sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
+    modules = [f"runtime.frontend.{module.name}" for module in pkgutil.iter_modules(runtime.frontend.__path__)]
+    code = f"import sys, {', '.join(['server.serve', *modules])}\n"
+    code += "sys.exit(not {'torch', 'transformers'}.isdisjoint(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -29,7 +29,7 @@ function take(event) {
     if (event.figures.quota) showQuota(event.figures.quota); else showFigures(event.figures);
     showRequests(event.figures.requests, event.figures.finished);
   }
-  if (event.tree) { tree = event.tree; showTree(); showPins(); showEvictions(); }
+  if (event.tree) { tree = event.tree; showTree(); seekAgain(); showPins(); showEvictions(); }
 }
 function showAsker(told) {
   asker = told;

@@ -47,12 +47,15 @@ function colouring() {
 }
 // The server searches the whole tree; what it finds stands in a list, and in the shown block that has it or is above it.
 let sought = null, seeking = 0;
+const shape = () => tree?.blocks.map((block) => `${nameOf(block)} ${block.total}`).join();
 async function seek() {
-  const mine = ++seeking, text = $("search").value.trim();
+  const mine = ++seeking, text = $("search").value.trim(), began = performance.now(), of = shape();
   if (!text) { sought = null; showTree(); return; }
-  try { const answer = await ask("/cache/search", { text, limit: 50 }); if (mine === seeking) { sought = { ...answer, text }; showTree(); } }
+  try { const answer = await ask("/cache/search", { text, limit: 50 }); if (mine === seeking) { sought = { ...answer, text, of, again: began + Math.max(5000, 10 * (performance.now() - began)) }; showTree(); } }
   catch (error) { if (mine === seeking) { sought = null; showTree(); $("treefigures").textContent = error.message; } }
 }
+// A tree that has changed is searched again, for at most a tenth of the time.
+const seekAgain = () => { if (sought && performance.now() > sought.again && shape() !== sought.of) { sought.again = Infinity; seek(); } };
 function markFound() {
   const places = new Map(blocks.filter((block) => block.id >= 0).map((block) => [block.id, block]));
   for (const node of sought?.nodes || []) {

@@ -210,14 +210,17 @@ def test_models_that_take_none(tiny_dir, adapters, tmp_path, default_model_dir):
     assert "not served with a diffusion model" in denoiser.handle(LoadAdapter(1, str(adapters[0]))).result["failed"]
 
 
-@pytest.mark.parametrize("architecture", ["Gemma3", "Phi3", "GptOss"])
-def test_other_architectures(architecture, prompts, tmp_path):
-    """In transformers' code: fused projections, windows and sinks."""
+@pytest.mark.parametrize(
+    ("architecture", "code"),
+    [*(("Gemma3", code) for code in CODE), ("Phi3", "transformers"), ("GptOss", "transformers")],
+)
+def test_other_architectures(architecture, code, prompts, tmp_path):
+    """Norms behind products, windows, fused projections and sinks."""
     path = save_small(architecture, tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    targets = ("q_proj", "o_proj", "qkv_proj", "gate_up_proj", "down_proj")
+    targets = ("q_proj", "o_proj", "qkv_proj", "gate_proj", "gate_up_proj", "down_proj")
     adapter = save_lora(tmp_path / "adapter", model, seed=3, targets=targets)
-    driver = Driver(make_core(path, model_impl="transformers"))
+    driver = Driver(make_core(path, **CODE[code]))
     asked = [[token % 100 + 3 for token in prompt] for prompt in prompts[:2]]
     found = ask_all(driver, asked, ["", load(driver.core, adapter)])
     assert found == [[greedy(one, prompt, NEW) for prompt in asked] for one in (model, merged(model, adapter))]

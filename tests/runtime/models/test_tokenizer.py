@@ -192,3 +192,10 @@ def test_a_list_of_templates_and_a_template_file(default_model_dir, tmp_path):
     assert Tokenizer.load(tmp_path).apply_chat_template([]) == "D"
     (tmp_path / "chat_template.jinja").write_text("F")
     assert Tokenizer.load(tmp_path).apply_chat_template([]) == "F"
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ messages | length }}")
+    assert Tokenizer.load(tmp_path, own).apply_chat_template([]) == "0"
+    for mistake, said in ((b"{{ broken", "unexpected end of template"), (b"\xff", "not UTF-8")):
+        own.write_bytes(mistake)
+        with pytest.raises(ModelError, match=rf"--chat-template .*own\.jinja.*{said}"):
+            Tokenizer.load(tmp_path, own)

@@ -93,6 +93,23 @@ def test_a_replica_that_has_left_is_no_matter():
     assert sorted(known.rank([1, 2, 3], REPLICAS)) == list(REPLICAS), "it may still be asked for"
 
 
+def test_a_prompt_that_was_lost_goes_back_to_its_replica():
+    known = placement()
+    prompt = list(range(6))
+    known.index.stored("b", prompt)
+    known.index.stored("a", prompt[:1])
+    known.index.removed("b", prompt[2:])
+    assert known.rank([*prompt, 6], REPLICAS)[0] == "b"
+    known.begin("c", "1", prompt)
+    assert known.loads["c"] == 60, "what is lost is computed"
+    known.begin("b", "2", prompt)
+    assert known.loads["b"] == 40
+    known.end("c", "1")
+    known.end("b", "2")
+    known.index.stored("c", prompt)
+    assert known.rank(prompt, REPLICAS)[0] == "c", "there it is held"
+
+
 def test_a_call_that_another_replica_takes_moves():
     known = placement()
     known.begin("a", "1", other(5))

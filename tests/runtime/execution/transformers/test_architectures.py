@@ -58,7 +58,7 @@ def test_greedy_tokens_are_those_of_transformers(architecture, prompts, tmp_path
 
 
 @pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("architecture", ["Mistral", "Qwen2"])
+@pytest.mark.parametrize("architecture", ["Mistral", "Qwen2", "Gemma3"])
 def test_windows_in_the_own_code(architecture, native, prompts, tmp_path):
     path = save_small(architecture, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
@@ -70,8 +70,8 @@ def test_windows_in_the_own_code(architecture, native, prompts, tmp_path):
         assert [is_greedy(model, *pair) for pair in zip(prompts, cold, strict=True)] == [True] * len(prompts)
         assert driver.together(prompts, max_new_tokens=NEW) == cold
     assert {*core.strategies} == {"prefix"}
-    # A window as long as the context hides nothing.
-    assert len(make_core(path, context_length=9).strategies) == 4
+    # A window as long as the context hides nothing, but Gemma rotates those layers otherwise.
+    assert len(make_core(path, context_length=9).strategies) == (1 if architecture == "Gemma3" else 4)
 
 
 def test_the_table_of_the_readme_is_what_is_tested():

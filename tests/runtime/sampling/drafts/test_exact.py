@@ -9,6 +9,7 @@ from array import array
 import pytest
 import torch
 
+from runtime.execution.native.library import load_best
 from runtime.params import SamplingParams
 from runtime.request import Request, Sequence
 from runtime.sampling.drafts import drafter
@@ -105,6 +106,20 @@ def test_tokens_are_those_of_single_steps(tiny_dir, monkeypatch, prompts, kind, 
         ]
         assert [one.logprob for one in found] == pytest.approx([one.logprob for one in expected], abs=1e-4)
     assert (kind == "logprobs") == bool(expected)
+
+
+def test_in_bfloat16_rows_of_a_draft_get_the_bits_of_single_steps(tiny_dir, monkeypatch, prompts):
+    library = load_best()
+    if library is None or library.isa != "avx512bf16":
+        pytest.skip("only pairs of bfloat16 are summed in one order")
+    options = {"page_size": 16, "pool_tokens": 2048, "dtype": "bfloat16"}
+    plain = run(make_core(tiny_dir, **options), prompts, monkeypatch, logprobs=3)
+    core = make_core(tiny_dir, drafts="auto", **options)
+    for right in (1.0, 0.6):
+        drafted = run(core, prompts, monkeypatch, plain.tokens, right, logprobs=3)
+        assert drafted.tokens == plain.tokens
+        assert logprobs_of(drafted) == logprobs_of(plain)
+    assert 0 < core.counters["accepted_tokens"] < core.counters["drafted_tokens"]
 
 
 def test_a_draft_ends_where_a_stop_token_does(tiny_dir, monkeypatch, prompts):
