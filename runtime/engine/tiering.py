@@ -256,7 +256,7 @@ class Tiering:
 
 
 def open_tiers(config: TierConfig) -> tuple[Cipher | None, list[BlockStore]]:
-    """What encrypts blocks, if anything, and the stores of some options. Raises ModelError if one cannot be used."""
+    """The cipher of a key file, if any, and the stores of some options. Raises ModelError if one cannot be used."""
     key = config.kv_encryption_key_file
     return None if key is None else open_cipher(key), open_stores(config)
 
