@@ -77,12 +77,16 @@ def with_template(default_model_dir, tmp_path):
         "{{ messages[9].content }}",
         "{{ messages.__class__.__mro__ }}",
         "{{ 1 / 0 }}",
-        "{% for m in messages %}",
     ],
 )
 def test_a_template_that_fails_is_a_client_error(with_template, template):
     with pytest.raises(InvalidRequest, match="template"):
         with_template(template).apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_a_template_that_is_none_ends_the_start(with_template):
+    with pytest.raises(ModelError, match=r"--chat-template .*: the model's chat template cannot be read"):
+        with_template("{% for m in messages %}")
 
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}"

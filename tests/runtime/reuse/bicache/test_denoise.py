@@ -124,11 +124,11 @@ def test_logits_that_are_no_numbers_end_their_request_alone(any_dir, monkeypatch
     core, decoding = driver.core, driver.core.decoding
     book, batch_sizes, run = decoding.book, [], core.executor.run
 
-    def poisoned(work, logits, places, *chosen):
+    def poisoned(work, found):
         if work.request.rid == "bad" and work.request.canvas.num_steps == 1:
-            logits = logits.clone()
-            logits[places[0].start, 7] = value
-        return book(work, logits, places, *chosen)
+            found = found._replace(logits=found.logits.clone())
+            found.logits[found.places[0].start, 7] = value
+        return book(work, found)
 
     def counted(batch):
         batch_sizes.append(len(core.scheduler.running))
