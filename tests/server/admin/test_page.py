@@ -341,6 +341,7 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
     outlook = {"kind": "turn 2, after less than 64 uses", "age": 40, "promise": 0.0012}
     gone = {"tenant": "alice", "cause": "room", "pages": 1, "kept_pages": 8, "idle_s": 61.4, "outlook": outlook}
     rest[0]["outlook"] = outlook
+    rest[1] |= {"outlook": outlook, "total": 16001}  # above another node
     evictions = [gone | {"outlook": None}, gone]
     tree = {"blocks": [root, *rest], "evictions": evictions, "pins": [], "pinned_tokens": 0, "budget_tokens": 0}
     told_events = ({"history": [before]}, {"figures": figures}, {"tree": tree})
@@ -355,6 +356,8 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
     assert last.split("\t") == ["alice", "room was needed", "1 of 9", "61 s", told]
     page.locator("#icicle rect").nth(1).dispatch_event("mousemove", {"clientX": 9, "clientY": 9})
     assert f"foreseen: {told}" in page.locator("#tip").inner_text()
+    page.locator("#icicle rect").nth(2).dispatch_event("mousemove", {"clientX": 9, "clientY": 9})
+    assert "foreseen" not in page.locator("#tip").inner_text()
     # Blocks narrower than a pixel are not drawn, and what is not shown stands as one.
     assert page.locator("#icicle rect").count() <= 502
     assert page.locator("#icicle rect[data-rest]").count() == 1
