@@ -185,8 +185,9 @@ class Executor:
         return library
 
     def _graph_sizes(self, config: Config) -> list[int]:
-        """Batch sizes of the graphs; none with several ranks, or for models without decode steps."""
-        if self._group is not None or self.spec.diffusion is not None:
+        """Batch sizes of the graphs; none with several ranks, and for models without decode steps or with experts."""
+        experts = isinstance(self.spec, LlamaSpec) and self.spec.experts is not None  # counts their rows on the host
+        if self._group is not None or self.spec.diffusion is not None or experts:
             return []
         sizes = sorted({int(size) for size in config.engine.cuda_graph_batches.split(",") if size})
         return [size for size in sizes if size]

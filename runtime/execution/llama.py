@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen2, Qwen3, Gemma 3, SmolLM2 and LLaDA2, driven by a `ForwardBatch`."""
+"""The decoder of Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, SmolLM2 and LLaDA2, driven by a `ForwardBatch`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from runtime.models.diffusion import (
 )
 from runtime.models.experts import ExpertSpec, expert_spec
 
-_CAUSAL = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3")
+_CAUSAL = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3")
 SUPPORTED = (*(f"{family}ForCausalLM" for family in _CAUSAL), *FAMILIES)
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -196,7 +196,7 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
     is_llada2 = architecture == "LLaDA2MoeModelLM"
     if is_llada2:
         config = as_qwen3(config)
-    family = FAMILIES.get(architecture) or architecture.removesuffix("ForCausalLM")
+    family = FAMILIES.get(architecture) or architecture.removesuffix("ForCausalLM").removesuffix("Moe")
     attention_bias = bool(config.get("attention_bias", False))
     diffusion = diffusion_spec(config, architecture)
     attended = diffusion.attended or 1 if diffusion else 1
@@ -280,7 +280,7 @@ def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
     if not active or config.get("sliding_window", 4096) is None:
         return ()
     window, layers = _size(config, "sliding_window", 4096), range(_size(config, "num_hidden_layers"))
-    if family == "Mistral":
+    if family == "Mistral" or config.get("model_type") == "qwen3_moe":
         return tuple(window for _ in layers)
     if family == "Gemma3":
         every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6

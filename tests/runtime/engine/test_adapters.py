@@ -212,10 +212,10 @@ def test_models_that_take_none(tiny_dir, adapters, tmp_path, default_model_dir):
 
 @pytest.mark.parametrize(
     ("architecture", "code"),
-    [*(("Gemma3", code) for code in CODE), ("Phi3", "transformers"), ("GptOss", "transformers")],
+    [*(("Gemma3", code) for code in CODE), ("Qwen3Moe", "torch"), ("Phi3", "transformers"), ("GptOss", "transformers")],
 )
 def test_other_architectures(architecture, code, prompts, tmp_path):
-    """Norms behind products, windows, fused projections and sinks."""
+    """Norms behind products, windows, experts, fused projections and sinks."""
     path = save_small(architecture, tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     targets = ("q_proj", "o_proj", "qkv_proj", "gate_proj", "gate_up_proj", "down_proj")
