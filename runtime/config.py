@@ -16,6 +16,8 @@ from runtime.params import DocumentMethod
 SchedulePolicy = Literal["balanced", "fcfs", "priority", "lpm", "dfs"]
 
 _ENDPOINT = "^(tcp|ipc|inproc)://."
+# Of a web page: no path and no slash behind the host, with which none would ever match.
+_ORIGIN = r"(\*|null|[^\s,/]+://[^\s,/]+)"
 
 # Options of the cache that only causal models can use.
 _CAUSAL = ("document_reuse", "reasoning_cache")
@@ -47,7 +49,9 @@ class ModelConfig(Section):
         "adapter's short name",
     )
     served_model_name: str | None = Field(
-        None, description="the model's names for clients, separated by commas; default: derived from --model"
+        None,
+        pattern=r"[^\s,]",
+        description="the model's names for clients, separated by commas; default: derived from --model",
     )
     lora: str | None = Field(
         None,
@@ -224,7 +228,7 @@ class DiffusionConfig(Section):
 class EngineConfig(Section):
     """The engine process."""
 
-    threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: all cores")
+    threads: int | None = Field(None, ge=1, le=4096, description="CPU threads of the engine; default: all cores")
     cuda_graph_batches: str = Field(
         "1,2,4,8,16,32,64,128",
         pattern=r"^(\d+(,\d+)*)?$",
@@ -283,7 +287,9 @@ class ServerConfig(Section):
         description="seconds for running requests to end after SIGTERM; a second SIGTERM ends the server at once",
     )
     cors_origins: str | None = Field(
-        None, description="origins whose web pages may use the server, separated by commas; * allows all"
+        None,
+        pattern=rf"^{_ORIGIN}(\s*,\s*{_ORIGIN})*$",
+        description="origins whose web pages may use the server, separated by commas; * allows all",
     )
     ssl_certfile: Path | None = Field(None, description="serve HTTPS with this certificate (PEM)")
     ssl_keyfile: Path | None = Field(None, description="the certificate's private key (PEM)")
@@ -301,7 +307,9 @@ class ServerConfig(Section):
         "info", description="least severe level that is logged"
     )
     otlp_endpoint: str | None = Field(
-        None, description="URL of an OpenTelemetry collector, e.g. http://127.0.0.1:4318/v1/traces; needs ramet[otel]"
+        None,
+        pattern="^https?://.",
+        description="URL of an OpenTelemetry collector, e.g. http://127.0.0.1:4318/v1/traces; needs ramet[otel]",
     )
     log_format: LogFormat = Field("text", description="text, or one JSON object per line; prompts are never logged")
 

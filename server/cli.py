@@ -122,11 +122,12 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
         problem = error.errors()[0]
         parser.error(f"argument --{str(problem['loc'][0]).replace('_', '-')}: {problem['msg']}")
     prompt: Prompt = given
+    schema = _read(parser, arguments.schema) if arguments.schema else None
+    documents = [Document(_read(parser, name)) for name in arguments.document or ()]
     with Engine(config=config) as engine:
-        if arguments.schema:
-            prompt = engine.schema(_read(parser, arguments.schema), arguments.mode or "independent").compile(given)
-        elif arguments.document or arguments.chat:
-            documents = [Document(_read(parser, name)) for name in arguments.document or ()]
+        if schema is not None:
+            prompt = engine.schema(schema, arguments.mode or "independent").compile(given)
+        elif documents or arguments.chat:
             messages = [{"role": "user", "content": [*documents, given]}]
             template = engine.tokenizer.apply_chat_template if arguments.chat else lambda turns: turns[0]["content"]
             prompt = in_messages(messages, template)
@@ -158,11 +159,11 @@ def _schema(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
     from runtime.reuse.modules.schema import Schema
     from server.schemas.table import print_layout
 
-    config = config_from(parser, arguments)
+    config, text = config_from(parser, arguments), _read(parser, arguments.file)
     path = resolve_model(config.model)
     tokenizer = Tokenizer.load(path, config.model.chat_template)
     length = config.model.context_length or context_of(config.model, path)
-    print_layout(Schema.read(_read(parser, arguments.file), tokenizer, length))
+    print_layout(Schema.read(text, tokenizer, length))
     return 0
 
 
@@ -177,9 +178,10 @@ def _explain(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     from server.explain.command import explain_files
 
     config = config_from(parser, arguments)
-    tokenizer = Tokenizer.load(resolve_model(config.model), config.model.chat_template)
     first, second = arguments.file
-    explain_files((_read(parser, first), _read(parser, second)), (first, second), tokenizer)
+    texts = _read(parser, first), _read(parser, second)
+    tokenizer = Tokenizer.load(resolve_model(config.model), config.model.chat_template)
+    explain_files(texts, (first, second), tokenizer)
     return 0
 
 
@@ -246,8 +248,11 @@ def _profile(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     from runtime.reuse.bicache.profile.settings import ProfileSettings
 
     config = config_from(parser, arguments)
-    if not arguments.out.parent.is_dir():  # before hours of work
-        parser.error(f"argument --out: there is no directory {arguments.out.parent}")
+    for name in ("out", "plot"):  # before hours of work
+        path: Path | None = getattr(arguments, name)
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            problem = f"{path} is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+            parser.error(f"argument --{name}: {problem}")
     if not arguments.fusion:
         return profile(config, settings_from(parser, arguments, ProfileSettings), arguments)
     from loadgen.accuracy.fusion_profile import FusionSettings, profile_fusion

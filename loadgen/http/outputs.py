@@ -13,10 +13,19 @@ from loadgen.http.files import write_json
 _HELP = {"markdown": "write the tables", "plot": "write the plot as PNG or SVG", "json": "write the figures"}
 
 
+def new_file(text: str) -> Path:
+    """The type of an option that names a file to write, refused before minutes of measurements."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        problem = f"{path} is a directory" if path.is_dir() else f"there is no directory {path.parent}"
+        raise argparse.ArgumentTypeError(problem)
+    return path
+
+
 def add_files(parser: argparse.ArgumentParser | argparse._ArgumentGroup, *kinds: str, **told: str) -> None:
     """Add an option for each kind of file, of `markdown`, `plot` and `json`; `told`: help texts of some."""
     for kind, text in {**{kind: _HELP[kind] for kind in kinds}, **told}.items():
-        parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=text)
+        parser.add_argument(f"--{kind}", type=new_file, metavar="FILE", help=text)
 
 
 def write_files(

@@ -18,7 +18,7 @@ from runtime.engine.keeping import keep_prompt
 from runtime.engine.opening import open_request
 from runtime.engine.pinning import Pinning
 from runtime.engine.scheduler import Scheduler
-from runtime.engine.tiering import LOAD_WAIT_S, Tiering
+from runtime.engine.tiering import LOAD_WAIT_S, Tiering, open_tiers
 from runtime.errors import EngineDead, InvalidRequest, ModelError, RametError
 from runtime.execution.device import choose_device, choose_overlap, is_lost, is_out_of_memory
 from runtime.execution.parallel.driver import open_executor
@@ -84,10 +84,14 @@ class EngineCore:
         """Load the model directory `path`; `quotas`: cached pages by tenant. Raises ModelError."""
         if config.cache.reasoning_cache and config.model.tensor_parallel > 1:
             raise ModelError("--reasoning-cache is not served by several ranks")
+        if config.tiers.any and not config.cache.prefix_cache:
+            raise ModelError("--no-prefix-cache leaves nothing for --host-memory, --disk-cache and --kv-store")
         self.config = config
+        # Before the weights are read, so that what cannot be used is an error at once.
+        opened = open_tiers(config.tiers) if config.cache.prefix_cache else None
         self.executor = open_executor(config, path)
         self.cache = PagedCache(self.executor.pool, config.cache, quotas)
-        self.tiering = Tiering(self, path) if self.cache.enabled else None
+        self.tiering = None if opened is None else Tiering(self, path, *opened)
         self.tiers = None if self.tiering is None else self.tiering.tiers
         self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens, self.tiers)
         self.info = self._describe_model(path)

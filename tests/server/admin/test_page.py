@@ -281,6 +281,10 @@ def test_no_text_without_an_admins_key(page, guarded):
     page.goto(guarded.url)
     page.locator("#status", has_text="an API key is needed").wait_for()
     assert "bakers" not in page.content()
+    assert page.locator("#rooms").is_hidden(), "no empty boxes"
+    page.locator("#key").fill("no-such-secret-key")
+    page.get_by_role("button", name="Use").click()
+    page.locator("#status", has_text="this API key is not known").wait_for()
     page.locator("#key").fill("alice-secret-key")
     page.get_by_role("button", name="Use").click()
     page.locator("#quota", has_text="Cache of alice").wait_for()
