@@ -78,7 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--taus", type=float, nargs="*", default=[], help="also a sweep over these thresholds of the paper's rule"
     )
     parser.add_argument(
-        "--rules", action="store_true", help="also compare the paper's rule at 0.97, calibrated and measured depths"
+        "--rules",
+        action="store_true",
+        help="instead of the table: the paper's rule at 0.97, calibrated and measured depths",
     )
     parser.add_argument("--profile-samples", type=int, default=8, help="requests a ratio for both (default: 8)")
     parser.add_argument("--kl-bound", type=float, default=0.05, help="nats, of the calibration (default: 0.05)")
@@ -170,7 +172,7 @@ class _Bench:
         if a.measured:
             found = {"measured": measured_cases(self.plan, a.bound, a.drift)}
         else:
-            found = {"table": table_cases(self.plan)}
+            found = {} if a.rules else {"table": table_cases(self.plan)}
         if a.depths:
             found["depth"] = depth_cases(self.plan, a.depths)
         if a.intervals:
@@ -212,7 +214,7 @@ class _Bench:
             found.append(gain_section(named, self.plan))
         if self.arguments.measured:
             found = self._measured_sections()
-        elif clusters := self._clusters():
+        elif not self.arguments.rules and (clusters := self._clusters()):
             found.append(pooled_section(clusters))
         for kind in _KINDS:
             found += [case_section(self._title(kind, cell, rows[0][1]), rows) for cell, rows in self.rows(kind)]
