@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,18 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def _logs_end_with_their_test() -> Iterator[None]:
+    """A command that a test runs in this process logs to a stream that is closed behind the test."""
+    root = logging.getLogger()
+    before, level = [*root.handlers], root.level
+    yield
+    for handler in [*root.handlers]:
+        if type(handler) is logging.StreamHandler and handler not in before:
+            root.removeHandler(handler)
+            root.setLevel(level)
 
 
 @pytest.fixture(scope="session")
