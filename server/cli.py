@@ -244,15 +244,16 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from loadgen.http.outputs import new_file
     from runtime.reuse.bicache.profile.command import profile, settings_from
     from runtime.reuse.bicache.profile.settings import ProfileSettings
 
     config = config_from(parser, arguments)
     for name in ("out", "plot"):  # before hours of work
-        path: Path | None = getattr(arguments, name)
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            problem = f"{path} is a directory" if path.is_dir() else f"there is no directory {path.parent}"
-            parser.error(f"argument --{name}: {problem}")
+        try:
+            new_file(getattr(arguments, name) or "new")
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"argument --{name}: {error}")
     if not arguments.fusion:
         return profile(config, settings_from(parser, arguments, ProfileSettings), arguments)
     from loadgen.accuracy.fusion_profile import FusionSettings, profile_fusion
