@@ -73,10 +73,12 @@ docs: $(VENV)/.serve
 # The images' pins anew, with hashes: ARGS=--upgrade takes newer versions.
 pins: $(VENV)/.torch
 	$(PIP) --quiet uv
-	{ for group in "bench otel tiers" build router; do $(PYTHON) docker/requirements.py $$group; done | grep -v '^torch'; \
+	{ for group in "bench otel tiers ray" build router; do $(PYTHON) docker/requirements.py $$group; done | grep -v '^torch'; \
 	  echo "$(TORCH)"; } | $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	  --no-emit-package torch $(if $(filter torch%,$(TORCH)),--torch-backend cpu) --custom-compile-command "make pins" \
 	  --output-file docker/constraints.txt $(ARGS) -
+	echo ai-dynamo-runtime==1.6.1 | $(VENV)/bin/uv pip compile --quiet --universal --python-version 3.11 \
+	  --generate-hashes --custom-compile-command "make pins" --output-file docker/selector.txt $(ARGS) -
 
 # make bench ARGS="tree"; make bench-prefix
 bench bench-prefix: $(VENV)/.bench

@@ -1,6 +1,7 @@
 """The benchmarks by name: `ramet bench NAME` is a module `bench_NAME.py` in one of loadgen's rooms.
 
-Such a module has `add_arguments(parser)` and `run(arguments)`, which returns the exit code. The first line of its
+Such a module has `add_arguments(parser)`, which adds its options, and `run(arguments)`, which measures, prints tables,
+writes the files that the options name (`loadgen/http/outputs.py`), and returns the exit code. The first line of its
 docstring, behind "`ramet bench NAME`: ", is its help text.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 BENCHES = {path.stem.removeprefix("bench_"): path for path in sorted(Path(__file__).parent.glob("*/bench_*.py"))}
 
@@ -24,6 +25,9 @@ class _BenchParser(argparse.ArgumentParser):
             _module(self.bench).add_arguments(self)
             self.bench = None
         return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def add_benches(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,7 @@ from radix.eviction import Outlook, Policy
 from radix.namespace import Namespace
 from radix.node import Node
 from radix.stats import Cause
+from radix.tree import Watcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def block_hashes(tokens: bytes, block_bytes: int, parent: int | None, namespace:
     return tuple(hashes)
 
 
-class EventLog:
+class EventLog(Watcher):
     """A watcher that collects the tree's changes until they are taken; a split is none that others can see."""
 
     def __init__(self, block_bytes: int):
@@ -106,7 +107,7 @@ class Eviction:
     outlook: Outlook | None
 
 
-class Evictions:
+class Evictions(Watcher):
     """A watcher that remembers the last evictions, without their tokens.
 
     Args:
@@ -124,12 +125,6 @@ class Evictions:
         self._clock = clock
         self.last: deque[Eviction] = deque(maxlen=most)
         self.pages: Counter[str] = Counter()
-
-    def stored(self, node: Node) -> None:
-        """Nobody leaves."""
-
-    def split(self, upper: Node, lower: Node) -> None:
-        """Nobody leaves."""
 
     def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
         if cause != "flush":

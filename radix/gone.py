@@ -11,7 +11,7 @@ from xxhash import xxh64_intdigest
 from radix.namespace import Namespace
 from radix.node import Node
 from radix.stats import Cause
-from radix.tree import path
+from radix.tree import Watcher, path
 
 # `expired`: room was needed, and nothing had used the page since the end of the pin that had kept it.
 WhyGone = Cause | Literal["expired"]
@@ -29,7 +29,7 @@ class Left(NamedTuple):
     why: WhyGone
 
 
-class Gone:
+class Gone(Watcher):
     """A watcher that remembers pages that have left, by hashes chained from the namespace through all pages before.
 
     A page takes the place of the one that was remembered at the same remainder of its hash.
@@ -55,9 +55,6 @@ class Gone:
         self._ends: dict[Node, int] = {}
         self._chains: dict[Node, array[int]] = {}
         self._unkept: dict[Node, float] = {}
-
-    def stored(self, node: Node) -> None:
-        """Nobody asks for a page that is there."""
 
     def split(self, upper: Node, lower: Node) -> None:
         """The lower part ends where all did."""

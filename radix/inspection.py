@@ -18,19 +18,16 @@ from radix.tree import RadixTree
 _SLICE = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class NodeView:
-    """One node.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shown:
+    """A part of the tree.
 
     Attributes:
-        id, parent: a node's first page id, which no other node has at that moment; parent None: below the root.
-        depth: 1 for a child of the root.
         start: tokens that stand before the run; tokens: in it.
-        pages, children: how many.
-        hits: uses that ran through it; idle_s, age_s: seconds since the last use, and since it was inserted.
+        hits: uses that ran through it; idle_s: seconds since the last use.
         cost_s: seconds that computing it took.
         locked, pinned: whether live requests keep it, and whether pins do. Where both do, a node is known to be locked
-            by its own count or by a node below it in the same page.
+            by its own count or by a node below it.
         meta: `Meta.describe()` of its record, None if it has none.
         outlook: what the eviction policy expects of it, None if nothing in particular.
         preview: int32 tokens at the run's start, as one bytes object.
@@ -39,20 +36,33 @@ class NodeView:
     id: int
     parent: int | None
     namespace: Namespace
-    depth: int
     start: int
     tokens: int
-    pages: int
-    children: int
     hits: int
     idle_s: float
-    age_s: float
     cost_s: float
     locked: bool
     pinned: bool
     meta: dict[str, Any] | None
     outlook: Outlook | None
     preview: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView(_Shown):
+    """One node.
+
+    Attributes:
+        id, parent: a node's first page id, which no other node has at that moment; parent None: below the root.
+        depth: 1 for a child of the root.
+        pages, children: how many.
+        age_s: seconds since it was inserted.
+    """
+
+    depth: int
+    pages: int
+    children: int
+    age_s: float
 
 
 def view(
@@ -131,43 +141,23 @@ def _describe(node: Node) -> dict[str, Any] | None:
     return None if node.meta is None else node.meta.describe()
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block(_Shown):
     """A node, a chain of nodes without branches, or the root of a namespace, with sums over the nodes below it.
 
     Attributes:
         id: the first node's first page id; -1 for a root.
         end: the last node's first page id, and the tokens before it.
         parent: the place of the parent in the outline, None for a root.
-        start: tokens that stand before the run; tokens: in it, 0 for a root.
-        chained: nodes in the run, 0 for a root.
+        chained: nodes in the run, 0 for a root, as are its tokens.
         total: tokens of the run and of everything below; nodes: likewise.
-        cost_s: seconds that computing the run took.
-        hits: uses that ran through it; of a root, through what lies below it now.
-        idle_s: seconds since the last use of the node or of anything below.
-        locked, pinned: whether live requests keep it, and whether pins do.
-        meta: `Meta.describe()` of its record, None if it has none.
-        outlook: what the eviction policy expects of it, None if nothing in particular.
-        preview: int32 tokens at the run's start, as one bytes object.
+        hits: of a root, of what lies below it now; idle_s: of the node and of anything below.
     """
 
-    id: int
     end: tuple[int, int]
-    parent: int | None
-    namespace: Namespace
-    start: int
-    tokens: int
     chained: int
     total: int
     nodes: int
-    cost_s: float
-    hits: int
-    idle_s: float
-    locked: bool
-    pinned: bool
-    meta: dict[str, Any] | None
-    outlook: Outlook | None
-    preview: bytes
 
 
 def outline(

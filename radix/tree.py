@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from radix.eviction import LRU, Policy, Victim
 from radix.namespace import Namespace
@@ -18,7 +17,7 @@ _RECORD = ("last_use", "hits", "created_s", "used_s", "meta", "owner")
 _EVERYBODY = Namespace()
 
 
-class Watcher(Protocol):
+class Watcher:
     """Follows the pages that are added to a tree and leave it."""
 
     def stored(self, node: Node) -> None:

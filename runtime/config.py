@@ -9,10 +9,15 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from radix import PolicyName
+from runtime.errors import ModelError
 from runtime.logs import LogFormat
 from runtime.params import DocumentMethod
 
 SchedulePolicy = Literal["balanced", "fcfs", "priority", "lpm", "dfs"]
+
+_ENDPOINT = "^(tcp|ipc|inproc)://."
+# Of a web page: no path and no slash behind the host, with which none would ever match.
+_ORIGIN = r"(\*|null|[^\s,/]+://[^\s,/]+)"
 
 # Options of the cache that only causal models can use.
 _CAUSAL = ("document_reuse", "reasoning_cache")
@@ -32,7 +37,7 @@ def default_cache_dir() -> Path:
 class Section(BaseModel):
     """A group of options."""
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -44,7 +49,9 @@ class ModelConfig(Section):
         "adapter's short name",
     )
     served_model_name: str | None = Field(
-        None, description="the model's names for clients, separated by commas; default: derived from --model"
+        None,
+        pattern=r"[^\s,]",
+        description="the model's names for clients, separated by commas; default: derived from --model",
     )
     lora: str | None = Field(
         None,
@@ -99,9 +106,13 @@ class CacheConfig(Section):
         description="pages that a tenant may keep cached, public ones included, unless its key says another number",
     )
     kv_events: str | None = Field(
-        None, description="publish KV events on this ZeroMQ endpoint, e.g. tcp://127.0.0.1:5557"
+        None,
+        pattern=_ENDPOINT,
+        description="publish KV events on this ZeroMQ endpoint, e.g. tcp://127.0.0.1:5557",
     )
-    kv_events_replay: str | None = Field(None, description="ZeroMQ endpoint for the replay of missed KV events")
+    kv_events_replay: str | None = Field(
+        None, pattern=_ENDPOINT, description="ZeroMQ endpoint for the replay of missed KV events"
+    )
     kv_events_of: Literal["public", "all", "hashes"] = Field(
         "public",
         description="blocks in KV events: those without tenant and salt; all: everybody's; hashes: everybody's, "
@@ -217,7 +228,7 @@ class DiffusionConfig(Section):
 class EngineConfig(Section):
     """The engine process."""
 
-    threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: all cores")
+    threads: int | None = Field(None, ge=1, le=4096, description="CPU threads of the engine; default: all cores")
     cuda_graph_batches: str = Field(
         "1,2,4,8,16,32,64,128",
         pattern=r"^(\d+(,\d+)*)?$",
@@ -276,7 +287,9 @@ class ServerConfig(Section):
         description="seconds for running requests to end after SIGTERM; a second SIGTERM ends the server at once",
     )
     cors_origins: str | None = Field(
-        None, description="origins whose web pages may use the server, separated by commas; * allows all"
+        None,
+        pattern=rf"^{_ORIGIN}(\s*,\s*{_ORIGIN})*$",
+        description="origins whose web pages may use the server, separated by commas; * allows all",
     )
     ssl_certfile: Path | None = Field(None, description="serve HTTPS with this certificate (PEM)")
     ssl_keyfile: Path | None = Field(None, description="the certificate's private key (PEM)")
@@ -294,7 +307,9 @@ class ServerConfig(Section):
         "info", description="least severe level that is logged"
     )
     otlp_endpoint: str | None = Field(
-        None, description="URL of an OpenTelemetry collector, e.g. http://127.0.0.1:4318/v1/traces; needs ramet[otel]"
+        None,
+        pattern="^https?://.",
+        description="URL of an OpenTelemetry collector, e.g. http://127.0.0.1:4318/v1/traces; needs ramet[otel]",
     )
     log_format: LogFormat = Field("text", description="text, or one JSON object per line; prompts are never logged")
 
@@ -320,6 +335,15 @@ def unusable(config: Config, is_diffusion: bool) -> str | None:
             if getattr(section, field) != type(section).model_fields[field].get_default():
                 return field.replace("_", "-")
     return None
+
+
+def refuse_approximations(cache: CacheConfig) -> None:
+    """Raise ModelError for methods by default that only models of Ramet's own code are served with."""
+    models = "models that Ramet's own code computes, without a sliding window"
+    if cache.document_reuse != "none":
+        raise ModelError(f"--document-reuse {cache.document_reuse} is for {models}")
+    if cache.reasoning_cache:
+        raise ModelError(f"--reasoning-cache is for {models}")
 
 
 def make_config(**options: object) -> Config:

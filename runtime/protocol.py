@@ -54,65 +54,62 @@ class Abort(msgspec.Struct, tag="abort"):
     rid: str
 
 
-class FlushCache(msgspec.Struct, tag="flush"):
-    """Drop the unreferenced pages of the tree. Answered by `Reply`.
+class _Call(msgspec.Struct):
+    """A message that is answered by a `Reply` of the same number."""
+
+    call: int
+
+
+class FlushCache(_Call, tag="flush"):
+    """Drop the unreferenced pages of the tree.
 
     `pins`: the pinned ones, too; `tiers`: all that lies in tiers, too.
     """
 
-    call: int
     pins: bool = False
     tiers: bool = False
 
 
-class EraseTenant(msgspec.Struct, tag="erase"):
-    """Drop a tenant's pages that no live request uses, its pins, and all that it has in tiers. Answered by `Reply`."""
+class EraseTenant(_Call, tag="erase"):
+    """Drop a tenant's pages that no live request uses, its pins, and all that it has in tiers."""
 
-    call: int
     tenant: str
 
 
-class AttachTier(msgspec.Struct, tag="attach"):
-    """Add a tier; `options`: fields of `TierConfig`. Answered by `Reply`: `{"tiers": names}` or `{"failed": why}`."""
+class AttachTier(_Call, tag="attach"):
+    """Add a tier; `options`: fields of `TierConfig`. Answer: `{"tiers": names}` or `{"failed": why}`."""
 
-    call: int
     options: dict[str, Any]
 
 
-class DetachTier(msgspec.Struct, tag="detach"):
-    """Leave a tier, whose blocks stay where they are. Answered by `Reply`: `{"found": bool}`."""
+class DetachTier(_Call, tag="detach"):
+    """Leave a tier, whose blocks stay where they are. Answer: `{"found": bool}`."""
 
-    call: int
     name: str
 
 
-class LoadAdapter(msgspec.Struct, tag="load_adapter"):
-    """Load the low-rank adapter in a directory. Answered by `Reply`: `{"digest", "rank"}` or `{"failed": why}`."""
+class LoadAdapter(_Call, tag="load_adapter"):
+    """Load the low-rank adapter in a directory. Answer: `{"digest", "rank"}` or `{"failed": why}`."""
 
-    call: int
     path: str
 
 
-class UnloadAdapter(msgspec.Struct, tag="unload_adapter"):
-    """Forget an adapter once its requests have ended. Answered by `Reply`: `{"running": how many there are}`."""
+class UnloadAdapter(_Call, tag="unload_adapter"):
+    """Forget an adapter once its requests have ended. Answer: `{"running": how many there are}`."""
 
-    call: int
     digest: str
 
 
-class GetState(msgspec.Struct, tag="state"):
-    """Ask for counters and gauges. Answered by `Reply`."""
-
-    call: int
+class GetState(_Call, tag="state"):
+    """Ask for counters and gauges."""
 
 
-class AddPin(msgspec.Struct, tag="pin"):
-    """Pin the whole pages of a prefix, computed first if need be. Answered by `Reply`: `{"pin"}` or `{"refused"}`.
+class AddPin(_Call, tag="pin"):
+    """Pin the whole pages of a prefix, computed first if need be. Answer: `{"pin"}` or `{"refused"}`.
 
     With `reuse`, as of an `AddRequest`, its entries are pinned, and `tokens` may be empty: `{"pins"}` or `{"refused"}`.
     """
 
-    call: int
     tokens: bytes
     namespace: Namespace = Namespace()
     account: str = ""
@@ -126,35 +123,30 @@ class AddPin(msgspec.Struct, tag="pin"):
         return f"(pin {self.call})"
 
 
-class RemovePin(msgspec.Struct, tag="unpin"):
-    """Remove a pin. Answered by `Reply`: `{"found": bool}`."""
+class RemovePin(_Call, tag="unpin"):
+    """Remove a pin. Answer: `{"found": bool}`."""
 
-    call: int
     pin: str
 
 
-class GetPins(msgspec.Struct, tag="pins"):
-    """Ask for all pins. Answered by `Reply`."""
-
-    call: int
+class GetPins(_Call, tag="pins"):
+    """Ask for all pins."""
 
 
-class GetCached(msgspec.Struct, tag="cached"):
-    """Ask how many tokens of entries are cached; fields as of an `AddPin`. Answered by `Reply`: by entry."""
+class GetCached(_Call, tag="cached"):
+    """Ask how many tokens of entries are cached; fields as of an `AddPin`. Answer: by entry."""
 
-    call: int
     reuse: dict[str, Any]
     namespace: Namespace = Namespace()
     tokens: bytes = b""
 
 
-class GetTree(msgspec.Struct, tag="tree"):
-    """Ask for a page of the tree's nodes; see `radix.view`. Answered by `Reply`.
+class GetTree(_Call, tag="tree"):
+    """Ask for a page of the tree's nodes; see `radix.view`.
 
     `tenant`: of the nodes; None: all tenants. `preview_tokens`: most leading tokens to show of each run.
     """
 
-    call: int
     tenant: str | None = None
     max_depth: int | None = None
     skip: int = 0
@@ -162,66 +154,58 @@ class GetTree(msgspec.Struct, tag="tree"):
     preview_tokens: int = 0
 
 
-class GetOutline(msgspec.Struct, tag="outline"):
-    """Advance the walk that makes the tree's outline, or begin `anew`; see `Admin.outline`. Answered by `Reply`.
+class GetOutline(_Call, tag="outline"):
+    """Advance the walk that makes the tree's outline, or begin `anew`; see `Admin.outline`.
 
     `tenant`: of the nodes; None: all tenants.
     """
 
-    call: int
     limit: int
     preview_tokens: int = 0
     anew: bool = False
     tenant: str | None = None
 
 
-class GetRuns(msgspec.Struct, tag="runs"):
+class GetRuns(_Call, tag="runs"):
     """Ask for the next slice of the tree's nodes with their tokens, or, `anew`, for the first; see `Admin.runs`.
 
-    `tenant`, `salt`: of the nodes; None: all. Answered by `Reply`.
+    `tenant`, `salt`: of the nodes; None: all.
     """
 
-    call: int
     tenant: str | None
     salt: str | None
     anew: bool
 
 
-class GetRequests(msgspec.Struct, tag="requests"):
-    """Ask for the live requests of a tenant (None: of all), oldest first, `limit` at most. Answered by `Reply`."""
+class GetRequests(_Call, tag="requests"):
+    """Ask for the live requests of a tenant (None: of all), oldest first, `limit` at most."""
 
-    call: int
     limit: int
     tenant: str | None = None
 
 
-class GetQuota(msgspec.Struct, tag="quota"):
-    """Ask for a tenant's cached pages, and how many it may keep. Answered by `Reply`."""
+class GetQuota(_Call, tag="quota"):
+    """Ask for a tenant's cached pages, and how many it may keep."""
 
-    call: int
     tenant: str
 
 
-class OnNode(msgspec.Struct, tag="node"):
-    """Pin, unpin, evict or read one node of the tree; see `Admin`. Answered by `Reply`."""
+class OnNode(_Call, tag="node"):
+    """Pin, unpin, evict or read one node of the tree; see `Admin`."""
 
-    call: int
     verb: Literal["pin", "unpin", "drop", "read"]
     page: int
     start: int
 
 
-class Pause(msgspec.Struct, tag="pause"):
-    """Stop running steps, or resume. Answered by `Reply`: `{"paused": bool}`."""
+class Pause(_Call, tag="pause"):
+    """Stop running steps, or resume. Answer: `{"paused": bool}`."""
 
-    call: int
     paused: bool
 
 
-class Ping(msgspec.Struct, tag="ping"):
-    """Ask for a sign of life, which comes between two steps. Answered by `Reply`."""
-
-    call: int
+class Ping(_Call, tag="ping"):
+    """Ask for a sign of life, which comes between two steps."""
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):

@@ -95,6 +95,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--document", metavar="FILE", action="append", help="a text before the prompt; see --document-reuse; repeatable"
     )
+    parser.add_argument("--adapter", metavar="NAME", help="one of --lora")
     parser.add_argument("--chat", action="store_true", help="apply the chat template to the prompt as a user's message")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="default: 128")
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
@@ -121,15 +122,18 @@ def _generate(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
         problem = error.errors()[0]
         parser.error(f"argument --{str(problem['loc'][0]).replace('_', '-')}: {problem['msg']}")
     prompt: Prompt = given
+    schema = _read(parser, arguments.schema) if arguments.schema else None
+    documents = [Document(_read(parser, name)) for name in arguments.document or ()]
     with Engine(config=config) as engine:
-        if arguments.schema:
-            prompt = engine.schema(_read(parser, arguments.schema), arguments.mode or "independent").compile(given)
-        elif arguments.document or arguments.chat:
-            documents = [Document(_read(parser, name)) for name in arguments.document or ()]
+        if schema is not None:
+            prompt = engine.schema(schema, arguments.mode or "independent").compile(given)
+        elif documents or arguments.chat:
             messages = [{"role": "user", "content": [*documents, given]}]
             template = engine.tokenizer.apply_chat_template if arguments.chat else lambda turns: turns[0]["content"]
             prompt = in_messages(messages, template)
-        for output in engine.stream_all([Submission(prompt, sampling, add_special_tokens=not arguments.chat)]):
+        adapted = engine.namespace(arguments.adapter)
+        submission = Submission(prompt, sampling, namespace=adapted, add_special_tokens=not arguments.chat)
+        for output in engine.stream_all([submission]):
             print(output.delta, end="", flush=True)
     print()
     return 0
@@ -155,11 +159,11 @@ def _schema(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> i
     from runtime.reuse.modules.schema import Schema
     from server.schemas.table import print_layout
 
-    config = config_from(parser, arguments)
+    config, text = config_from(parser, arguments), _read(parser, arguments.file)
     path = resolve_model(config.model)
     tokenizer = Tokenizer.load(path, config.model.chat_template)
     length = config.model.context_length or context_of(config.model, path)
-    print_layout(Schema.read(_read(parser, arguments.file), tokenizer, length))
+    print_layout(Schema.read(text, tokenizer, length))
     return 0
 
 
@@ -174,9 +178,10 @@ def _explain(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
     from server.explain.command import explain_files
 
     config = config_from(parser, arguments)
-    tokenizer = Tokenizer.load(resolve_model(config.model), config.model.chat_template)
     first, second = arguments.file
-    explain_files((_read(parser, first), _read(parser, second)), (first, second), tokenizer)
+    texts = _read(parser, first), _read(parser, second)
+    tokenizer = Tokenizer.load(resolve_model(config.model), config.model.chat_template)
+    explain_files(texts, (first, second), tokenizer)
     return 0
 
 
@@ -239,12 +244,16 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from loadgen.http.outputs import new_file
     from runtime.reuse.bicache.profile.command import profile, settings_from
     from runtime.reuse.bicache.profile.settings import ProfileSettings
 
     config = config_from(parser, arguments)
-    if not arguments.out.parent.is_dir():  # before hours of work
-        parser.error(f"argument --out: there is no directory {arguments.out.parent}")
+    for name in ("out", "plot"):  # before hours of work
+        try:
+            new_file(getattr(arguments, name) or "new")
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"argument --{name}: {error}")
     if not arguments.fusion:
         return profile(config, settings_from(parser, arguments, ProfileSettings), arguments)
     from loadgen.accuracy.fusion_profile import FusionSettings, profile_fusion

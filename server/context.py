@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Annotated, Literal, Protocol
 
 from fastapi import Depends, Request
@@ -12,7 +11,6 @@ from radix import Namespace
 from runtime.config import Config
 from runtime.frontend.adapters import Adapter
 from runtime.frontend.async_engine import AsyncEngine
-from runtime.models.resolve import known_names
 from server.admin.journal import Journal
 from server.admin.metrics import Metrics
 from server.auth.keys import PUBLIC, Tenant
@@ -51,21 +49,12 @@ class Context:
         Raises NotFound unless it is a name of one of them.
         """
         own, adapters = self.engine.info.name, self.engine.adapters
-        models = {own, *known_names(self.config.model)}
-        if not name or name in models:
+        if not name or name in adapters.models(own):
             return None
-        base, _, last = name.rpartition(":")
-        if (found := adapters.get(name) or (adapters.get(last) if base in models else None)) is not None:
+        if (found := adapters.named(name, own)) is not None or self.config.model.any_model_name:
             return found
-        if self.config.model.any_model_name:
-            return None
-        meant = get_close_matches(name, [own, *adapters.names(), *(f"{own}:{each}" for each in adapters.names())], 1)
-        message = f"the model {name!r} does not exist; this server has {own!r}"
-        raise NotFound(
-            message + (f"; did you mean {meant[0]!r}?" if meant and meant[0] != own else ""),
-            param="model",
-            code="model_not_found",
-        )
+        message = f"the model {name!r} does not exist; this server has {own!r}{adapters.nearest(name, own)}"
+        raise NotFound(message, param="model", code="model_not_found")
 
     def check_model(self, name: str | None) -> str:
         """The name of the asked model, as answers show it. Raises NotFound as `adapter`."""

@@ -17,6 +17,8 @@ from runtime.config import Config
 
 _GIB = 1 << 30
 _FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "neon", "asimd")
+# Digest and version of a conversion, with which the directory of a converted model ends.
+_VERSION = r"(-[0-9a-f]{12})?(-\d+)?$"
 _PACKAGES = ("ramet", "torch", "transformers", "tokenizers", "safetensors", "fastapi", "flashinfer-python", "redis")
 
 
@@ -51,7 +53,8 @@ def _facts(config: Config) -> Iterator[tuple[str, str]]:
     where = config.model.cache_dir
     yield "disk", f"{shutil.disk_usage(_existing(where)).free / _GIB:.1f} GiB free at {where}"
     yield "model", f"{config.model.model}: {_is_there(config)}"
-    yield "models there", ", ".join(sorted(path.name for path in where.glob("models/*") if path.is_dir())) or "none"
+    there = {re.sub(_VERSION, "", path.name) for path in where.glob("models/[!.]*") if path.is_dir()}
+    yield "models there", ", ".join(sorted(there)) or "none"
     yield "compiler", shutil.which("c++") or shutil.which("g++") or shutil.which("clang++") or "none"
     yield "Python", f"{platform.python_version()} on {platform.system()} {platform.release()}"
     yield "packages", ", ".join(f"{package} {found}" for package in _PACKAGES if (found := _version(package)))

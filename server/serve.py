@@ -7,6 +7,7 @@ import atexit
 import logging
 import os
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -65,6 +66,7 @@ def serve(config: Config) -> NoReturn:
     set_up_logs(config.server.log_level, config.server.log_format)
     # Texts are tokenized one by one, and the library warns about each new process once it has threads of its own.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    _check_certificate(config)
     tenants = read_keys(config.server.api_keys)
     config.server.max_connections = most_connections(config)
     _warn(config, tenants)
@@ -72,6 +74,19 @@ def serve(config: Config) -> NoReturn:
     trace = open_trace(config.server.record_trace, tenants)
     with _bind(config) as listener:
         asyncio.run(_serve(config, listener, tenants, prefixes, trace))
+
+
+def _check_certificate(config: Config) -> None:
+    """Raise BadCertificate before the model is loaded."""
+    certificate, key = config.server.ssl_certfile, config.server.ssl_keyfile
+    if key is not None and certificate is None:
+        raise BadCertificate("--ssl-keyfile: there is no --ssl-certfile")
+    if certificate is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+        except (OSError, ValueError) as error:
+            named = f"--ssl-certfile {certificate}" + (f" and --ssl-keyfile {key}" if key is not None else "")
+            raise BadCertificate(f"{named} cannot be used: {error}") from None
 
 
 def _warn(config: Config, tenants: list[Tenant]) -> None:
@@ -203,7 +218,7 @@ def _make_server(
     gate: Gate,
     trace: Trace | None,
 ) -> _Server:
-    """The HTTP server on the listener, of a started engine. Raises CannotListen, BadCertificate."""
+    """The HTTP server on the listener, of a started engine. Raises CannotListen."""
     options, info = config.server, engine.info
     log.info(
         "%s (%s, %s on %s, %s attention): context %d tokens, pool %d tokens in pages of %d",
@@ -230,17 +245,10 @@ def _make_server(
         ssl_keyfile=options.ssl_keyfile,
         server_header=False,
     )
-    _load(settings)
+    settings.load()
     scheme = "https" if options.ssl_certfile else "http"
     log.info("serving on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
     return _Server(settings, engine, gate, app.state.feed, config)
-
-
-def _load(settings: uvicorn.Config) -> None:
-    try:
-        settings.load()
-    except (OSError, ValueError) as error:
-        raise BadCertificate(f"--ssl-certfile and --ssl-keyfile cannot be used: {error}") from None
 
 
 async def _stop_when_dead(engine: AsyncEngine, server: uvicorn.Server) -> None:

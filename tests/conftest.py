@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import Phase, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Small matrices gain nothing from a second thread, and threads of two workers that wait for each other on two cores
+# take ten times as long. Read when torch is imported, by this process and by those that it starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Each of the many processes that tests start would compile every module again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+import torch
 
 from runtime.config import default_cache_dir
 from runtime.errors import ModelError
@@ -32,6 +40,18 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def _logs_end_with_their_test() -> Iterator[None]:
+    """A command that a test runs in this process logs to a stream that is closed behind the test."""
+    root = logging.getLogger()
+    before, level = [*root.handlers], root.level
+    yield
+    for handler in [*root.handlers]:
+        if type(handler) is logging.StreamHandler and handler not in before:
+            root.removeHandler(handler)
+            root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

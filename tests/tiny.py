@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -42,14 +43,18 @@ _YARN = {"factor": 4.0, "original_max_position_embeddings": 128}
 
 TINY_MODELS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**_BASE),
-    "llama_tied": LlamaConfig(**{**_BASE, "tie_word_embeddings": True}),
-    "llama_biases": LlamaConfig(**_BASE, attention_bias=True, mlp_bias=True),
+    "llama_tied_biases": LlamaConfig(**{**_BASE, "tie_word_embeddings": True}, attention_bias=True, mlp_bias=True),
     "llama_linear": LlamaConfig(**_BASE, **_rope(rope_type="linear", factor=2.0)),
     "llama_llama3": LlamaConfig(**_BASE, **_rope(rope_type="llama3", **_LLAMA3)),
     "llama_yarn": LlamaConfig(**_BASE, **_rope(rope_type="yarn", **_YARN)),
     "mistral": MistralConfig(**_BASE, head_dim=16, sliding_window=None),
     "qwen2": Qwen2Config(**_BASE),
     "qwen3": Qwen3Config(**_BASE, head_dim=16),
+    "gemma3": Gemma3TextConfig(
+        **{**_BASE, "tie_word_embeddings": True, "num_hidden_layers": 4},
+        **{"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 20},
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    ),
 }
 
 

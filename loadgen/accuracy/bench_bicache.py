@@ -41,9 +41,13 @@ from loadgen.accuracy.sections import (
 )
 from loadgen.accuracy.tasks import TASKS, Source
 from loadgen.accuracy.vocabulary import Vocabulary
+from loadgen.http.outputs import drawing
 from loadgen.http.tables import wide_console
+from runtime.config import default_cache_dir
 from runtime.engine.offline import Engine
 from runtime.errors import ModelError
+from runtime.models.adapters.merge import merge_adapter
+from runtime.models.default_model import fetch_default
 from runtime.models.resolve import resolve_model
 from runtime.reuse.bicache.profile.records import Records
 from runtime.reuse.bicache.profile.settings import ProfileSettings
@@ -54,9 +58,9 @@ _BLOCK, _THRESHOLD = 8, 0.9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--out", type=Path, default=Path("bicache"), help="directory of records, table and plots")
     parser.add_argument("--model", default=_MODEL, help=f"a diffusion model adapted to the tasks (default: {_MODEL})")
+    parser.add_argument("--adapter", type=Path, help="instead, one of the default model, as `train_adapter` writes it")
     parser.add_argument("--dtype", default="auto", help="default: auto")
     parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
     parser.add_argument("--depth-table", type=Path, help="as of `ramet serve`; default: the model's own")
@@ -74,12 +78,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--taus", type=float, nargs="*", default=[], help="also a sweep over these thresholds of the paper's rule"
     )
     parser.add_argument(
-        "--rules", action="store_true", help="also compare the paper's rule at 0.97 with the calibrated depth"
+        "--rules",
+        action="store_true",
+        help="instead of the table: the paper's rule at 0.97, calibrated and measured depths",
     )
     parser.add_argument("--profile-samples", type=int, default=8, help="requests a ratio for both (default: 8)")
     parser.add_argument("--kl-bound", type=float, default=0.05, help="nats, of the calibration (default: 0.05)")
     parser.add_argument(
-        "--measured", action="store_true", help="instead of all that: depths and intervals that are measured in serving"
+        "--measured",
+        action="store_true",
+        help="instead of the table: depths and intervals that are measured in serving",
     )
     parser.add_argument("--bound", type=float, default=0.05, help="nats, of these (default: 0.05)")
     parser.add_argument("--drift", type=float, default=0.1, help="threshold of refreshes on drift (default: 0.1)")
@@ -90,7 +98,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure the missing outcomes, print the tables, write them and the plots."""
     arguments.out.mkdir(parents=True, exist_ok=True)
-    options: dict[str, Any] = {"model": arguments.model, "dtype": arguments.dtype, "page_size": 1}
+    model = arguments.model
+    if (adapter := arguments.adapter) is not None:
+        model = str(merge_adapter(fetch_default(default_cache_dir()), adapter, arguments.out, adapter.stem))
+    options: dict[str, Any] = {"model": model, "dtype": arguments.dtype, "page_size": 1}
     for name in ("threads", "depth_table"):
         if (value := getattr(arguments, name)) is not None:
             options[name] = value
@@ -106,6 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
         wide_console().print(section.table())
     (arguments.out / "table.md").write_text("\n".join(section.markdown() for section in sections))
     _plot_sweeps(bench, arguments.out)
+    if rows := list(bench.rows("rule")):
+        _plot_rules([row for _, row in rows], arguments.out / "rules.png")
     return 0
 
 
@@ -157,8 +170,9 @@ class _Bench:
         """The table's and the sweeps' cases."""
         a, rules, ratio = self.arguments, self._rules, round(100 * cell.ratio)
         if a.measured:
-            return {"measured": measured_cases(self.plan, a.bound, a.drift)}
-        found = {"table": table_cases(self.plan)}
+            found = {"measured": measured_cases(self.plan, a.bound, a.drift)}
+        else:
+            found = {} if a.rules else {"table": table_cases(self.plan)}
         if a.depths:
             found["depth"] = depth_cases(self.plan, a.depths)
         if a.intervals:
@@ -170,7 +184,8 @@ class _Bench:
                 f"the paper's rule, tau = {_TAU}": rules.by_threshold(ratio, _TAU),
                 f"calibrated, at most {a.kl_bound:g} nats": rules.calibrated(ratio),
             }
-            found["rule"] = rule_cases(self.plan, depths)
+            known = {rule: (depth, rules.divergence(ratio, depth)) for rule, depth in depths.items()}
+            found["rule"] = rule_cases(self.plan, known, a.bound)
         return found
 
     def measure(self) -> None:
@@ -198,8 +213,8 @@ class _Bench:
             named = [(f"{cell.task}, r = {rows[0][1].ratio:.2f}", rows) for cell, rows in whole]
             found.append(gain_section(named, self.plan))
         if self.arguments.measured:
-            return self._measured_sections()
-        if clusters := self._clusters():
+            found = self._measured_sections()
+        elif not self.arguments.rules and (clusters := self._clusters()):
             found.append(pooled_section(clusters))
         for kind in _KINDS:
             found += [case_section(self._title(kind, cell, rows[0][1]), rows) for cell, rows in self.rows(kind)]
@@ -276,19 +291,33 @@ def _plot_sweeps(bench: _Bench, out: Path) -> None:
             _plot(kind, lines, out / f"{kind.lower()}.png")
 
 
+def _plot_rules(cells: list[list[Row]], path: Path) -> None:
+    """Speed by divergence of each rule, with a small mark for each cell."""
+    with drawing(path, (7.2, 3.6)) as axes:
+        for rows in zip(*cells, strict=True):
+            case, outcomes = rows[0][0], [outcome for _, outcome in rows]
+            nats = [case.value if outcome.divergence is None else outcome.divergence for outcome in outcomes]
+            whole, depths = Outcome.total(outcomes), sorted({outcome.depth for outcome in outcomes})
+            name = f"{case.name}: {' to '.join(map(str, depths[:: max(len(depths) - 1, 1)]))} layers, "
+            name += f"{whole.exact} of {whole.answers} right"
+            (line,) = axes.plot(sum(nats) / len(nats), whole.generated / whole.cpu_s, "o", markersize=10, label=name)
+            axes.plot(nats, [outcome.generated / outcome.cpu_s for outcome in outcomes], ".", color=line.get_color())
+        axes.set_xscale("symlog", linthresh=0.01)
+        axes.set(xlabel="divergence of the outputs from those without reuse, nats", ylabel="tokens for each CPU second")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+
+
 def _plot(kind: str, lines: list[tuple[Cell, list[Row]]], path: Path) -> None:
     """Accuracy and throughput over a sweep, a line for each cell."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 3.4), layout="constrained")
-    right, speed = figure.subplots(1, 2)
-    for cell, rows in lines:
-        x, label = [case.value for case, _ in rows], f"{cell.task}, r = {rows[0][1].ratio:.2f}"
-        right.plot(x, [100 * o.right / o.tokens for _, o in rows], marker="o", label=label)
-        speed.plot(x, [o.generated / o.seconds for _, o in rows], marker="o", label=label)
-    right.set(xlabel=kind, ylabel="tokens right, %", ylim=(0, 102))
-    speed.set(xlabel=kind, ylabel="tokens/s", ylim=(0, None))
-    for axes in (right, speed):
-        axes.grid(alpha=0.3)
-    right.legend()
-    figure.savefig(path, dpi=150)
+    with drawing(path, (9.6, 3.4), 1, 2) as (right, speed):
+        for cell, rows in lines:
+            x, label = [case.value for case, _ in rows], f"{cell.task}, r = {rows[0][1].ratio:.2f}"
+            right.plot(x, [100 * o.right / o.tokens for _, o in rows], marker="o", label=label)
+            speed.plot(x, [o.generated / o.seconds for _, o in rows], marker="o", label=label)
+        right.set(xlabel=kind, ylabel="tokens right, %", ylim=(0, 102))
+        speed.set(xlabel=kind, ylabel="tokens/s", ylim=(0, None))
+        for axes in (right, speed):
+            axes.grid(alpha=0.3)
+        right.legend()

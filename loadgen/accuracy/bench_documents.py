@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from loadgen.accuracy.documents import TASKS, tokenize, ways_of
 from loadgen.accuracy.documents_report import PUBLISHED, plot, sections
 from loadgen.accuracy.forced import Asker
 from loadgen.accuracy.sections import show
-from loadgen.http.files import write_json
+from loadgen.http.outputs import add_files, write_files
 from loadgen.micro.documents import FULL, METHODS, PREFIX, Documents, Shape, row_share, ways
 from loadgen.micro.drive import model_path
 from runtime.models.tokenizer import Tokenizer
@@ -33,7 +34,6 @@ _SERVED = ("a3", "cacheblend", "legolink", "pie")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--model", help="default: the default model")
     parser.add_argument("--dtype", default="auto", help="default: auto")
     parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
@@ -61,9 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--items", type=int, default=200, help="questions of each task (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="of the questions (default: 0)")
     parser.add_argument("--merge", type=Path, metavar="JSON", help="of another run: parts that this one lacks")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot as PNG or SVG; it needs the quality")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every prompt and question")
+    add_files(parser, "markdown", plot="write the plot as PNG or SVG; it needs the quality", json="write the figures")
 
 
 def _share(text: str) -> float:
@@ -73,7 +71,6 @@ def _share(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the tables, write the files."""
     a = arguments
     found: dict[str, Any] = {"settings": {}}
     if a.merge:
@@ -86,11 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     if a.quality:
         for part, tasks in _quality(path, a, options).items():
             found[part] = found.get(part, {}) | tasks
-    show(list(sections(found)), PUBLISHED, a.markdown)
-    if a.plot and "quality" in found:
-        plot(found, a.plot)
-    if a.json:
-        write_json(a.json, found)
+    markdown = show(list(sections(found)), PUBLISHED)
+    write_files(a, found, markdown, partial(plot, found) if "quality" in found else None)
     return 0
 
 

@@ -6,6 +6,7 @@ import argparse
 import random
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from rich.progress import track
 
 from loadgen.accuracy.forced import Ask, Asker
 from loadgen.accuracy.parts import TASKS, Item
-from loadgen.http.files import write_json
+from loadgen.http.outputs import add_files, drawing, write_files
 from loadgen.http.tables import make_table, markdown_table, wide_console
 from loadgen.micro.drive import model_path
-from loadgen.micro.intervals import interval
+from loadgen.micro.intervals import centred, shown
 from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.modules.schema import Mode, Schema
 
@@ -35,20 +36,16 @@ Figures = dict[str, dict[str, list[Any]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--model", help="default: the default model")
     parser.add_argument("--dtype", default="auto", help="default: auto")
     parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="default: all")
     parser.add_argument("--items", type=int, default=200, help="questions of each task (default: 200)")
     parser.add_argument("--seed", type=int, default=0, help="of the questions; default: 0")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot as PNG or SVG")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every question")
+    add_files(parser, "markdown", "plot", json="write the figures of every question")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table, write the files."""
     threads = {} if arguments.threads is None else {"threads": arguments.threads}
     path = model_path(arguments.model)
     asker = Asker(path, dtype=arguments.dtype, max_running=64, **threads)
@@ -66,12 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
             table.add_row(*row)
         table.add_section()
     wide_console().print(table)
-    if arguments.markdown:
-        arguments.markdown.write_text(markdown_table(COLUMNS, [row for several in rows.values() for row in several]))
-    if arguments.plot:
-        _plot(tasks, arguments.plot)
-    if arguments.json:
-        write_json(arguments.json, {"dtype": asker.core.info.dtype, "items": arguments.items, "tasks": tasks})
+    data = {"dtype": asker.core.info.dtype, "items": arguments.items, "tasks": tasks}
+    markdown = markdown_table(COLUMNS, [row for several in rows.values() for row in several])
+    write_files(arguments, data, markdown, partial(_plot, tasks))
     asker.close()
     return 0
 
@@ -141,39 +135,24 @@ def task_rows(task: str, figures: Figures, seed: int = 0) -> Iterator[list[str]]
         cells = [task, way, f"{nll.mean():.3f}", "", "", "", f"{100 * right.mean():.1f}", ""]
         if way != FULL:
             tokens = np.concatenate(mine["kl"])
-            cells[3] = _show(nll - np.array(full["nll"]), rng, "+.3f")
-            cells[4] = _show(np.array([np.mean(kl) for kl in mine["kl"]]), rng, ".4f")
+            cells[3] = shown(nll - np.array(full["nll"]), "+.3f", rng=rng)
+            cells[4] = shown(np.array([np.mean(kl) for kl in mine["kl"]]), ".4f", rng=rng)
             cells[5] = f"{np.percentile(tokens, 95):.4f}"
-            cells[7] = _show(100 * (right - np.array(full["right"])), rng, "+.1f")
+            cells[7] = shown(100 * (right - np.array(full["right"])), "+.1f", rng=rng)
         yield cells
-
-
-def _show(values: np.ndarray, rng: np.random.Generator, form: str) -> str:
-    low, high = interval(values, rng)
-    return f"{values.mean():{form}} [{low:{form}}, {high:{form}}]"
 
 
 def _plot(tasks: dict[str, Figures], path: Path) -> None:
     """NLL beyond that of full attention, a group for each task."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 3.6), layout="constrained")
-    axes = figure.subplots()
-    rng = np.random.default_rng(0)
-    ways = list(dict.fromkeys(way for figures in tasks.values() for way in figures if way != FULL))
-    for number, way in enumerate(ways):
-        places, means, errors = [], [], []
-        for place, figures in enumerate(tasks.values()):
-            if way in figures:
-                more = np.array(figures[way]["nll"]) - np.array(figures[FULL]["nll"])
-                low, high = interval(more, rng)
-                places.append(place + (number - (len(ways) - 1) / 2) / (len(ways) + 1))
-                means.append(more.mean())
-                errors.append((more.mean() - low, high - more.mean()))
-        axes.errorbar(places, means, np.array(errors).T, fmt="o", capsize=3, label=way)
-    axes.axhline(0, color="gray", linewidth=0.8)
-    axes.set_xticks(range(len(tasks)), list(tasks))
-    axes.set_ylabel("NLL of the right answer beyond\nfull attention, nats a token")
-    axes.grid(alpha=0.3, axis="y")
-    figure.legend(*axes.get_legend_handles_labels(), fontsize=8, loc="outside right center")
-    figure.savefig(path, dpi=130)
+    with drawing(path, (9.6, 3.6)) as axes:
+        ways = list(dict.fromkeys(way for figures in tasks.values() for way in figures if way != FULL))
+        for number, way in enumerate(ways):
+            beside = (number - (len(ways) - 1) / 2) / (len(ways) + 1)
+            have = [(place, figures) for place, figures in enumerate(tasks.values()) if way in figures]
+            more = [np.array(figures[way]["nll"]) - np.array(figures[FULL]["nll"]) for _, figures in have]
+            axes.errorbar([place + beside for place, _ in have], *centred(more), fmt="o", capsize=3, label=way)
+        axes.axhline(0, color="gray", linewidth=0.8)
+        axes.set_xticks(range(len(tasks)), list(tasks))
+        axes.set_ylabel("NLL of the right answer beyond\nfull attention, nats a token")
+        axes.grid(alpha=0.3, axis="y")
+        axes.figure.legend(*axes.get_legend_handles_labels(), fontsize=8, loc="outside right center")

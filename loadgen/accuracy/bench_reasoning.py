@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -19,7 +20,7 @@ from loadgen.accuracy.chains import WRITTEN, Chain, problems, read_chains
 from loadgen.accuracy.reasoning import Kind, Served, Task, Thinker, compare
 from loadgen.accuracy.reasoning_report import PUBLISHED, plot, sections
 from loadgen.accuracy.sections import show
-from loadgen.http.files import write_json
+from loadgen.http.outputs import add_files, write_files
 from loadgen.micro.drive import model_path
 from runtime.models.tokenizer import Tokenizer
 from runtime.reuse.reasoning.reservoir import WARM_UP
@@ -33,7 +34,6 @@ _DRAWN = {"method": "reasoncache", "random_share": 0.3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--model", help="default: the default model")
     parser.add_argument("--dtype", default="auto", help="default: auto")
     parser.add_argument("--threads", type=int, help="CPU threads; default: all cores")
@@ -65,13 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the texts (default: 0)")
     parser.add_argument("--merge", type=Path, metavar="JSON", help="of another run, which this one goes on from")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot as PNG or SVG")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures, as they come")
+    add_files(parser, "markdown", "plot", json="write all figures, as they come")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the tables, write the files."""
     a = arguments
     bench = Bench(a)
     if a.generate:
@@ -83,9 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         bench.describe()
     if a.quality:
         bench.quality()
-    show(list(sections(bench.found)), PUBLISHED, a.markdown)
-    if a.plot:
-        plot(bench.found, a.plot)
+    write_files(a, bench.found, show(list(sections(bench.found)), PUBLISHED), partial(plot, bench.found))
     return 0
 
 
@@ -103,10 +98,6 @@ class Bench:
         self.found: dict[str, Any] = json.loads(self.a.merge.read_text("utf-8")) if self.a.merge else {}
         if self.found.setdefault("page_size", self.a.page_size) != self.a.page_size:
             raise ValueError(f"{self.a.merge} was measured with pages of {self.found['page_size']}")
-
-    def _save(self) -> None:
-        if self.a.json:
-            write_json(self.a.json, self.found)
 
     def thinker(self, at_once: bool, pool_tokens: int, drafts: str = "off") -> Thinker:
         a = self.a
@@ -149,7 +140,7 @@ class Bench:
             tasks = list(islice(self.tasks(text, "quality"), self.a.chains))
             kind = Kind.of(tasks, self.tokenizer, self.a.page_size)
             self.found.setdefault("texts", {})[_name(text)] = asdict(kind)
-        self._save()
+        write_files(self.a, self.found)
 
     # -- throughput ----------------------------------------------------------------------------------------------
 
@@ -186,7 +177,7 @@ class Bench:
                         saved = (found_now[name].ended for name in ("random", "stale"))
                         ways["random"] = drawn = _equal(ways["random"] or _DRAWN, *saved)
                         warm["random_share"] = drawn["random_share"]
-                    self._save()
+                    write_files(self.a, self.found)
                 for thinker in thinkers.values():
                     thinker.close()
 
@@ -213,7 +204,7 @@ class Bench:
                 for name, mine in compare(thinker, ways, tasks[start : start + a.batch]).items():
                     found.setdefault(name, []).extend(asdict(one) for one in mine)
                 warm["distances"] = thinker.distances()
-                self._save()
+                write_files(self.a, self.found)
         thinker.close()
 
     def _warm(self, text: str) -> dict[str, Any]:
@@ -241,7 +232,7 @@ class Bench:
         share = _equal(_DRAWN, drawn, [a.percentile / 100 * amsr for amsr in shared])["random_share"]
         warm[_name(text)] = {"distances": thinker.distances(), "random_share": share}
         thinker.close()
-        self._save()
+        write_files(self.a, self.found)
         return self._warm(text)
 
 

@@ -48,7 +48,7 @@ class Case:
     Attributes:
         name: in the table.
         fields: of `DiffusionParams`, without the prefix's length.
-        value: its x in a sweep.
+        value: its x in a sweep; of a rule the divergence in nats, if that is not measured while serving.
         cold: whether the cache is empty at first, so that encoding the prefix, and measuring, are on the clock.
     """
 
@@ -99,13 +99,12 @@ def measured_cases(plan: Plan, bound: float, threshold: float) -> list[Case]:
     alone, both = next(iter(COMBINED.items()))
     every = {
         BY_TABLE: table,
-        "depth measured": {**whole, **measured, "refresh_interval": plan.interval},
+        "depth and interval measured": {**whole, **measured},
         "refreshed on drift": {**whole, **drift, "depth": plan.depth},
         "depth measured, refreshed on drift": {**whole, **measured, **drift},
-        "depth and interval measured": {**whole, **measured},
         both: {**table, **fast},
-        f"{both}, depth and interval measured": {**whole, **fast, **measured},
         alone: {**whole, **fast, "reuse": False},
+        NO_CACHE: {**whole, "reuse": False},
     }
     return [Case(name, fields, cold=True) for name, fields in every.items()]
 
@@ -120,11 +119,15 @@ def threshold_cases(plan: Plan, depths: dict[float, int]) -> list[Case]:
     return [Case(f"tau = {threshold:g}", _alone(plan, depth), threshold) for threshold, depth in depths.items()]
 
 
-def rule_cases(plan: Plan, depths: dict[str, int]) -> list[Case]:
-    """No cache, and BiCache alone with the depth of each rule."""
-    none = Case(NO_CACHE, {**_alone(plan, 0), "reuse": False})
-    del none.fields["depth"]
-    return [none, *(Case(rule, _alone(plan, depth)) for rule, depth in depths.items())]
+def rule_cases(plan: Plan, depths: dict[str, tuple[int, float]], bound: float) -> list[Case]:
+    """BiCache alone with the depth of each rule, whose divergence is known, and with what is measured while serving.
+
+    `bound`: nats, of the latter.
+    """
+    cases = [Case(rule, _alone(plan, depth), nats, cold=True) for rule, (depth, nats) in depths.items()]
+    measured = {**_alone(plan, 0), "depth_bound": bound}
+    del measured["depth"]
+    return [*cases, Case(f"depth measured while serving, at most {bound:g} nats", measured, cold=True)]
 
 
 def _alone(plan: Plan, depth: int | None) -> dict[str, object]:

@@ -10,8 +10,9 @@ import numpy as np
 
 from loadgen.accuracy.bench_quality import COLUMNS, Figures, task_rows
 from loadgen.accuracy.sections import Section
+from loadgen.http.outputs import drawing
 from loadgen.micro.documents import FULL, PREFIX
-from loadgen.micro.intervals import interval
+from loadgen.micro.intervals import centred, interval
 
 # As the A3 paper has them: averages over LongBench with Llama-3-8B, 44.9 by full prefill.
 _LONGBENCH = {"full": 6.4, "pie": 40.3, "cacheblend": 40.2, "legolink": 40.0, "a3": 43.2}
@@ -129,34 +130,29 @@ def kl(mine: dict[str, list[Any]]) -> np.ndarray:
 
 def plot(found: dict[str, Any], path: Path) -> None:
     """KL over the time to the first token, or over rows where no times were measured; a line for each method."""
-    from matplotlib.figure import Figure
-
     costs, label = costs_of(found)
     tasks: dict[str, Figures] = found["quality"]
-    figure = Figure(figsize=(10.5, 3 * -(-len(tasks) // 2)), layout="constrained")
-    panels = list(figure.subplots(-(-len(tasks) // 2), 2, squeeze=False).flat)
-    for axes in panels[len(tasks) :]:
-        axes.remove()
-    colors: dict[str, str] = {}  # by method; single rows are hollow and dashed
-    for axes, (task, figures) in zip(panels, tasks.items(), strict=False):
-        for method, names in _lines(figures, costs):
-            means = [kl(figures[name]).mean() for name in names]
-            bounds = [interval(kl(figures[name]), np.random.default_rng(0)) for name in names]
-            above = [(mean - low, high - mean) for mean, (low, high) in zip(means, bounds, strict=True)]
-            x = [np.median(costs[name]) for name in names]
-            wide = [interval(np.array(costs[name]), np.random.default_rng(0), np.median) for name in names]
-            beside = [(middle - low, high - middle) for middle, (low, high) in zip(x, wide, strict=True)]
-            color = colors.setdefault(method.split(",")[0], f"C{len(colors)}")
-            by_token = {"mfc": "white", "ls": "--"} if "," in method else {}
-            spread = (np.array(above).T, np.array(beside).T)
-            axes.errorbar(x, means, *spread, marker="o", capsize=2, label=method, color=color, **by_token)
-        axes.set(title=task, xlabel=label, ylabel="KL to full prefill, nats", yscale="log")
-        axes.grid(alpha=0.3)
-    handles = {
-        name: handle for axes in figure.axes for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(handles.values(), handles.keys(), fontsize=8, loc="outside right center")
-    figure.savefig(path, dpi=130)
+    rows = -(-len(tasks) // 2)
+    with drawing(path, (10.5, 3 * rows), rows, 2, squeeze=False) as grid:
+        panels = list(grid.flat)
+        for axes in panels[len(tasks) :]:
+            axes.remove()
+        colors: dict[str, str] = {}  # by method; single rows are hollow and dashed
+        for axes, (task, figures) in zip(panels, tasks.items(), strict=False):
+            for method, names in _lines(figures, costs):
+                means, above = centred([kl(figures[name]) for name in names])
+                x, beside = centred([np.array(costs[name]) for name in names], np.median)
+                color = colors.setdefault(method.split(",")[0], f"C{len(colors)}")
+                by_token = {"mfc": "white", "ls": "--"} if "," in method else {}
+                axes.errorbar(x, means, above, beside, marker="o", capsize=2, label=method, color=color, **by_token)
+            axes.set(title=task, xlabel=label, ylabel="KL to full prefill, nats", yscale="log")
+            axes.grid(alpha=0.3)
+        handles = {
+            name: handle
+            for axes in panels[: len(tasks)]
+            for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        panels[0].figure.legend(handles.values(), handles.keys(), fontsize=8, loc="outside right center")
 
 
 def costs_of(found: dict[str, Any]) -> tuple[dict[str, list[float]], str]:

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from loadgen.micro.drive import Drive
-from runtime.protocol import TokenEvent, TokenLogprob
+from runtime.protocol import TokenEvent
 from runtime.request import Request, Work
-from runtime.sampling.decoding import Decoding
+from runtime.sampling.decoding import Decoding, Found
 from runtime.sampling.sampler import Sampled
 
 
@@ -69,15 +69,8 @@ class Forcing(Decoding):
             if number < len(item.draft) and item.draft[number] != token:
                 return
 
-    def book(
-        self,
-        work: Work,
-        logits: torch.Tensor,
-        places: Sequence[slice],
-        tokens: list[int],
-        logprobs: list[TokenLogprob] | None,
-    ) -> TokenEvent | None:
-        return self._inner.book(work, logits, places, tokens, logprobs)
+    def book(self, work: Work, found: Found) -> TokenEvent | None:
+        return self._inner.book(work, found)
 
 
 class Asker(Drive):

@@ -43,7 +43,7 @@ class Outcome:
         tokens: tokens of the right answers with their ends; `right`: those found in their place.
         generated: denoised tokens; `seconds`: time for them, one request after the other; `cpu_s`: CPU time.
         rows: forward rows (rows x layers over layers); with the encoding of the prefix in cold cases alone.
-        depth: reused layers.
+        depth: reused layers; `divergence`: the mean in nats that was measured with them while serving, if it was.
         ratio: the prefix's share of a request.
     """
 
@@ -57,6 +57,7 @@ class Outcome:
     rows: float = 0.0
     depth: int = 0
     ratio: float = 0.0
+    divergence: float | None = None
 
     @classmethod
     def total(cls, outcomes: Iterable[Outcome]) -> Outcome:
@@ -67,10 +68,10 @@ class Outcome:
         return whole
 
     def add(self, other: Outcome) -> None:
-        """Add the results of another group; depth and ratio become the other's."""
+        """Add the results of another group; depth, ratio and divergence become the other's."""
         for name in ("answers", "exact", "tokens", "right", "generated", "seconds", "cpu_s", "rows"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.depth, self.ratio = other.depth, other.ratio
+        self.depth, self.ratio, self.divergence = other.depth, other.ratio, other.divergence
 
 
 class Runner:
@@ -96,7 +97,14 @@ class Runner:
         for example in examples:
             self._ask(example, params, out)
         out.rows = (self._engine.state()["row_layers"] - before) / self._layers
+        if "depth_bound" in case.fields:
+            out.divergence = self._divergence(out.depth)
         return out
+
+    def _divergence(self, depth: int) -> float | None:
+        metas = [node.meta.describe() for node in self._engine.core.cache.tree.nodes() if node.meta is not None]
+        means = [ledger["depth"].get(str(depth)) for meta in metas for ledger in meta.get("measured", {}).values()]
+        return next((mean for mean in means if mean is not None), None)
 
     def _ask(self, example: Example, params: DiffusionParams, out: Outcome) -> None:
         start, cpu = time.perf_counter(), time.process_time()

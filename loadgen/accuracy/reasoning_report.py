@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from loadgen.accuracy.sections import Section
-from loadgen.micro.intervals import interval
+from loadgen.http.outputs import drawing
+from loadgen.micro.intervals import centred, interval, shown
 
 # As the ReasonCache paper has them, means over seven tasks of each of three models of 14 to 32 billion weights.
 PUBLISHED = (
@@ -39,8 +40,8 @@ def _speed(pool: str, ways: dict[str, Rows], settings: dict[str, Any]) -> Sectio
     exact = _rates(ways[_EXACT])
     for name, mine in ways.items():
         evaluation = sum(one["evaluation_s"] for one in mine)
-        cells = [_show(_rates(mine), rng, ".1f", np.median)]
-        cells.append("" if name == _EXACT else _show(100 * (_rates(mine) / exact - 1), rng, "+.1f", np.median))
+        cells = [shown(_rates(mine), ".1f", np.median, rng)]
+        cells.append("" if name == _EXACT else shown(100 * (_rates(mine) / exact - 1), "+.1f", np.median, rng))
         cells += [f"{_mean(mine, 'running'):.2f}", f"{_mean(mine, 'retracted'):.1f}"]
         cells += [
             f"{100 * value:.1f}" for value in (_mean(mine, "saved"), max(one["peak"] for one in mine), _ended(mine))
@@ -98,8 +99,12 @@ def _quality(text: str, ways: dict[str, Rows]) -> Section:
             more = _column(mine, "nll") - _column(exact, "nll")
             tokens = np.concatenate([one["kl"] for one in mine])
             agree = np.array([100 * np.mean(one["agrees"]) for one in mine])
-            cells += [_show(_kl(mine), rng, ".4f"), f"{np.percentile(tokens, 95):.4f}", _show(agree, rng, ".1f")]
-            cells += [f"{np.mean(_column(mine, 'nll')):.3f}", _show(more, rng, "+.4f")]
+            cells += [
+                shown(_kl(mine), ".4f", rng=rng),
+                f"{np.percentile(tokens, 95):.4f}",
+                shown(agree, ".1f", rng=rng),
+            ]
+            cells += [f"{np.mean(_column(mine, 'nll')):.3f}", shown(more, "+.4f", rng=rng)]
         rows.append([name, *cells, *_answers(mine, exact, asked, rng, name == _EXACT)])
     columns = (
         "AMSR, %", "KL to exact [95 %]", "KL, p95", "same likeliest token, % [95 %]", "NLL of the text", "more [95 %]",
@@ -112,7 +117,7 @@ def _answers(mine: Rows, exact: Rows, asked: Sequence[int], rng: np.random.Gener
     if not asked:
         return ["", ""]
     right, before = (np.array([100.0 * rows[place]["right"] for place in asked]) for rows in (mine, exact))
-    return [f"{right.mean():.1f}", "" if is_exact else _show(right - before, rng, "+.1f")]
+    return [f"{right.mean():.1f}", "" if is_exact else shown(right - before, "+.1f", rng=rng)]
 
 
 def _column(mine: Rows, name: str) -> np.ndarray:
@@ -124,38 +129,23 @@ def _kl(mine: Rows) -> np.ndarray:
     return np.array([np.mean(one["kl"]) for one in mine])
 
 
-def _show(
-    values: np.ndarray, rng: np.random.Generator, form: str, statistic: Callable[..., np.ndarray] = np.mean
-) -> str:
-    if len(values) == 1:
-        return f"{float(values[0]):{form}}"
-    low, high = interval(values, rng, statistic)
-    return f"{float(statistic(values)):{form}} [{low:{form}}, {high:{form}}]"
-
-
 def plot(found: dict[str, Any], path: Path) -> None:
     """KL over AMSR, a line for each rotation through its percentiles, a panel for each text; and the throughput."""
-    from matplotlib.figure import Figure
-
     texts: dict[str, dict[str, Rows]] = found.get("quality", {})
     count = len(texts) + ("speed" in found)
-    figure = Figure(figsize=(4.6 * count, 3.6), layout="constrained")
-    panels = iter(figure.subplots(1, count, squeeze=False).flat)
-    for text, ways in texts.items():
-        axes = next(panels)
-        for line in dict.fromkeys(name.partition(" ")[0] for name in ways if name != _EXACT):
-            names = [name for name in ways if name.partition(" ")[0] == line]
-            x = [100 * float(np.mean(_column(ways[name], "amsr"))) for name in names]
-            means = [_kl(ways[name]).mean() for name in names]
-            bounds = [interval(_kl(ways[name]), np.random.default_rng(0)) for name in names]
-            errors = [(mean - low, high - mean) for mean, (low, high) in zip(means, bounds, strict=True)]
-            axes.errorbar(x, means, np.array(errors).T, marker="o", capsize=2, label=line)
-        axes.set(title=text, xlabel="AMSR, %", ylabel="KL to exact decoding, nats a token")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    if "speed" in found:
-        _plot_speed(next(panels), found["speed"])
-    figure.savefig(path, dpi=130)
+    with drawing(path, (4.6 * count, 3.6), 1, count, squeeze=False) as grid:
+        panels = iter(grid.flat)
+        for text, ways in texts.items():
+            axes = next(panels)
+            for line in dict.fromkeys(name.partition(" ")[0] for name in ways if name != _EXACT):
+                names = [name for name in ways if name.partition(" ")[0] == line]
+                x = [100 * float(np.mean(_column(ways[name], "amsr"))) for name in names]
+                axes.errorbar(x, *centred([_kl(ways[name]) for name in names]), marker="o", capsize=2, label=line)
+            axes.set(title=text, xlabel="AMSR, %", ylabel="KL to exact decoding, nats a token")
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=8)
+        if "speed" in found:
+            _plot_speed(next(panels), found["speed"])
 
 
 def _plot_speed(axes: Any, pools: dict[str, dict[str, Rows]]) -> None:

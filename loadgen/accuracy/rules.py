@@ -47,6 +47,10 @@ class Rules:
 
         return paper_depth(self._table["raw_similarity"][str(ratio)], threshold)
 
+    def divergence(self, ratio: int, depth: int) -> float:
+        """Mean nats at the depth of a rule."""
+        return self._table["divergence"][str(ratio)].get(str(depth), 0.0)  # depth 1 is exact
+
     def calibrated(self, ratio: int) -> int:
         """The paper's depth, lowered until the outputs diverge by no more than the profile's bound."""
         return self._table["depths"][str(ratio)]

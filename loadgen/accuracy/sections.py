@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from rich.table import Table
@@ -13,6 +12,7 @@ from loadgen.accuracy.cases import BICACHE, BY_TABLE, COMBINED, NO_CACHE, WITHIN
 from loadgen.accuracy.measure import Outcome
 from loadgen.http.tables import make_table, markdown_table, wide_console
 from loadgen.micro.cost_model import modelled_passes
+from loadgen.micro.intervals import wilson
 
 Row = tuple[Case, Outcome]
 
@@ -47,14 +47,13 @@ class Section:
         return f"{self.title}\n\n{markdown_table(['', *self.columns], self.rows)}"
 
 
-def show(sections: Sequence[Section], published: str, markdown: Path | None) -> None:
-    """Print tables and the published figures, and write both to a file if one is named."""
+def show(sections: Sequence[Section], published: str) -> str:
+    """Print tables and the published figures; both in Markdown."""
     console = wide_console()
     for section in sections:
         console.print(section.table())
     console.print(published)
-    if markdown:
-        markdown.write_text("\n".join([*(section.markdown() for section in sections), f"{published}\n"]), "utf-8")
+    return "\n".join([*(section.markdown() for section in sections), f"{published}\n"])
 
 
 def case_section(title: str, rows: Sequence[Row]) -> Section:
@@ -101,22 +100,31 @@ def pooled_section(clusters: Sequence[Cluster], seed: int = 0) -> Section:
 def measured_section(title: str, clusters: Sequence[Cluster], seed: int = 0) -> Section:
     """Sums over lists, and right answers, rows and tokens for each CPU second beside those of the table.
 
-    Intervals are by a bootstrap over the lists.
+    Intervals of differences are by a bootstrap over the lists; that of the answers, which knows nothing of the lists,
+    is Wilson's.
     """
     rng = np.random.default_rng(seed)
     filled = []
     for name in clusters[0]:
         of, base = ([cluster[one] for cluster in clusters] for one in (name, BY_TABLE))
         total = Outcome.total(of)
-        row = [f"{total.exact} of {total.answers}", f"{100 * total.right / total.tokens:.1f}"]
-        row += _difference(clusters, name, rng, BY_TABLE)
+        shares = [100 * share for share in wilson(total.exact, total.answers)]
+        row = [f"{total.exact} of {total.answers}", f"{shares[0]:.0f} to {shares[1]:.0f} %"]
+        row += [f"{100 * total.right / total.tokens:.1f}", *_difference(clusters, name, rng, BY_TABLE)]
         row += [f"{total.rows / total.answers:.0f}", f"{total.generated / total.cpu_s:.1f}"]
         draws = rng.integers(len(clusters), size=(_DRAWS, len(clusters)))
         spent, spent_base = (np.array([outcome.cpu_s for outcome in outcomes]) for outcomes in (of, base))
         low, high = np.percentile(spent_base[draws].sum(1) / spent[draws].sum(1), (2.5, 97.5))
         times = [f"{spent_base.sum() / spent.sum():.2f}", f"{low:.2f} to {high:.2f}"]
         filled.append([name, *row, *(["", ""] if name == BY_TABLE else times)])
-    columns = ["answers right", "tokens right %", "points to the table", "95 % interval", "rows/answer"]
+    columns = [
+        "answers right",
+        "95 % interval",
+        "tokens right %",
+        "points to the table",
+        "95 % interval",
+        "rows/answer",
+    ]
     return Section(title, [*columns, "tokens/CPU s", "times the table's", "95 % interval"], filled)
 
 

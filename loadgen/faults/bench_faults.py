@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from aiohttp import ClientError
@@ -25,7 +24,7 @@ from loadgen.faults.signals import signals
 from loadgen.faults.soak import soak
 from loadgen.faults.tiers import tiers
 from loadgen.http import options
-from loadgen.http.files import write_json
+from loadgen.http.outputs import add_files, write_files
 from loadgen.http.tables import make_table, wide_console
 
 
@@ -58,7 +57,6 @@ CASES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--case", nargs="+", choices=[*CASES, "all"], default=["all"], help="default: all of them")
     parser.add_argument(
         "--scale",
@@ -68,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="factor on all numbers and durations; default: 1",
     )
     parser.add_argument("--seed", type=options.whole, metavar="N", help="default: a new one, which is printed")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="every figure")
+    add_files(parser, "json")
     parser.add_argument("server_options", nargs="*", help="after --: options for the servers that are started")
 
 
@@ -88,10 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         for problem in findings[name].problems:
             console.print(f"  {problem}", style="red", markup=False)
     _report(console, findings)
-    if arguments.json:
-        write_json(
-            arguments.json, {"format": "ramet-faults-1"} | {name: vars(found) for name, found in findings.items()}
-        )
+    write_files(arguments, {"format": "ramet-faults-1"} | {name: vars(found) for name, found in findings.items()})
     return int(any(found.problems for found in findings.values()))
 
 

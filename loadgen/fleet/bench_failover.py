@@ -14,17 +14,26 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
-from loadgen.fleet.proxy import Placed, Proxy, running_proxy
+from loadgen.fleet.fronts import RayCluster
+from loadgen.fleet.proxy import Placed, running_proxy
 from loadgen.fleet.relay import Relay
-from loadgen.fleet.replicas import Replica, engine_options, make_model, running_replicas, start_replicas
+from loadgen.fleet.replicas import (
+    Replica,
+    engine_options,
+    loaded_tokens,
+    make_model,
+    running_replicas,
+    start_replicas,
+)
 from loadgen.http import options
-from loadgen.http.files import write_json
+from loadgen.http.outputs import add_files, drawing, write_files
 from loadgen.http.prose import Prose
 from loadgen.http.tables import make_table, wide_console
 from runtime.config import default_cache_dir
@@ -34,6 +43,9 @@ from runtime.models.default_model import fetch_default
 _GROUPS, _RENEWED, _PREFIX_WORDS, _QUESTIONS, _NEW = 24, 12, 350, 4, 8
 # Seconds that a request may take before it counts as stuck, and of a window of the plot.
 _STUCK_S, _WINDOW_S = 60.0, 4.0
+
+# What happens at the beginning of each phase, by name.
+Acts = tuple[tuple[str, Callable[[], None]], ...]
 
 
 @dataclass
@@ -56,14 +68,13 @@ class Life:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The benchmark's options."""
     parser.add_argument("--replicas", type=options.count, default=3)
     parser.add_argument("--pool-tokens", type=options.count, default=6144, help="of each server; default: 6144")
     parser.add_argument("--rate", type=options.positive, default=6, help="requests per second; default: 6")
     parser.add_argument("--phase", type=options.positive, default=20, help="seconds between two events; default: 20")
     parser.add_argument("--kv-store", metavar="URL", help="that all servers share")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
-    parser.add_argument("--plot", metavar="FILE", help="write the plot as PNG or SVG")
+    parser.add_argument("--ray", metavar="PYTHON", help="an interpreter that has Ray, whose Serve is the front then")
+    add_files(parser, "json", "plot")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -72,58 +83,55 @@ def run(arguments: argparse.Namespace) -> int:
         tokenizer = fetch_default(default_cache_dir())
         shared = ("--kv-store", arguments.kv_store) if arguments.kv_store else ()
         settings = engine_options(make_model(Path(directory), tokenizer), arguments.pool_tokens, shared)
-        replicas = stack.enter_context(running_replicas(arguments.replicas, settings))
-        relay = stack.enter_context(Relay(replicas[0].events))
-        deaf = Replica(replicas[0].process, replicas[0].url, relay.endpoint, replicas[0].replay)
-        proxy = stack.enter_context(running_proxy(lambda: Placed(0), tokenizer, [deaf, *replicas[1:]]))
-        life = Life()
-        asyncio.run(_live(life, proxy, relay, replicas, settings, arguments))
+        life, replicas = Life(), list[Replica]()
+        acts: Acts
+        if arguments.ray:
+            ray = stack.enter_context(RayCluster(arguments.ray, arguments.replicas, settings))
+            url, acts = ray.url, (("a replica is killed", ray.kill), ("one more is asked for", ray.grow))
+        else:
+            replicas = stack.enter_context(running_replicas(arguments.replicas, settings))
+            url, acts = _behind_proxy(stack, replicas, settings, tokenizer)
+        asyncio.run(_live(life, url, (("warm", lambda: None), *acts), arguments))
+        loaded = [loaded_tokens(one.url) for one in replicas if one.process.poll() is None]
     _print(life, arguments.phase)
-    if arguments.json:
-        write_json(
-            arguments.json,
-            {
-                "requests": life.rows,
-                "marks": life.marks,
-                "ends": life.ends(),
-                "answers": len(set(life.answers.values())),
-            },
-        )
-    if arguments.plot:
-        _plot(life, arguments.plot)
+    if loaded:
+        wide_console().print(f"from tiers: {sum(loaded)} tokens, {loaded[-1]} of them to the server that joined")
+    data = {"requests": life.rows, "marks": life.marks, "ends": life.ends(), "answers": len({*life.answers.values()})}
+    data["loaded_tokens"] = loaded
+    write_files(arguments, data, plot=partial(_plot, life))
     return int(life.ends().keys() != {"right"})
 
 
-async def _live(
-    life: Life,
-    proxy: Proxy,
-    relay: Relay,
-    replicas: list[Replica],
-    settings: Sequence[str],
-    arguments: argparse.Namespace,
-) -> None:
+def _behind_proxy(
+    stack: ExitStack, replicas: list[Replica], settings: Sequence[str], tokenizer: Path
+) -> tuple[str, Acts]:
+    last = len(replicas) - 1
+    relay = stack.enter_context(Relay(replicas[0].events))
+    deaf = Replica(replicas[0].process, replicas[0].url, relay.endpoint, replicas[0].replay)
+    proxy = stack.enter_context(running_proxy(lambda: Placed(0), tokenizer, [deaf, *replicas[1:]]))
+
+    def kill() -> None:
+        replicas[last].kill()
+        proxy.leave(last)
+
+    def add() -> None:
+        (new,) = start_replicas(1, settings)
+        replicas.append(new)
+        proxy.join(new)
+
+    return proxy.url, (
+        ("a server is killed", kill),
+        ("another one joins", add),
+        ("events are lost", relay.cut),
+        ("events come again", relay.mend),
+    )
+
+
+async def _live(life: Life, url: str, phases: Acts, arguments: argparse.Namespace) -> None:
     begun_s = time.monotonic()
     connector = TCPConnector(limit=0, force_close=True)
     async with ClientSession(connector=connector, timeout=ClientTimeout(total=_STUCK_S)) as http:
-        load = asyncio.create_task(_load(life, http, proxy.url, arguments.rate, begun_s))
-        last = len(replicas) - 1
-
-        def kill() -> None:
-            replicas[last].kill()
-            proxy.leave(last)
-
-        def add() -> None:
-            (new,) = start_replicas(1, settings)
-            replicas.append(new)
-            proxy.join(new)
-
-        phases: tuple[tuple[str, Callable[[], None]], ...] = (
-            ("warm", lambda: None),
-            ("a server is killed", kill),
-            ("another one joins", add),
-            ("events are lost", relay.cut),
-            ("events come again", relay.mend),
-        )
+        load = asyncio.create_task(_load(life, http, url, arguments.rate, begun_s))
         for name, act in phases:
             life.marks.append((time.monotonic() - begun_s, name))
             await asyncio.to_thread(act)
@@ -180,18 +188,12 @@ def _print(life: Life, phase_s: float) -> None:
     console.print(f"{ends}; {len(set(life.answers.values()))} different answers to {len(life.answers)} prompts")
 
 
-def _plot(life: Life, path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 3.2), layout="constrained")
-    edges = np.arange(0, life.marks[-1][0], _WINDOW_S)
-    axes.plot(edges + _WINDOW_S / 2, [100 * life.hits(at, at + _WINDOW_S) for at in edges], "o-", markersize=3)
-    for at, name in life.marks[1:-1]:
-        axes.axvline(at, color="k", linestyle=":")
-        axes.text(at, 2, f" {name}", rotation=90, fontsize=7)
-    axes.set(xlabel="s", ylabel=f"cached prompt tokens, % in {_WINDOW_S:g} s", ylim=(0, 100))
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
+def _plot(life: Life, path: Path) -> None:
+    with drawing(path, (9, 3.2)) as axes:
+        edges = np.arange(0, life.marks[-1][0], _WINDOW_S)
+        axes.plot(edges + _WINDOW_S / 2, [100 * life.hits(at, at + _WINDOW_S) for at in edges], "o-", markersize=3)
+        for at, name in life.marks[1:-1]:
+            axes.axvline(at, color="k", linestyle=":")
+            axes.text(at, 2, f" {name}", rotation=90, fontsize=7)
+        axes.set(xlabel="s", ylabel=f"cached prompt tokens, % in {_WINDOW_S:g} s", ylim=(0, 100))
+        axes.grid(alpha=0.3)

@@ -11,18 +11,19 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.progress import track
 
-from loadgen.fleet.fronts import OTHERS, Front, fronts, ray_serve
+from loadgen.fleet.fronts import OTHERS, Front, RayCluster, fronts
 from loadgen.fleet.replicas import Counts, Replica, counts, engine_options, flush, make_model, running_replicas
 from loadgen.http import options
 from loadgen.http.arrivals import Arrivals, Closed, Recorded
-from loadgen.http.files import write_json
 from loadgen.http.load import Bounds
+from loadgen.http.outputs import add_files, drawing, write_files
 from loadgen.http.run import Plan, Prepared, Result, execute, prepare
 from loadgen.http.tables import make_table, wide_console
 from loadgen.http.target import Target
@@ -45,7 +46,6 @@ Row = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The benchmark's options."""
     parser.add_argument("--replicas", type=options.count, nargs="+", default=[2, 4])
     parser.add_argument("--pool-tokens", type=options.count, default=6144, help="of each server; default: 6144")
     parser.add_argument("--workloads", nargs="+", default=["prefixes", "chats", "trace"])
@@ -55,8 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=options.count, default=3, help="with other prompts each; default: 3")
     for name in (*OTHERS, "dynamo", "ray"):
         parser.add_argument(f"--{name}", metavar="PYTHON", help="an interpreter that has it; without, it is left out")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the figures; goes on with those that it has")
-    parser.add_argument("--plot", metavar="FILE", help="write the plot as PNG or SVG")
+    add_files(parser, "plot", json="the figures; goes on with those that it has")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -70,14 +69,12 @@ def run(arguments: argparse.Namespace) -> int:
         for number in arguments.replicas:
             for row in _measure(arguments, number, model, tokenizer, rows):
                 rows.append(row)
-                if arguments.json:
-                    write_json(arguments.json, {"runs": rows})
+                write_files(arguments, {"runs": rows})
     if not rows:
         print("ramet bench: nothing to measure", file=sys.stderr)
         return 2
     _print(rows)
-    if arguments.plot:
-        _plot(rows, arguments.plot)
+    write_files(arguments, {"runs": rows}, plot=partial(_plot, rows))
     return int(any(row["failed"] for row in rows))
 
 
@@ -111,9 +108,9 @@ def _measure(
                 yield from over(replicas, name, front)
     if arguments.ray and todo("ray serve"):
         # Nobody can flush all of its caches, so a run finds the pages of the one before, whose prompts were others.
-        with ray_serve(arguments.ray, number, engine_options(model, pool)) as url:
+        with RayCluster(arguments.ray, number, engine_options(model, pool)) as ray:
             for row in track(todo("ray serve"), description=f"{number} replicas, ray serve"):
-                yield _run(row, _prepared(url), url, workloads, lambda: _counts_behind(url, number))
+                yield _run(row, _prepared(ray.url), ray.url, workloads, lambda: _counts_behind(ray.url, number))
 
 
 def _key(row: Row) -> tuple[Any, ...]:
@@ -213,37 +210,28 @@ def _print(rows: Sequence[Row]) -> None:
     wide_console().print(table)
 
 
-def _plot(rows: Sequence[Row], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def _plot(rows: Sequence[Row], path: Path) -> None:
     medians = _medians(rows)
     groups = sorted({key[:2] for key in medians})
     routers = list(dict.fromkeys(key[2] for key in medians))
-    figure, panels = plt.subplots(3, 1, figsize=(9, 8), layout="constrained", sharex=True)
-    for axes, (name, title, factor) in zip(
-        panels,
-        (
-            ("hit_ratio", "hit ratio, %", 100),
-            ("imbalance", "computed tokens, busiest / mean", 1),
-            ("ttft_p50_s", "time to first token, median, ms", 1000),
-        ),
-        strict=True,
-    ):
-        for place, router in enumerate(routers):
-            at = [number + (place - len(routers) / 2) * 0.8 / len(routers) for number in range(len(groups))]
-            figures = [medians.get((*group, router), {}).get(name, (np.nan,) * 3) for group in groups]
-            middle = factor * np.array([figure[0] for figure in figures])
-            spread = [
-                [factor * (f[0] - f[1]) for f in figures],
-                [factor * (f[2] - f[0]) for f in figures],
-            ]
-            axes.bar(at, middle, 0.8 / len(routers), yerr=spread, label=router, align="edge", error_kw={"lw": 0.7})
-        axes.set(title=title)
-        axes.grid(alpha=0.3, axis="y")
-    panels[1].axhline(1.3, color="k", linestyle=":")
-    panels[-1].set_xticks(range(len(groups)), [f"{number} x {workload}" for number, workload in groups])
-    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, ncols=4, loc="outside upper center")
-    figure.savefig(path, dpi=110)
+    with drawing(path, (9, 8), 3, 1, sharex=True) as panels:
+        for axes, (name, title, factor) in zip(
+            panels,
+            (
+                ("hit_ratio", "hit ratio, %", 100),
+                ("imbalance", "computed tokens, busiest / mean", 1),
+                ("ttft_p50_s", "time to first token, median, ms", 1000),
+            ),
+            strict=True,
+        ):
+            for place, router in enumerate(routers):
+                at = [number + (place - len(routers) / 2) * 0.8 / len(routers) for number in range(len(groups))]
+                figures = [medians.get((*group, router), {}).get(name, (np.nan,) * 3) for group in groups]
+                middle = factor * np.array([figure[0] for figure in figures])
+                spread = [[factor * (f[0] - f[1]) for f in figures], [factor * (f[2] - f[0]) for f in figures]]
+                axes.bar(at, middle, 0.8 / len(routers), yerr=spread, label=router, align="edge", error_kw={"lw": 0.7})
+            axes.set(title=title)
+            axes.grid(alpha=0.3, axis="y")
+        panels[1].axhline(1.3, color="k", linestyle=":")
+        panels[-1].set_xticks(range(len(groups)), [f"{number} x {workload}" for number, workload in groups])
+        panels[0].figure.legend(*panels[0].get_legend_handles_labels(), fontsize=8, ncols=4, loc="outside upper center")

@@ -6,11 +6,11 @@ import json
 import os
 import shlex
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any, Self
 
 import httpx
 from aiohttp import ClientSession
@@ -77,30 +77,64 @@ def _dynamo(python: str, tokenizer: Path) -> Front:
     return front
 
 
-@contextmanager
-def ray_serve(python: str, number: int, options: Sequence[str]) -> Iterator[str]:
-    """The URL of a Ray cluster of its own with so many replicas, of these options of `ramet serve`."""
-    port = free_port()
-    arguments = {"options": shlex.join(options), "replicas": number, "cpus": 0.1}
-    application = {"name": "ramet", "route_prefix": "/", "import_path": "server.ray.application:app"}
-    config = {
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "applications": [{**application, "args": arguments}],
-    }
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        json.dump(config, file)
-        file.flush()
-        url = f"http://127.0.0.1:{port}"
-        with _process([python, "-m", "ray.serve.scripts", "run", file.name]):
-            _until(lambda: httpx.get(f"{url}/v1/models", trust_env=False, timeout=60).status_code == 200)
-            yield url
+class RayCluster:
+    """Ray Serve on a cluster of its own, while entered.
+
+    Args:
+        python: an interpreter that has Ray.
+        number: of replicas.
+        options: of `ramet serve`, for each.
+
+    Attributes:
+        url: of Serve.
+    """
+
+    def __init__(self, python: str, number: int, options: Sequence[str]):
+        self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._python = python
+        self._arguments: dict[str, Any] = {"options": shlex.join(options), "replicas": number, "cpus": 0.1}
+
+    def __enter__(self) -> Self:
+        command = [self._python, "-m", "loadgen.fleet.ray_driver", str(self._port)]
+        env = os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
+        pipe = subprocess.PIPE
+        self._driver = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=env)
+        try:
+            self._tell(self._arguments)
+        except BaseException:
+            end(self._driver)
+            raise
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        try:
+            self._driver.communicate(timeout=60)
+        finally:
+            end(self._driver)
+
+    def kill(self) -> None:
+        """End a replica without a warning. Serve starts another one."""
+        self._tell(None)
+
+    def grow(self) -> None:
+        """One replica more."""
+        self._arguments["replicas"] += 1
+        self._tell(self._arguments)
+
+    def _tell(self, message: object) -> None:
+        """Raises RuntimeError if the cluster is no more."""
+        assert self._driver.stdin is not None
+        assert self._driver.stdout is not None
+        self._driver.stdin.write(json.dumps(message).encode() + b"\n")
+        self._driver.stdin.flush()
+        if b"done\n" not in self._driver.stdout:  # up to that line
+            raise RuntimeError("Ray Serve has ended")
 
 
 @contextmanager
 def _process(command: Sequence[str]) -> Iterator[None]:
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"}
-    )
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield
     finally:

@@ -13,16 +13,10 @@ from pathlib import Path
 
 import httpx
 
-from loadgen.http.local_server import free_port, serve_command, wait_ready
+from loadgen.http.local_server import SMALL_MODEL, free_port, serve_command, wait_ready
 
 # A page is a block of the shortened trace.
 PAGE = 16
-_CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 49152,
-    "max_position_embeddings": 1 << 15, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True,
-    "eos_token_id": 0, "bos_token_id": 0,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,7 @@ def make_model(directory: Path, tokenizer: Path) -> Path:
     """A directory with a small configuration and the tokenizer of another model, for random weights."""
     model = directory / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(_CONFIG))
+    (model / "config.json").write_text(json.dumps(SMALL_MODEL))
     for path in tokenizer.glob("tokenizer*.json"):
         shutil.copy(path, model)
     return model
@@ -137,3 +131,9 @@ def counts(url: str) -> tuple[str, Counts]:
     answer = httpx.get(f"{url}/server_info", timeout=60, trust_env=False).raise_for_status().json()
     state = answer["state"]
     return answer["config"]["cache"]["kv_events"], Counts(state["queried_tokens"], state["cached_tokens"])
+
+
+def loaded_tokens(url: str) -> int:
+    """Tokens whose KV a server has loaded from its tiers."""
+    answer = httpx.get(f"{url}/server_info", timeout=60, trust_env=False).raise_for_status().json()
+    return sum(answer["state"]["loaded_tokens_by_tier"].values())

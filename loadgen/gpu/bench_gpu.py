@@ -24,7 +24,6 @@ _RESULTS = Path(__file__).parents[1] / "results"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--out", type=Path, default=_RESULTS, help=f"directory of the results; default: {_RESULTS}")
     parser.add_argument("--limit", type=float, default=480, help="seconds after which nothing begins (default: 480)")

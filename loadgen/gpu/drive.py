@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from loadgen.micro.drive import Drive
+from loadgen.micro.drive import ClockedDrive
 
 
-class WatchedDrive(Drive):
-    """A drive whose host time is counted.
-
-    Attributes:
-        host_s: seconds of the host since `watch`, by the part of a step.
-    """
-
-    def __init__(self, path: Path, **options: Any):
-        super().__init__(path, **options)
-        self.host_s: dict[str, float] = {}
+class WatchedDrive(ClockedDrive):
+    """A drive of which parts can be changed and clocked."""
 
     @contextmanager
     def without(self, **attributes: Any) -> Iterator[None]:
@@ -38,22 +28,11 @@ class WatchedDrive(Drive):
     def watch(self) -> None:
         """Count the host's seconds in scheduling, planning, launching, sampling and booking from now on."""
         core = self.core
-        for where, name, shown in (
-            (core.scheduler, "schedule", "schedule"), (core.scheduler, "follow", "schedule"),
-            (core.planner, "plan", "plan"),
-            (core.executor, "run", "launch"), (core.decoding, "choose", "sample"), (core, "_book", "book"),
-        ):  # fmt: skip
-            if not hasattr(getattr(where, name), "watched"):
-                setattr(where, name, self._timed(getattr(where, name), shown))
-        self.host_s = {}
-
-    def _timed(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return call(*arguments)
-            finally:
-                self.host_s[name] = self.host_s.get(name, 0.0) + time.perf_counter() - started
-
-        timed.watched = True  # type: ignore[attr-defined]
-        return timed
+        if not self._replaced:
+            for where, name, shown in (
+                (core.scheduler, "schedule", "schedule"), (core.scheduler, "follow", "schedule"),
+                (core.planner, "plan", "plan"),
+                (core.executor, "run", "launch"), (core.decoding, "choose", "sample"), (core, "_book", "book"),
+            ):  # fmt: skip
+                self.clock(where, name, shown)
+        self.reset()

@@ -113,7 +113,7 @@ class Speed(WatchedDrive):
             self.pace(3)
             self.watch()
             step_s = statistics.median(self.pace(steps) for _ in range(3))
-            host_ms = {f"{name}, ms": 1e3 * value / (3 * steps) for name, value in self.host_s.items()}
+            host_ms = {f"{name}, ms": 1e3 * value / (3 * steps) for name, value in self.spent.items()}
         weights = (self._body + self._head) * self.core.executor.dtype.itemsize
         bound_s = (weights + batch * self.sizes.context * self._row_bytes) / _BYTES_S
         return {
@@ -141,7 +141,7 @@ class Speed(WatchedDrive):
                 self.watch()
                 step_s = self.pace(steps)
                 found[f"{name}, ms"] = 1e3 * step_s
-                found[f"host {name}, ms"] = 1e3 * sum(self.host_s.values()) / steps
+                found[f"host {name}, ms"] = 1e3 * sum(self.spent.values()) / steps
                 gaps = profile_gaps(lambda: self.pace(min(steps, 8)), self.core.executor.device.type)
                 found |= {f"{figure} ({name})": value for figure, value in gaps.items()}
             self.core.overlap = usual

@@ -42,7 +42,6 @@ class Constant(Open):
     rate: float
 
     def times(self, rng: random.Random) -> Iterator[float]:
-        """See Open."""
         number = 0
         while True:
             yield number / self.rate
@@ -60,7 +59,6 @@ class Gamma(Open):
     burstiness: float = 1.0
 
     def times(self, rng: random.Random) -> Iterator[float]:
-        """See Open."""
         at_s = 0.0
         while True:
             at_s += rng.gammavariate(self.burstiness, 1 / (self.rate * self.burstiness))
@@ -79,7 +77,6 @@ class Ramp(Open):
     seconds: float
 
     def times(self, rng: random.Random) -> Iterator[float]:
-        """See Open."""
         expected = 0.0
         while True:
             expected += rng.expovariate(1.0)

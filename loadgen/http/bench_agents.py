@@ -6,6 +6,7 @@ import argparse
 import random
 import secrets
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import httpx
 from rich.console import Console
 from rich.progress import track
 
-from loadgen.http.files import write_json
 from loadgen.http.local_server import local_server
+from loadgen.http.outputs import add_files, drawing, write_files
 from loadgen.http.prose import Prose
 from loadgen.http.tables import make_table
 
@@ -89,7 +90,6 @@ def _shuffled(value: Any, draw: random.Random) -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--url", help="a running server; default: a server is started for the benchmark")
     parser.add_argument(
         "--requests", type=int, choices=range(1, _MOST_STEPS), metavar="N", default=12, help="of a session; default: 12"
@@ -97,8 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system-tokens", type=int, default=400, help="of the system prompt; default: 400")
     parser.add_argument("--step-tokens", type=int, default=200, help="of a thought and a result; default: 200")
     parser.add_argument("--sessions", type=int, default=2, help="sessions of each habit; default: 2")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the share of each prompt that was cached")
+    add_files(parser, json="write every measurement", plot="plot the share of each prompt that was cached")
     parser.add_argument("server_options", nargs="*", help="after --: options for the server that is started")
 
 
@@ -113,10 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
             trace = Trace(seed, arguments.system_tokens, arguments.step_tokens)
             measured[habit].append(_replay(client, trace, habit, arguments.requests))
     _report(measured, info)
-    if arguments.json:
-        write_json(arguments.json, {"arguments": vars(arguments), "model": info, "sessions": measured})
-    if arguments.plot:
-        _plot(measured, arguments.plot)
+    data = {"arguments": vars(arguments), "model": info, "sessions": measured}
+    write_files(arguments, data, plot=partial(_plot, measured))
     return 0
 
 
@@ -158,16 +155,15 @@ def _report(measured: dict[str, list[list[Body]]], info: Body) -> None:
 
 
 def _plot(measured: dict[str, list[list[Body]]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.4, 3.8), layout="constrained")
-    axes = figure.subplots()
-
-    for habit, (first, *_) in measured.items():
-        axes.plot(
-            range(1, len(first) + 1), [count["read"] / count["prompt"] for count in first], "o-", label=habit, alpha=0.7
-        )
-    axes.set(xlabel="request of the session", ylabel="share of the prompt that was cached", ylim=(-0.03, 1.03))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
+    with drawing(path, (7.4, 3.8)) as axes:
+        for habit, (first, *_) in measured.items():
+            axes.plot(
+                range(1, len(first) + 1),
+                [count["read"] / count["prompt"] for count in first],
+                "o-",
+                label=habit,
+                alpha=0.7,
+            )
+        axes.set(xlabel="request of the session", ylabel="share of the prompt that was cached", ylim=(-0.03, 1.03))
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from loadgen.http import options
 from loadgen.http.files import read_run
+from loadgen.http.outputs import new_file
 from loadgen.http.record import Record
 from loadgen.http.report import write_comparison
 from loadgen.http.tables import make_table, wide_console
@@ -106,11 +107,10 @@ def ratio_interval(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the comparison's options."""
     parser.add_argument("results", type=Path, nargs="+", metavar="JSON", help="of `serve`; ratios are over the first")
     parser.add_argument("--draws", type=options.count, default=1000, help="of the bootstrap; default: 1000")
     parser.add_argument("--seed", type=options.whole, default=0, help="of the bootstrap; default: 0")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="a report with plots of all runs, as one file")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="a report with plots of all runs, as one file")
 
 
 def run(arguments: argparse.Namespace) -> int:

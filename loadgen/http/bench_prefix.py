@@ -9,30 +9,27 @@ import random
 import statistics
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import httpx
 from rich.console import Console
 from rich.progress import track
 
-from loadgen.http.files import write_json
 from loadgen.http.local_server import local_server
+from loadgen.http.outputs import add_files, write_files
 from loadgen.http.tables import make_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--url", help="a running server; default: a server is started for the benchmark")
     parser.add_argument("--prefix-tokens", type=int, default=4096, help="default: 4096")
     parser.add_argument("--question-tokens", type=int, default=128, help="default: 128")
     parser.add_argument("--runs", type=int, default=7, help="repetitions, each with a new prefix; default: 7")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement")
+    add_files(parser, json="write every measurement")
     parser.add_argument("server_options", nargs="*", help="after --: options for the server that is started")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print the table."""
     server = nullcontext(arguments.url) if arguments.url else local_server(arguments.server_options)
     with server as url, httpx.Client(base_url=url, timeout=600) as client:
         info = client.get("/server_info").raise_for_status().json()["model_info"]
@@ -91,5 +88,4 @@ def _report(times: dict[str, list[float]], info: dict[str, Any], arguments: argp
     table.add_row("ideal share of cold", f"{1000 * cold * ideal:.0f}", "", "", f"{ideal:.2%}", "1.00")
     machine = f"{platform.machine()}, {platform.system()}, {info['device']}, {info['attention_backend']} attention"
     Console().print(table, f"{arguments.runs} runs after one warm-up, each with a fresh prefix; {machine}")
-    if arguments.json:
-        write_json(arguments.json, {"arguments": vars(arguments), "model": info, "seconds": times})
+    write_files(arguments, {"arguments": vars(arguments), "model": info, "seconds": times})

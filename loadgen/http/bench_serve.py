@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from loadgen.http import options
 from loadgen.http.files import write_csv, write_json
+from loadgen.http.outputs import new_file
 from loadgen.http.progress import live
 from loadgen.http.report import write_report
 from loadgen.http.run import Result, execute
@@ -18,16 +18,15 @@ from loadgen.http.verdict import of_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="default: http://127.0.0.1:30000")
     options.add_target(parser)
     options.add_workload(parser)
     options.add_arrivals(parser)
     options.add_bounds(parser)
     group = parser.add_argument_group("output")
-    group.add_argument("--json", type=Path, metavar="FILE", help="all results, with a record of each request")
-    group.add_argument("--csv", type=Path, metavar="FILE", help="a line for each request")
-    group.add_argument("--html", type=Path, metavar="FILE", help="a report with plots, as one file")
+    group.add_argument("--json", type=new_file, metavar="FILE", help="all results, with a record of each request")
+    group.add_argument("--csv", type=new_file, metavar="FILE", help="a line for each request")
+    group.add_argument("--html", type=new_file, metavar="FILE", help="a report with plots, as one file")
     group.add_argument("--name", help="the run's name in reports and comparisons; default: the URL")
 
 

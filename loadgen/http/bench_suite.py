@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +16,7 @@ from loadgen.http.arrivals import Closed
 from loadgen.http.files import write_json
 from loadgen.http.lengths import Distribution
 from loadgen.http.load import Bounds
+from loadgen.http.outputs import add_files
 from loadgen.http.run import Plan, Prepared, execute
 from loadgen.http.suite_table import markdown, run_line, suite_table
 from loadgen.http.tables import wide_console
@@ -62,7 +62,6 @@ CASES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the suite's options."""
     parser.add_argument(
         "--url", nargs="+", required=True, metavar="[NAME=]URL", help="servers; the first is compared with the others"
     )
@@ -93,8 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=JSON",
         help="further fields of the requests to one of the servers",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the summary of every run; written after each run")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="the table in Markdown")
+    add_files(parser, "markdown", json="the summary of every run; written after each run")
 
 
 def _named_body(text: str) -> tuple[str, dict[str, Any]]:

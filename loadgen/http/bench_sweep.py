@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from loadgen.http import options
 from loadgen.http.arrivals import Arrivals, Closed, Gamma
-from loadgen.http.files import write_json
+from loadgen.http.outputs import add_files, write_files
 from loadgen.http.plots import sweep_figure
 from loadgen.http.progress import live
 from loadgen.http.run import execute
@@ -21,7 +20,6 @@ from loadgen.http.target import TargetError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the sweep's options."""
     parser.add_argument("--url", default="http://127.0.0.1:30000", help="default: http://127.0.0.1:30000")
     parser.add_argument("--over", choices=["concurrency", "rate"], default="concurrency", help="default: concurrency")
     parser.add_argument("--start", type=options.positive, default=1.0, metavar="X", help="the first load; default: 1")
@@ -37,8 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_target(parser)
     options.add_workload(parser)
     options.add_bounds(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the summary of every level")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="throughput and latency over load, as PNG or SVG")
+    add_files(parser, json="the summary of every level", plot="throughput and latency over load, as PNG or SVG")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,12 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
     levels.sort(key=lambda level: level.load)
     held = knee(levels)
     console.print(_table(levels, arguments, held))
-    if arguments.json:
-        data = {"over": arguments.over, "goodput": arguments.goodput, "share": arguments.share, "knee": held}
-        levels_data = [{"load": level.load, "held": level.held, "summary": level.summary} for level in levels]
-        write_json(arguments.json, {"format": "ramet-sweep-1", **data, "levels": levels_data})
-    if arguments.plot and levels:
-        sweep_figure(levels, arguments.over, held).savefig(arguments.plot, dpi=130)
+    data = {"over": arguments.over, "goodput": arguments.goodput, "share": arguments.share, "knee": held}
+    levels_data = [{"load": level.load, "held": level.held, "summary": level.summary} for level in levels]
+    draw = (lambda path: sweep_figure(levels, arguments.over, held).savefig(path, dpi=130)) if levels else None
+    write_files(arguments, {"format": "ramet-sweep-1", **data, "levels": levels_data}, plot=draw)
     return 130 if interrupted else 0
 
 

@@ -68,7 +68,7 @@ class Client:
             async with asyncio.timeout(self._timeouts.total_s):
                 await self._stream(body, answer, now_s)
         except BaseException as error:
-            record.error, record.message = _kind(error), _printable(str(error)[:300]) or None
+            record.error, record.message = _kind(error), str(error)[:300].encode("utf-8", "replace").decode() or None
             if record.error is None:
                 record.error = "interrupted"
                 raise
@@ -82,7 +82,7 @@ class Client:
         async with self._session.post(self._url, json=body) as response:
             answer.record.status = response.status
             if response.status != 200:
-                raise Failed(f"http {response.status}", await _excerpt(response))
+                raise Failed(f"http {response.status}", (await response.content.read(1000)).decode(errors="replace"))
             splitter = EventSplitter()
             async for chunk in response.content.iter_any():
                 done = _take(splitter.feed(chunk), answer, now_s()) or done
@@ -113,14 +113,6 @@ def _check(answer: Answer, done: bool) -> None:
         raise Failed("aborted", f"finish reason {record.finish_reason}")
     if not record.arrivals_s:
         raise Failed("empty", "the stream held no text")
-
-
-async def _excerpt(response: aiohttp.ClientResponse) -> str:
-    return (await response.content.read(1000)).decode(errors="replace")
-
-
-def _printable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()
 
 
 def _kind(error: BaseException) -> str | None:

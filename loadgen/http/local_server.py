@@ -11,6 +11,14 @@ from contextlib import contextmanager
 
 import httpx
 
+# The configuration of a random model whose answers cost little, and which counts as real ones do.
+SMALL_MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 49152,
+    "max_position_embeddings": 1 << 15, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True,
+    "eos_token_id": 0, "bos_token_id": 0,
+}  # fmt: skip
+
 START_SECONDS = 300
 
 

@@ -12,8 +12,7 @@ from rich.table import Table
 from loadgen.http.plots import run_figures, svg
 from loadgen.http.record import Record
 from loadgen.http.run import Result
-from loadgen.http.run_tables import figures, warnings
-from loadgen.http.summary import PERCENTILES
+from loadgen.http.run_tables import figure_table, latency_table, warnings
 from loadgen.http.verdict import of_run
 
 _STYLE = """
@@ -43,9 +42,9 @@ def _page(title: str, result: Result) -> str:
 <h1>{escape(title)}</h1>
 <p class="verdict">{escape(of_run(result.records))}</p>
 <p>{escape(result.facts["started_at"])}, {escape(result.facts["client"]["machine"])}</p>
-{warned}{_latency_table(result)}
+{warned}{_html(latency_table(result.summary))}
 <h2>Figures</h2>
-{_figure_table(result)}
+{_html(figure_table(result))}
 <div class="plots">{plots}</div><h2>Settings</h2>
 <pre>{facts}</pre>
 </body></html>
@@ -60,9 +59,6 @@ def plots_of(records: Sequence[Record]) -> str:
 
 def write_comparison(path: Path, verdicts: Sequence[str], table: Table, runs: Mapping[str, Sequence[Record]]) -> None:
     """Write a comparison: its verdicts, its table, and the plots of all runs."""
-    head = "".join(f"<th>{escape(str(column.header))}</th>" for column in table.columns)
-    lines = zip(*(column.cells for column in table.columns), strict=True)
-    rows = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in line)}</tr>\n" for line in lines)
     plots = "".join(
         f'<h1>{escape(name)}</h1><div class="plots">{plots_of(records)}</div>' for name, records in runs.items()
     )
@@ -70,21 +66,14 @@ def write_comparison(path: Path, verdicts: Sequence[str], table: Table, runs: Ma
     path.write_text(
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>Comparison</title>'
         f"<style>{_STYLE}</style></head><body>\n{said}<p>{escape(str(table.title))}</p>\n"
-        f"<table><tr>{head}</tr>\n{rows}</table>\n{plots}</body></html>\n",
+        f"{_html(table)}\n{plots}</body></html>\n",
         encoding="utf-8",
     )
 
 
-def _latency_table(result: Result) -> str:
-    points = ["mean", *(f"p{p}" for p in PERCENTILES), "max"]
-    head = "".join(f"<th>{point}</th>" for point in points)
-    rows = "".join(
-        f"<tr><td>{kind.upper()}</td>{''.join(f'<td>{1000 * values[point]:.1f}</td>' for point in points)}</tr>\n"
-        for kind, values in result.summary["latency"].items()
-    )
-    return f"<table><tr><th>milliseconds</th>{head}</tr>\n{rows}</table>"
-
-
-def _figure_table(result: Result) -> str:
-    rows = "".join(f"<tr><td>{escape(k)}</td><td>{escape(v)}</td></tr>\n" for k, v in figures(result).items())
-    return f"<table>{rows}</table>"
+def _html(table: Table) -> str:
+    """A table of the terminal in HTML."""
+    head = "".join(f"<th>{escape(str(column.header))}</th>" for column in table.columns)
+    lines = zip(*(column.cells for column in table.columns), strict=True)
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in line)}</tr>\n" for line in lines)
+    return f"<table><tr>{head}</tr>\n{rows}</table>"

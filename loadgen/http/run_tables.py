@@ -24,10 +24,13 @@ _NAMES = {
 
 def run_tables(result: Result) -> RenderableType:
     """Latencies, throughput, errors, warnings."""
-    return Group(_latencies(result.summary), _figures(result), *(Text(w, style="yellow") for w in warnings(result)))
+    return Group(
+        latency_table(result.summary), figure_table(result), *(Text(w, style="yellow") for w in warnings(result))
+    )
 
 
-def _latencies(summary: dict[str, Any]) -> Table:
+def latency_table(summary: dict[str, Any]) -> Table:
+    """Milliseconds by kind of latency."""
     points = ("mean", "p50", "p90", "p95", "p99", "max")
     kinds = dict(summary["latency"])
     if (late := summary["sent_late"]) and late["max"] > 0.001:
@@ -36,17 +39,14 @@ def _latencies(summary: dict[str, Any]) -> Table:
     return make_table("milliseconds, from the instant at which a request was due", ("", *points), rows)
 
 
-def _figures(result: Result) -> Table:
-    table = Table(show_header=False)
-    table.add_column("")
-    table.add_column("", justify="right")
-    for name, value in figures(result).items():
-        table.add_row(name, value)
+def figure_table(result: Result) -> Table:
+    """All figures but latencies, by name."""
+    table = make_table("", ("", ""), _figures(result).items())
+    table.title, table.show_header = None, False
     return table
 
 
-def figures(result: Result) -> dict[str, str]:
-    """All figures but latencies, by name, as text."""
+def _figures(result: Result) -> dict[str, str]:
     summary = result.summary
     rows = {
         "requests": f"{summary['requests']}, {summary['completed']} of them complete",

@@ -8,16 +8,17 @@ import random
 import tempfile
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich.progress import track
 
-from loadgen.http.files import write_json
+from loadgen.http.outputs import add_files, drawing, write_files
 from loadgen.http.tables import make_table, markdown_table, wide_console
 from loadgen.micro.drive import Drive
-from loadgen.micro.intervals import interval
+from loadgen.micro.intervals import centred, shown
 
 _COLUMNS = ("", "new prefix, tokens/CPU s [95 %]", "shared prefix", "reused", "rows a token, new", "shared", "decoding")
 # The shapes of the default model; what is generated means nothing, and costs the same.
@@ -37,7 +38,6 @@ class Contender(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--dtype", default="auto", help="default: auto")
     parser.add_argument("--layers", type=int, default=30, help="of the models, whose weights are random (default: 30)")
     parser.add_argument("--prefix", type=int, default=512, help="shared tokens (default: 512)")
@@ -46,13 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--block", type=int, default=4, help="positions of a block (default: 4)")
     parser.add_argument("--steps", type=int, nargs="+", default=[4, 2, 1], help="of a block (default: 4 2 1)")
     parser.add_argument("--rounds", type=int, default=7, help="of each median (default: 7)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot as PNG or SVG")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round")
+    add_files(parser, "markdown", "plot", json="write the figures of every round")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table, write the files."""
     a = arguments
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         drives = {}
@@ -65,12 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows = [_row(name, requests, a.output) for name, requests in found.items()]
     title = f"{a.prefix} + {a.prompt} tokens, {a.output} new ones, blocks of {a.block}"
     wide_console().print(make_table(title, _COLUMNS, rows))
-    if a.markdown:
-        a.markdown.write_text(markdown_table(_COLUMNS, rows))
-    if a.plot:
-        _plot(found, a)
-    if a.json:
-        write_json(a.json, {"requests": found})
+    write_files(a, {"requests": found}, markdown_table(_COLUMNS, rows), partial(_plot, found, a.output))
     return 0
 
 
@@ -114,27 +106,19 @@ def _speeds(requests: list[dict[str, float]], shared: bool, output: int) -> np.n
 
 def _row(name: str, requests: list[dict[str, float]], output: int) -> list[str]:
     cells, draw = [name], np.random.default_rng(0)
-    for shared in (False, True):
-        speeds = _speeds(requests, shared, output)
-        low, high = interval(speeds, draw, np.median)
-        cells.append(f"{np.median(speeds):.1f} [{low:.1f}, {high:.1f}]")
+    cells += [shown(_speeds(requests, shared, output), ".1f", np.median, draw) for shared in (False, True)]
     cells.append(f"{requests[1]['reused']:.1%}")
     cells += [f"{requests[i]['rows'] / output:.2f}" for i in (0, 1)]
     return [*cells, f"{requests[1]['decoding'] / output:.2f}"]
 
 
-def _plot(found: dict[str, list[dict[str, float]]], a: argparse.Namespace) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 3.2), layout="constrained")
-    axes = figure.subplots()
-    places = np.arange(len(found))
-    for shared, label in ((False, "new prefix"), (True, "shared prefix")):
-        every = [_speeds(requests, shared, a.output) for requests in found.values()]
-        middle = np.array([np.median(speeds) for speeds in every])
-        spread = np.array([interval(speeds, np.random.default_rng(0), np.median) for speeds in every]).T
-        axes.bar(places + 0.4 * shared - 0.2, middle, 0.36, yerr=np.abs(spread - middle), capsize=2, label=label)
-    axes.set_xticks(places, list(found))
-    axes.set_ylabel("tokens per CPU second")
-    axes.legend(frameon=False)
-    figure.savefig(a.plot, dpi=150)
+def _plot(found: dict[str, list[dict[str, float]]], output: int, path: Path) -> None:
+    with drawing(path, (7.2, 3.2)) as axes:
+        places = np.arange(len(found))
+        for shared, label in ((False, "new prefix"), (True, "shared prefix")):
+            every = [_speeds(requests, shared, output) for requests in found.values()]
+            middle, spread = centred(every, np.median)
+            axes.bar(places + 0.4 * shared - 0.2, middle, 0.36, yerr=spread, capsize=2, label=label)
+        axes.set_xticks(places, list(found))
+        axes.set_ylabel("tokens per CPU second")
+        axes.legend(frameon=False)

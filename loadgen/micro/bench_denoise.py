@@ -51,7 +51,6 @@ class Case:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--model", help="a diffusion model; default: the default model without its causal mask")
     parser.add_argument("--dtype", default="auto", help="default: auto")
     parser.add_argument("--prefix", type=int, default=512, help="shared tokens (default: 512)")
@@ -64,7 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print a table."""
     with tempfile.TemporaryDirectory() as directory:
         model = arguments.model or _without_mask(Path(directory))
         with Engine(model, dtype=arguments.dtype) as engine:

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 from rich.progress import track
 
-from loadgen.http.files import write_json
+from loadgen.http.outputs import write_files
 from loadgen.http.prose import Prose
 from loadgen.http.tables import make_table, markdown_table, wide_console
 from loadgen.http.target import Target, TargetError, find_model
@@ -25,13 +25,11 @@ from loadgen.micro.bench_drafts import HEAT, TASKS, Question, add_task_arguments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--url", nargs="+", required=True, metavar="NAME=URL", help="ratios are to the last one")
     add_task_arguments(parser, questions=2)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table, write the files."""
     a, found = arguments, []
     targets = [Target(name, url, "completions") for name, _, url in (pair.partition("=") for pair in a.url)]
     draw = random.Random(a.seed)
@@ -41,8 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         cells = [(task, clients) for task in a.tasks for clients in a.clients]
         for task, clients in track(cells, description="servers"):
             found.append(_measure(targets, models, draw, prose, task, clients, a))
-            if a.json:
-                write_json(a.json, {"cells": found})
+            write_files(a, {"cells": found})
     except (TargetError, httpx.HTTPError) as error:
         print(f"error: {error}")
         return 1
@@ -50,8 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
                *(f"{target.name} / {targets[-1].name} [95 %]" for target in targets[:-1]))  # fmt: skip
     rows = [_row(cell, [target.name for target in targets]) for cell in found]
     wide_console().print(make_table("drafts on several servers", columns, rows, left=1))
-    if a.markdown:
-        a.markdown.write_text(markdown_table(columns, rows))
+    write_files(a, {"cells": found}, markdown_table(columns, rows))
     return 0
 
 

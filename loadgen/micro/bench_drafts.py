@@ -9,16 +9,17 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from rich.progress import track
 
-from loadgen.http.files import write_json
+from loadgen.http.outputs import add_files, drawing, write_files
 from loadgen.http.prose import Prose
 from loadgen.http.tables import make_table, markdown_table, wide_console
-from loadgen.micro.intervals import interval
+from loadgen.micro.intervals import centred, shown
 from runtime.engine.offline import Engine
 
 _COLUMNS = (
@@ -118,20 +119,17 @@ def add_task_arguments(parser: argparse.ArgumentParser, questions: int) -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, help="of each median (default: 5)")
     parser.add_argument("--seed", type=int, default=0, help="of the texts (default: 0)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round, after each cell")
+    add_files(parser, "markdown", json="write the figures of every round, after each cell")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--model", default="smollm2-135m-instruct", help="default: the default model")
     parser.add_argument("--dtype", default="auto", help="default: auto")
     add_task_arguments(parser, questions=4)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot as PNG or SVG")
+    add_files(parser, "plot")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table, write the files."""
     a = arguments
     draw, found = random.Random(a.seed), []
     prose = Prose(draw)
@@ -140,17 +138,13 @@ def run(arguments: argparse.Namespace) -> int:
         cells = [(task, clients) for task in a.tasks for clients in a.clients]
         for task, clients in track(cells, description="drafts"):
             found.append(_measure(engines, draw, prose, task, clients, a))
-            if a.json:
-                write_json(a.json, {"cells": found})
+            write_files(a, {"cells": found})
     finally:
         for engine in engines.values():
             engine.close()
     rows = [_row(cell) for cell in found]
     wide_console().print(make_table(f"drafts, {engines['off'].info.dtype}", _COLUMNS, rows, left=1))
-    if a.markdown:
-        a.markdown.write_text(markdown_table(_COLUMNS, rows))
-    if a.plot:
-        _plot(found, a.plot)
+    write_files(a, {"cells": found}, markdown_table(_COLUMNS, rows), partial(_plot, found))
     return 0
 
 
@@ -221,8 +215,7 @@ def literal(text: str) -> str:
 def ratios(cell: dict[str, Any], name: str, base: str) -> tuple[np.ndarray, str]:
     """Of one way of a cell to another, by rounds, and their median with its interval."""
     found = np.array(cell[name]) / np.array(cell[base])
-    low, high = interval(found, np.random.default_rng(0), np.median)
-    return found, f"{np.median(found):.2f} [{low:.2f}, {high:.2f}]"
+    return found, shown(found, ".2f", np.median)
 
 
 def _row(cell: dict[str, Any]) -> list[str]:
@@ -238,22 +231,15 @@ def _row(cell: dict[str, Any]) -> list[str]:
 
 def _plot(found: Sequence[dict[str, Any]], path: Path) -> None:
     """Gains by task, a bar for each number of clients."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 3.6), layout="constrained")
-    axes = figure.subplots()
-    tasks = list(dict.fromkeys(cell["task"] for cell in found))
-    counts = list(dict.fromkeys(cell["clients"] for cell in found))
-    for number, clients in enumerate(counts):
-        mine = [cell for cell in found if cell["clients"] == clients]
-        gains = np.array([np.median(ratios(cell, "auto", "off")[0]) for cell in mine])
-        spread = np.array(
-            [interval(ratios(cell, "auto", "off")[0], np.random.default_rng(0), np.median) for cell in mine]
-        ).T
-        places = np.array([tasks.index(cell["task"]) for cell in mine]) + (number - (len(counts) - 1) / 2) * 0.25
-        axes.bar(places, gains, 0.22, yerr=np.abs(spread - gains), capsize=2, label=f"{clients} clients")
-    axes.axhline(1, color="gray", linewidth=0.8)
-    axes.set_xticks(range(len(tasks)), tasks)
-    axes.set_ylabel("tokens/s, with drafts / without")
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    with drawing(path, (9.6, 3.6)) as axes:
+        tasks = list(dict.fromkeys(cell["task"] for cell in found))
+        counts = list(dict.fromkeys(cell["clients"] for cell in found))
+        for number, clients in enumerate(counts):
+            mine = [cell for cell in found if cell["clients"] == clients]
+            gains, spread = centred([ratios(cell, "auto", "off")[0] for cell in mine], np.median)
+            places = np.array([tasks.index(cell["task"]) for cell in mine]) + (number - (len(counts) - 1) / 2) * 0.25
+            axes.bar(places, gains, 0.22, yerr=spread, capsize=2, label=f"{clients} clients")
+        axes.axhline(1, color="gray", linewidth=0.8)
+        axes.set_xticks(range(len(tasks)), tasks)
+        axes.set_ylabel("tokens/s, with drafts / without")
+        axes.legend(frameon=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from array import array
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from loadgen.http.files import write_json
+from loadgen.http.outputs import add_files, drawing, write_files
 from loadgen.http.tables import make_table
 from loadgen.micro.drive import Drive, matrix_weights, model_path
 from loadgen.micro.timing import timed
@@ -25,7 +26,6 @@ Row = dict[str, float]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--model", help="default: the default model")
     parser.add_argument("--dtype", default="auto", help="default: auto")
     parser.add_argument("--quantization", default="none", help="as of `ramet serve`")
@@ -33,12 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64], help="decoding requests")
     parser.add_argument("--steps", type=int, default=24, help="decode steps of each median (default: 24)")
     parser.add_argument("--repeats", type=int, default=3, help="prompts of each median (default: 3)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plots as PNG or SVG")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    add_files(parser, "plot", "json")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print tables."""
     bench = Growth(arguments)
     figures: dict[str, Any] = {"backend": bench.core.info.attention_backend, "dtype": bench.core.info.dtype}
     bounds = figures["bounds"] = bench.bounds()
@@ -54,10 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows = figures[name]
         lines = ([f"{value:.4g}" for value in row.values()] for row in rows)
         console.print(make_table(f"by {name}", list(rows[0]) if rows else [], lines, left=0))
-    if arguments.plot:
-        _plot(figures, arguments.plot)
-    if arguments.json:
-        write_json(arguments.json, figures)
+    write_files(arguments, figures, plot=partial(_plot, figures))
     return 0
 
 
@@ -132,21 +127,17 @@ class Growth(Drive):
 
 
 def _plot(figures: dict[str, Any], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 3.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for axes, rows in ((left, figures["context"]), (right, figures["batch"])):
-        names = list(rows[0])
-        shown = [name for name in names[1:] if name.endswith("ms")] if axes is left else names[2::2]
-        for name in shown:
-            axes.plot([row[names[0]] for row in rows], [row[name] for row in rows], marker="o", label=name)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks([row[names[0]] for row in rows], [f"{row[names[0]]:.0f}" for row in rows])
-        axes.set_xlabel("tokens of context" if axes is left else "requests that decode together")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    left.set_yscale("log")
-    left.set_ylabel("milliseconds")
-    right.set_ylabel("tokens/s")
-    figure.savefig(path, dpi=130)
+    with drawing(path, (9.6, 3.4), 1, 2) as (left, right):
+        for axes, rows in ((left, figures["context"]), (right, figures["batch"])):
+            names = list(rows[0])
+            shown = [name for name in names[1:] if name.endswith("ms")] if axes is left else names[2::2]
+            for name in shown:
+                axes.plot([row[names[0]] for row in rows], [row[name] for row in rows], marker="o", label=name)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks([row[names[0]] for row in rows], [f"{row[names[0]]:.0f}" for row in rows])
+            axes.set_xlabel("tokens of context" if axes is left else "requests that decode together")
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=7)
+        left.set_yscale("log")
+        left.set_ylabel("milliseconds")
+        right.set_ylabel("tokens/s")

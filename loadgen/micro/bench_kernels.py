@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from rich.progress import track
 
 from loadgen.http.files import write_json
+from loadgen.http.outputs import add_files, drawing
 from loadgen.http.tables import make_table, wide_console
 from loadgen.micro.drive import matrix_weights, model_path
-from loadgen.micro.intervals import interval
+from loadgen.micro.intervals import shown
 from loadgen.micro.timing import timed
 from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
 from runtime.execution.attention.paged_index import rows_of
@@ -56,7 +57,6 @@ class Case(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--model", help="default: the default model")
     parser.add_argument("--builds", nargs="+", metavar="ISA|NAME=FILE", help="default: the best one")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 256], help="of products")
@@ -65,12 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shared", type=int, default=2048, help="tokens of the shared prefix (default: 2048)")
     parser.add_argument("--threads", type=int, default=ALL_THREADS, help=f"default: {ALL_THREADS}")
     parser.add_argument("--rounds", type=int, default=15, help="of each median (default: 15)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plots as PNG or SVG")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all times, after each round")
+    add_files(parser, "plot", json="write all times, after each round")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print tables."""
     torch.set_num_threads(arguments.threads)
     builds = [_build(name) for name in arguments.builds or _best()]
     if missing := [name for name, library in builds if library is None]:
@@ -247,34 +245,29 @@ def _table(title: str, cases: list[Case], seconds: dict[str, list[float]]) -> An
         row = [str(size)]
         for case in (case for case in cases if case.size == size):
             times = 1e3 * np.array(seconds[_key(case)])
-            low, high = interval(times, rng, np.median)
-            row += [
-                f"{np.median(times):.4g} [{low:.4g}, {high:.4g}]",
-                f"{case.operations / np.median(times) / 1e6:.0f}",
-            ]
+            row += [shown(times, ".4g", np.median, rng), f"{case.operations / np.median(times) / 1e6:.0f}"]
         rows.append(row)
     return make_table(title, ["", *columns], rows, left=0)
 
 
 def _plot(cases: list[Case], seconds: dict[str, list[float]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12.8, 3.2), layout="constrained")
-    for axes, (part, title) in zip(figure.subplots(1, len(_PARTS)), _PARTS.items(), strict=True):
-        shown = [case for case in cases if case.part == part]
-        for build in dict.fromkeys(case.build for case in shown):
-            mine = [case for case in shown if case.build == build]
-            sizes = [case.size for case in mine]
-            rates = [case.operations / float(np.median(seconds[_key(case)])) / 1e9 for case in mine]
-            axes.plot(sizes, rates, marker="o", label=build)
-            axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.set(
-            xscale="log", xlabel=title.rpartition("by ")[2], title=title.split(",")[0].replace(" behind", "\nbehind")
-        )
-        axes.set_ylim(bottom=0)
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.title.set_fontsize(8)
-        axes.legend(fontsize=7)
-    figure.supylabel("GFLOP/s", fontsize=9)
-    figure.savefig(path, dpi=130)
+    with drawing(path, (12.8, 3.2), 1, len(_PARTS)) as panels:
+        for axes, (part, title) in zip(panels, _PARTS.items(), strict=True):
+            shown = [case for case in cases if case.part == part]
+            for build in dict.fromkeys(case.build for case in shown):
+                mine = [case for case in shown if case.build == build]
+                sizes = [case.size for case in mine]
+                rates = [case.operations / float(np.median(seconds[_key(case)])) / 1e9 for case in mine]
+                axes.plot(sizes, rates, marker="o", label=build)
+                axes.set_xticks(sizes, [str(size) for size in sizes])
+            axes.set(
+                xscale="log",
+                xlabel=title.rpartition("by ")[2],
+                title=title.split(",")[0].replace(" behind", "\nbehind"),
+            )
+            axes.set_ylim(bottom=0)
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+            axes.title.set_fontsize(8)
+            axes.legend(fontsize=7)
+        panels[0].figure.supylabel("GFLOP/s", fontsize=9)

@@ -15,7 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 from loadgen.http.bench_compare import ratio_interval
-from loadgen.http.files import write_json
+from loadgen.http.outputs import add_files, drawing, write_files
 from loadgen.http.tables import make_table, wide_console
 from loadgen.micro.drive import Drive, model_path
 
@@ -29,7 +29,6 @@ Samples = dict[str, list[float]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--model", help="default: the default model")
     parser.add_argument("--dtype", default="auto", help="default: auto")
     parser.add_argument(
@@ -42,12 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shared", type=int, default=4096, help="tokens that these share (default: 4096)")
     parser.add_argument("--steps", type=int, default=24, help="decode steps of each median (default: 24)")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each median (default: 5)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot as PNG or SVG")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    add_files(parser, "plot", "json")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print tables."""
     bench = Modules(arguments)
     figures: dict[str, Any] = {"backend": bench.core.info.attention_backend, "dtype": bench.core.info.dtype}
     figures["first"] = {n: bench.first(n) for n in track(arguments.lengths, description="time to first token")}
@@ -62,10 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"would take {arguments.together * once:.0f}"
     )
     console.print(_PUBLISHED)
-    if arguments.plot:
-        _plot(figures["first"], arguments.plot)
-    if arguments.json:
-        write_json(arguments.json, figures)
+    write_files(arguments, figures, plot=partial(_plot, figures["first"]))
     bench.close()
     return 0
 
@@ -224,15 +218,14 @@ def _together_table(together: dict[str, Any], arguments: argparse.Namespace) -> 
 
 
 def _plot(first: dict[int, dict[str, Samples]], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11.2, 3.6), layout="constrained")
-    for axes, scale in zip(figure.subplots(1, 2), ("linear", "log"), strict=True):
-        for name in next(iter(first.values())):
-            axes.plot(list(first), [np.median(ways[name]["ttft"]) for ways in first.values()], marker="o", label=name)
-        axes.set_yscale(scale)
-        axes.set_xlabel("tokens of modules")
-        axes.set_ylabel("time to first token, ms")
-        axes.grid(alpha=0.3)
-    figure.legend(*axes.get_legend_handles_labels(), fontsize=7, loc="outside right center")
-    figure.savefig(path, dpi=130)
+    with drawing(path, (11.2, 3.6), 1, 2) as panels:
+        for axes, scale in zip(panels, ("linear", "log"), strict=True):
+            for name in next(iter(first.values())):
+                axes.plot(
+                    list(first), [np.median(ways[name]["ttft"]) for ways in first.values()], marker="o", label=name
+                )
+            axes.set_yscale(scale)
+            axes.set_xlabel("tokens of modules")
+            axes.set_ylabel("time to first token, ms")
+            axes.grid(alpha=0.3)
+        axes.figure.legend(*axes.get_legend_handles_labels(), fontsize=7, loc="outside right center")

@@ -6,18 +6,19 @@ It replays hours of a server's cache in seconds, in process, without a server.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from heapq import heappop, heappush
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+from loadgen.http.outputs import add_files, drawing, write_files
+from loadgen.http.tables import make_table
 from loadgen.micro.stress import STRESS, Trace, stress_trace
 from loadgen.micro.traffic import MOONCAKE, Traffic, read_traffic, reuse_gaps
 from radix import POLICIES, PolicyName, RadixTree, make_policy
@@ -62,7 +63,6 @@ Figures = dict[str, list[Tally]]  # by policy, for each capacity
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The benchmark's options."""
     parser.add_argument(
         "traces",
         nargs="*",
@@ -82,8 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="synthetic traces, too; default: all of them where no trace is given",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the synthetic traces")
-    parser.add_argument("--plot", metavar="FILE", help="write the plot as PNG or SVG")
-    parser.add_argument("--json", metavar="FILE", help="write the figures")
+    add_files(parser, "plot", "json")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -107,14 +106,11 @@ def run(arguments: argparse.Namespace) -> int:
         Console().print(f"{name}: {advice(traffic, found[name], sizes[name])}", highlight=False)
     if synthetic:
         _print_stress({name: found[name] for name in synthetic})
-    if arguments.plot:
-        _plot(found, sizes, arguments.plot)
-    if arguments.json:
-        record = {
-            name: {"capacities": sizes[name], **{policy: [asdict(t) for t in row] for policy, row in figures.items()}}
-            for name, figures in found.items()
-        }
-        Path(arguments.json).write_text(json.dumps(record) + "\n")
+    record = {
+        name: {"capacities": sizes[name], **{policy: [asdict(t) for t in row] for policy, row in figures.items()}}
+        for name, figures in found.items()
+    }
+    write_files(arguments, record, plot=partial(_plot, found, sizes))
     return 0
 
 
@@ -233,8 +229,9 @@ def _next_uses(accesses: Sequence[int]) -> Iterator[int]:
 
 def _print_trace(name: str, trace: Trace, figures: Figures, capacities: Sequence[int]) -> None:
     blocks = sum(len(blocks) for _, blocks in trace)
-    whole = _table(f"{name}: {len(trace)} requests, {blocks} blocks; % of the blocks, of the operations", capacities)
-    quarters = _table(f"{name}: hit ratio in % by quarter", capacities)
+    columns = ("blocks in the cache", *map(str, capacities))
+    whole = make_table(f"{name}: {len(trace)} requests, {blocks} blocks; % of the blocks, of the operations", columns)
+    quarters = make_table(f"{name}: hit ratio in % by quarter", columns)
     for policy, row in figures.items():
         whole.add_row(f"{policy}: hits", *(f"{100 * one.hit_ratio:.1f}" for one in row))
         for quarter, ratios in enumerate(zip(*(one.by_quarter() for one in row), strict=True), 1):
@@ -245,16 +242,9 @@ def _print_trace(name: str, trace: Trace, figures: Figures, capacities: Sequence
     Console().print(whole, quarters)
 
 
-def _table(title: str, columns: Sequence[object]) -> Table:
-    table = Table("blocks in the cache", title=title)
-    for column in columns:
-        table.add_column(f"{column}", justify="right")
-    return table
-
-
 def _print_stress(found: dict[str, Figures]) -> None:
-    table = _table("hit ratio in %, and points ahead of lru", [f"{share:.0%}" for share in _SHARES])
-    table.columns[0].header = "trace, share of its blocks"
+    columns = ("trace, share of its blocks", *(f"{share:.0%}" for share in _SHARES))
+    table = make_table("hit ratio in %, and points ahead of lru", columns)
     for name, figures in found.items():
         table.add_row(name, *(f"{100 * one.hit_ratio:.1f}" for one in figures["lru"]), style="bold")
         for policy in (*POLICIES, BOUND):
@@ -264,26 +254,20 @@ def _print_stress(found: dict[str, Figures]) -> None:
     Console().print(table)
 
 
-def _plot(found: dict[str, Figures], sizes: dict[str, list[int]], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def _plot(found: dict[str, Figures], sizes: dict[str, list[int]], path: Path) -> None:
     columns = min(len(found), 4)
     rows = -(-len(found) // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(3.6 * columns, 2.9 * rows), layout="constrained", squeeze=False)
-    for axes in grid.flat[len(found) :]:
-        axes.remove()
-    for axes, (name, figures) in zip(grid.flat, found.items(), strict=False):
-        for policy, row in figures.items():
-            style = {BOUND: "k--", INFINITE: "k:"}.get(policy, "o-")
-            axes.plot(sizes[name], [100 * one.hit_ratio for one in row], style, label=policy, markersize=3)
-        axes.set(xscale="log", title=name)
-        axes.set_ylim(bottom=0)
-        axes.xaxis.set_minor_formatter("")
-        axes.grid(alpha=0.3)
-    grid[0][0].legend(fontsize=7)
-    figure.supxlabel("blocks in the cache")
-    figure.supylabel("hit ratio, %")
-    figure.savefig(path, dpi=110)
+    with drawing(path, (3.6 * columns, 2.9 * rows), rows, columns, squeeze=False) as grid:
+        for axes in grid.flat[len(found) :]:
+            axes.remove()
+        for axes, (name, figures) in zip(grid.flat, found.items(), strict=False):
+            for policy, row in figures.items():
+                style = {BOUND: "k--", INFINITE: "k:"}.get(policy, "o-")
+                axes.plot(sizes[name], [100 * one.hit_ratio for one in row], style, label=policy, markersize=3)
+            axes.set(xscale="log", title=name)
+            axes.set_ylim(bottom=0)
+            axes.xaxis.set_minor_formatter("")
+            axes.grid(alpha=0.3)
+        grid[0][0].legend(fontsize=7)
+        grid[0][0].figure.supxlabel("blocks in the cache")
+        grid[0][0].figure.supylabel("hit ratio, %")

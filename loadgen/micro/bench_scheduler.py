@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from loadgen.http.files import write_json
+from loadgen.http.outputs import add_files, write_files
 from loadgen.http.tables import make_table
 from loadgen.http.workloads.trace import Row, read_trace
 from runtime.config import CacheConfig, SchedulePolicy, SchedulerConfig
@@ -40,7 +40,6 @@ _STEP_S, _ROW_S = 0.008, 0.00003  # simulated time of a step, and of each of its
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--trace", metavar="FILE", help="also replay a trace in Mooncake's or Azure's format")
     parser.add_argument("--window", type=float, default=600.0, help="seconds of the trace that are replayed")
     parser.add_argument("--speeds", type=float, nargs="+", default=[1.0], help="times as fast as recorded")
@@ -53,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--waiting", type=int, nargs="*", default=[10, 100, 1000, 10_000], help="lengths of the queue")
     parser.add_argument("--nodes", type=int, nargs="*", default=[10, 1000, 100_000], help="sizes of the tree")
     parser.add_argument("--seed", type=int, help="default: another one every time")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    add_files(parser, "json")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,8 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(_table(name, figures[name]))
     costs = _costs(arguments, random.Random(seed))
     console.print(_cost_table(costs))
-    if arguments.json:
-        write_json(arguments.json, {"seed": seed, "ttft": figures, "cost": costs})
+    write_files(arguments, {"seed": seed, "ttft": figures, "cost": costs})
     return 0
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.progress import track
 
-from loadgen.http.files import write_json
+from loadgen.http.outputs import add_files, drawing, write_files
 from loadgen.http.tables import make_table, markdown_table, wide_console
-from loadgen.micro.drive import Drive, model_path
-from loadgen.micro.intervals import interval
+from loadgen.micro.drive import ClockedDrive, model_path
+from loadgen.micro.intervals import shown
 from runtime.execution.native.library import load_best
 from runtime.protocol import StepEvents, encode
 
@@ -33,7 +33,6 @@ Cell = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument("--model", help="default: the default model")
     parser.add_argument("--dtype", default="auto", help="default: auto")
     parser.add_argument("--drafts", choices=["auto", "off"], default="off", help="default: off")
@@ -42,13 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--choices", nargs="+", choices=list(CHOICES), default=list(CHOICES), help="default: all")
     parser.add_argument("--steps", type=int, default=32, help="of each round (default: 32)")
     parser.add_argument("--rounds", type=int, default=5, help="of each median (default: 5)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot as PNG or SVG")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures of every round")
+    add_files(parser, "markdown", "plot", json="write the figures of every round")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print the table, write the files."""
     a = arguments
     bench = Steps(a)
     cells: dict[tuple[str, int], Cell] = {}
@@ -60,59 +56,31 @@ def run(arguments: argparse.Namespace) -> int:
         bench.close()
     found, rows = list(cells.values()), [_row(cell, a.threads) for cell in cells.values()]
     wide_console().print(make_table(f"milliseconds of a decode step, {a.threads} threads", _COLUMNS, rows, left=1))
-    if a.markdown:
-        a.markdown.write_text(markdown_table(_COLUMNS, rows))
-    if a.plot:
-        _plot(found, a.plot)
-    if a.json:
-        write_json(a.json, {"cells": found})
+    write_files(a, {"cells": found}, markdown_table(_COLUMNS, rows), partial(_plot, found))
     return 0
 
 
-class Steps(Drive):
-    """An engine core whose parts have clocks.
-
-    Attributes:
-        spent: seconds by part, without those of parts within.
-    """
+class Steps(ClockedDrive):
+    """The steps of an engine core."""
 
     def __init__(self, arguments: argparse.Namespace):
         a = arguments
         options = {"dtype": a.dtype, "drafts": a.drafts, "threads": a.threads, "max_running": max(a.batches)}
         super().__init__(model_path(a.model), **options, pool_memory=2.0)
-        self.spent = dict.fromkeys(PARTS, 0.0)
-        self._within = [0.0]
-        self._replaced: list[tuple[object, str, object]] = []
         core, library = self.core, load_best()
-        self._clock(core.scheduler, "schedule", "schedule")
-        self._clock(core.planner, "plan", "plan")
-        self._clock(core.executor, "run", "launch")
-        self._clock(core.decoding, "choose", "choice")
-        self._clock(core, "_book", "booking")
+        self.clock(core.scheduler, "schedule", "schedule")
+        self.clock(core.planner, "plan", "plan")
+        self.clock(core.executor, "run", "launch")
+        self.clock(core.decoding, "choose", "choice")
+        self.clock(core, "_book", "booking")
         if core.drafter is not None:
-            self._clock(core.drafter, "extend", "drafts")
+            self.clock(core.drafter, "extend", "drafts")
         if library is not None:
             for name in ("decoder_forward", "argmax"):
-                self._clock(library, name, "kernels")
+                self.clock(library, name, "kernels")
         self._prefix = self.text(_SHARED)
         self.add(self._prefix, 1)
         self.first_tokens()
-
-    def _clock(self, owner: object, name: str, part: str) -> None:
-        call: Callable[..., Any] = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            self._within.append(0.0)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                seconds = time.perf_counter() - started
-                self.spent[part] += seconds - self._within.pop()
-                self._within[-1] += seconds
-
-        self._replaced.append((owner, name, call))
-        setattr(owner, name, timed)
 
     def measure(self, choice: str, batch: int, steps: int) -> dict[str, float]:
         """Medians over steps, seconds: of each part, of the step, and of all cores' work on it."""
@@ -124,23 +92,17 @@ class Steps(Drive):
             self.step()
         found: list[dict[str, float]] = []
         for _ in range(steps):
-            self.spent = dict.fromkeys(PARTS, 0.0)
-            self._within = [0.0]
+            self.reset()
             started, cores = time.perf_counter(), time.process_time()
             events = self.core.step()
             written = time.perf_counter()
             encode(StepEvents(events))
             ended = time.perf_counter()
-            parts = self.spent | {"events": ended - written}
+            parts = dict.fromkeys(PARTS, 0.0) | self.spent | {"events": ended - written}
             parts["other"] = ended - started - sum(parts.values())
             found.append(parts | {"step": ended - started, "cores": time.process_time() - cores})
         self.end_requests()
         return {name: statistics.median(one[name] for one in found) for name in found[0]}
-
-    def close(self) -> None:
-        for owner, name, call in self._replaced:  # the kernels' library outlives the engine
-            setattr(owner, name, call)
-        super().close()
 
     def end_requests(self) -> None:
         """Abort the open requests; the prefix stays cached."""
@@ -152,36 +114,25 @@ def _text(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
 
 
-def _beside(cell: Cell) -> np.ndarray:
-    """Seconds of a step outside of the kernels, by round."""
-    return np.array([one["step"] - one["kernels"] for one in cell["rounds"]])
-
-
 def _row(cell: Cell, threads: int) -> list[str]:
     median = {name: statistics.median(one[name] for one in cell["rounds"]) for name in cell["rounds"][0]}
-    beside = _beside(cell)
-    low, high = interval(beside, np.random.default_rng(0), np.median)
     return [
         *(cell["choice"], str(cell["batch"]), _text(median["step"])),
         *(_text(median[part]) for part in PARTS),
-        f"{_text(float(np.median(beside)))} [{_text(low)}, {_text(high)}]",
+        shown(np.array([1e3 * (one["step"] - one["kernels"]) for one in cell["rounds"]]), ".2f", np.median),
         f"{max(threads * median['step'] - median['cores'], 0) / (threads * median['step']):.1%}",
     ]
 
 
 def _plot(found: list[Cell], path: Path) -> None:
     """The parts beside the kernels, one bar for each cell."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 0.45 * len(found) + 1.4), layout="constrained")
-    axes = figure.subplots()
-    names = [f"{cell['choice']}, {cell['batch']}" for cell in found]
-    left = np.zeros(len(found))
-    for part in (part for part in PARTS if part != "kernels"):
-        width = np.array([1e3 * statistics.median(one[part] for one in cell["rounds"]) for cell in found])
-        axes.barh(names, width, left=left, label=part)
-        left += width
-    axes.invert_yaxis()
-    axes.set_xlabel("milliseconds of a step beside the kernels")
-    axes.legend(frameon=False, fontsize=7)
-    figure.savefig(path, dpi=150)
+    with drawing(path, (9.6, 0.45 * len(found) + 1.4)) as axes:
+        names = [f"{cell['choice']}, {cell['batch']}" for cell in found]
+        left = np.zeros(len(found))
+        for part in (part for part in PARTS if part != "kernels"):
+            width = np.array([1e3 * statistics.median(one[part] for one in cell["rounds"]) for cell in found])
+            axes.barh(names, width, left=left, label=part)
+            left += width
+        axes.invert_yaxis()
+        axes.set_xlabel("milliseconds of a step beside the kernels")
+        axes.legend(frameon=False, fontsize=7)

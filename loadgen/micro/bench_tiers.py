@@ -15,6 +15,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from loadgen.http.files import write_json
+from loadgen.http.outputs import add_files, drawing, write_files
 from loadgen.http.tables import make_table
 from loadgen.micro.drive import Drive, model_path
 from loadgen.micro.intervals import interval
@@ -35,7 +36,6 @@ Figures = dict[str, dict[str, list[float]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the benchmark's options."""
     parser.add_argument(
         "--parts", nargs="+", choices=PARTS, help="default: trace and restart with --trace, else ttft, steps and writes"
     )
@@ -49,12 +49,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trace", type=Path, help="JSONL with timestamp and hash_ids, as Mooncake's have")
     parser.add_argument("--trace-requests", type=int, default=2000, help="leading requests of it (default: 2000)")
     parser.add_argument("--trace-pool", type=int, default=1000, help="its blocks that the pool holds (default: 1000)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the restart's hit ratio over time")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    add_files(parser, "json", plot="write the restart's hit ratio over time")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print tables."""
     figures, console = dict[str, Any](), Console()
     parts = arguments.parts or [part for part in PARTS if (part in _OF_TRACE) == (arguments.trace is not None)]
     if arguments.trace is None and (wanting := [part for part in parts if part in _OF_TRACE]):
@@ -71,10 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(*_tables(part, figures[part], bench))
     if "trace" in figures:
         console.print(_advice(figures["trace"], arguments.trace_pool), highlight=False)
-    if arguments.plot and "restart" in figures:
-        _plot(figures["restart"], arguments.plot)
-    if arguments.json:
-        write_json(arguments.json, figures)
+    write_files(arguments, figures, plot=partial(_plot, figures["restart"]) if "restart" in figures else None)
     return 0
 
 
@@ -292,15 +287,11 @@ def _interval(values: list[float]) -> tuple[float, float]:
 
 
 def _plot(figures: Figures, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
-    axes = figure.subplots()
-    for name, shares in figures["cached, %"].items():
-        axes.plot([5 * (i + 0.5) for i in range(len(shares))], shares, marker="o", markersize=4, label=name)
-    axes.axvline(50, color="k", linestyle=":", label="restart")
-    axes.set(xlabel="share of the trace, %", ylabel="tokens from the cache, %")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=130)
+    with drawing(path, (7, 3.6)) as axes:
+        for name, shares in figures["cached, %"].items():
+            axes.plot([5 * (i + 0.5) for i in range(len(shares))], shares, marker="o", markersize=4, label=name)
+        axes.axvline(50, color="k", linestyle=":", label="restart")
+        axes.set(xlabel="share of the trace, %", ylabel="tokens from the cache, %")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)

@@ -23,7 +23,6 @@ PROMPT_TOKENS = 4096
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The benchmark's options."""
     parser.add_argument("--leaves", type=int, nargs="+", default=[5_000, 50_000, 200_000], help="leaves to evict from")
     parser.add_argument("--seed", type=int, help="default: another one every time")
 

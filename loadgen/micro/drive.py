@@ -6,12 +6,14 @@ import gc
 import random
 import time
 from array import array
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from radix import Namespace
 from runtime.config import make_config
 from runtime.engine.core import EngineCore
 from runtime.models.resolve import resolve_model
@@ -48,6 +50,7 @@ class Drive:
         output: int,
         reuse: dict[str, Any] | None = None,
         sampling: dict[str, Any] | None = None,
+        namespace: Namespace = Namespace(),
         **diffusion: Any,
     ) -> None:
         """Add a request, greedy unless `sampling` says otherwise.
@@ -61,7 +64,7 @@ class Drive:
             denoising = DiffusionParams(gen_length=output, **diffusion).filled(model, params)
         message = AddRequest(
             f"{self._count}", prompt.tobytes(), params.model_dump(),
-            diffusion=None if denoising is None else denoising.model_dump(), reuse=reuse,
+            diffusion=None if denoising is None else denoising.model_dump(), reuse=reuse, namespace=namespace,
         )  # fmt: skip
         self.core.handle(message)
 
@@ -130,6 +133,45 @@ class Drive:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+class ClockedDrive(Drive):
+    """A drive whose parts have clocks.
+
+    Attributes:
+        spent: seconds of the host by part since `reset`, without those of parts within.
+    """
+
+    def __init__(self, path: Path, **options: Any):
+        super().__init__(path, **options)
+        self._replaced: list[tuple[object, str, object]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.spent: dict[str, float] = defaultdict(float)
+        self._within = [0.0]
+
+    def clock(self, owner: object, name: str, part: str) -> None:
+        """Count the calls of a method for a part."""
+        call: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            self._within.append(0.0)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                seconds = time.perf_counter() - started
+                self.spent[part] += seconds - self._within.pop()
+                self._within[-1] += seconds
+
+        self._replaced.append((owner, name, call))
+        setattr(owner, name, timed)
+
+    def close(self) -> None:
+        for owner, name, call in self._replaced:  # the kernels' library outlives the engine
+            setattr(owner, name, call)
+        super().close()
 
 
 def matrix_weights(spec: ModelSpec) -> tuple[int, int]:

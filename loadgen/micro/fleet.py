@@ -20,6 +20,9 @@ _ID = 4
 # Tokens of a block of Mooncake's traces.
 BLOCK_TOKENS = 512
 
+# All conversations of Mooncake's trace share their first block; this one tells them apart.
+_NAMED = 2
+
 # Chooses one of the replicas for a prompt of these blocks.
 Route = Callable[[Placement[int], Sequence[int]], int]
 
@@ -34,6 +37,14 @@ def routes(replicas: int, weight: float, balance: float, seed: int) -> dict[str,
     def placed(known: Placement[int], hashes: Sequence[int]) -> int:
         return known.rank(hashes, everybody)[0]
 
+    homes: dict[int, int] = {}
+    dealt = [0] * replicas
+
+    def settled(known: Placement[int], hashes: Sequence[int]) -> int:
+        chosen = homes.setdefault(hashes[:_NAMED][-1], min(everybody, key=dealt.__getitem__))
+        dealt[chosen] += len(hashes)
+        return chosen
+
     def place(weight: float, balance: float) -> Placement[int]:
         return Placement(BLOCK_TOKENS, weight, balance, random.Random(seed))
 
@@ -41,6 +52,7 @@ def routes(replicas: int, weight: float, balance: float, seed: int) -> dict[str,
         "random": (place(0, 0), lambda known, hashes: draw.randrange(replicas)),
         "round robin": (place(0, 0), lambda known, hashes: next(turn) % replicas),
         "power of two": (place(0, 0), lighter),
+        "conversation's home": (place(0, 0), settled),
         "longest prefix": (place(1e6, 0), placed),
         "prefix and load": (place(weight, 0), placed),
         "prefix and work": (place(weight, balance), placed),

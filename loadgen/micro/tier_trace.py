@@ -8,16 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from loadgen.http.local_server import SMALL_MODEL
 from loadgen.micro.drive import Drive
 
 # Tokens that stand for a block of the trace: as many as a block of the tiers has with this model.
 BLOCK_TOKENS = 64
-_CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 8192,
-    "max_position_embeddings": 1 << 17, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "tie_word_embeddings": True,
-    "eos_token_id": 0, "bos_token_id": 0,
-}  # fmt: skip
+_CONFIG = {**SMALL_MODEL, "vocab_size": 8192, "max_position_embeddings": 1 << 17}
 _BYTES_PER_TOKEN = 2 * 2 * 32 * 4
 
 

@@ -36,7 +36,11 @@ def read_traffic(path: Path, tokenizer: Path | None = None) -> Traffic:
     cut = None if tokenizer is None else _cutter(tokenizer)
     numbers: dict[Any, int] = {}
     trace, sizes = [], {_OWN} if cut else set()
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not UTF-8") from None
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,9 @@ from runtime.diffusion.canvas import Canvas
 from runtime.errors import RametError
 from runtime.models.diffusion import DiffusionSpec
 from runtime.params import DiffusionParams
-from runtime.protocol import Finish, TokenEvent, TokenLogprob
+from runtime.protocol import Finish, TokenEvent
 from runtime.request import Request, Work
-from runtime.sampling.decoding import Decoding
+from runtime.sampling.decoding import Decoding, Found
 
 log = logging.getLogger("ramet.engine")
 
@@ -69,19 +68,12 @@ class CanvasDecoding(Decoding):
         rows = work.request.canvas.candidates() - self._spec.logits_shift - work.start
         return rows if rows[-1] < work.count else rows[:0]
 
-    def book(
-        self,
-        work: Work,
-        logits: torch.Tensor,
-        places: Sequence[slice],
-        tokens: list[int],
-        logprobs: list[TokenLogprob] | None,
-    ) -> TokenEvent | None:
+    def book(self, work: Work, found: Found) -> TokenEvent | None:
         """Book a denoising step.
 
         A second row set is the canvas without its prompt, for guidance, or one with which the first is compared.
         """
-        request = work.request
+        request, (logits, places, *_) = work.request, found
         canvas = request.canvas
         if canvas is None:
             return self.event(request, [], Finish("length"))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from runtime.errors import InvalidRequest, ModelError
 from runtime.execution.executor import Executor
@@ -13,22 +14,19 @@ from runtime.protocol import LoadAdapter, UnloadAdapter
 from runtime.request import Request
 
 
-class _Core(Protocol):
-    """The attributes of `EngineCore` that adapters use."""
-
-    executor: Executor
-    requests: dict[str, Request]
-
-
 class Adapters:
     """Adapters, each of which stays until no request uses it.
+
+    Args:
+        executor: computes with them.
+        live: the live requests.
 
     Attributes:
         requests: how many came for each, by digest.
     """
 
-    def __init__(self, core: _Core):
-        self._core = core
+    def __init__(self, executor: Executor, live: Mapping[str, Request]):
+        self._executor, self._live = executor, live
         self._leaving: set[str] = set()
         self.requests: Counter[str] = Counter()
 
@@ -36,7 +34,7 @@ class Adapters:
         """Read an adapter between two steps: `{"digest", "rank"}`, or `{"failed": why}`."""
         try:
             adapter = read_lora(Path(message.path))
-            self._core.executor.load_adapter(adapter)
+            self._executor.load_adapter(adapter)
         except (ModelError, MemoryError) as error:
             return {"failed": str(error)}
         self._leaving.discard(adapter.digest)
@@ -63,10 +61,10 @@ class Adapters:
             self._drop_unused()
 
     def _running(self, digest: str) -> int:
-        return sum(request.namespace.adapter == digest for request in self._core.requests.values())
+        return sum(request.namespace.adapter == digest for request in self._live.values())
 
     def _drop_unused(self) -> None:
         for digest in [digest for digest in self._leaving if not self._running(digest)]:
-            self._core.executor.drop_adapter(digest)
+            self._executor.drop_adapter(digest)
             self._leaving.remove(digest)
             del self.requests[digest]

@@ -11,33 +11,12 @@ from typing import Any, Protocol
 
 from radix import Block, Namespace, Node, outline, path, slices, view
 from radix.stats import Histogram
+from runtime import protocol
 from runtime.engine.adapters import Adapters
 from runtime.engine.scheduler import Scheduler
 from runtime.errors import InvalidRequest
 from runtime.kv.cache import PagedCache
 from runtime.kv.tiers.tiers import Tiers
-from runtime.protocol import (
-    AttachTier,
-    Call,
-    DetachTier,
-    EraseTenant,
-    FlushCache,
-    GetCached,
-    GetOutline,
-    GetPins,
-    GetQuota,
-    GetRequests,
-    GetRuns,
-    GetState,
-    GetTree,
-    LoadAdapter,
-    OnNode,
-    Pause,
-    Ping,
-    RemovePin,
-    Reply,
-    UnloadAdapter,
-)
 from runtime.request import Request, Status
 from runtime.reuse.strategy import Strategy
 from runtime.sampling.drafts.drafter import Drafter
@@ -74,28 +53,28 @@ class Admin:
         self._walk: _Walk | None = None
         self._slices: Iterator[list[tuple[Node, int]]] = iter(())
         self._answers: dict[type, Callable[[Any], dict[str, Any]]] = {
-            AttachTier: lambda _: {"failed": "there is no prefix cache below which a tier could be"},
-            DetachTier: lambda _: {"found": False},
-            EraseTenant: lambda message: self.erase(message.tenant),
-            FlushCache: lambda message: self.flush(message.pins),
-            GetCached: self._cached,
-            GetOutline: self.outline,
-            GetPins: lambda _: self.pins(),
-            GetQuota: lambda message: self.quota(Namespace(message.tenant)),
-            GetRequests: lambda message: self.requests(message.limit, message.tenant),
-            GetRuns: self.runs,
-            GetState: lambda _: self.state(),
-            GetTree: self.tree,
-            LoadAdapter: lambda message: self._core.adapters.load(message),
-            OnNode: lambda message: getattr(self, f"_{message.verb}")(self._find(message.page, message.start)),
-            Pause: self._pause,
-            Ping: lambda _: {},
-            RemovePin: lambda message: {"found": self._core.cache.pins.unpin(message.pin)},
-            UnloadAdapter: lambda message: self._core.adapters.unload(message),
+            protocol.AttachTier: lambda _: {"failed": "there is no prefix cache below which a tier could be"},
+            protocol.DetachTier: lambda _: {"found": False},
+            protocol.EraseTenant: lambda message: self.erase(message.tenant),
+            protocol.FlushCache: lambda message: self.flush(message.pins),
+            protocol.GetCached: self._cached,
+            protocol.GetOutline: self.outline,
+            protocol.GetPins: lambda _: self.pins(),
+            protocol.GetQuota: lambda message: self.quota(Namespace(message.tenant)),
+            protocol.GetRequests: lambda message: self.requests(message.limit, message.tenant),
+            protocol.GetRuns: self.runs,
+            protocol.GetState: lambda _: self.state(),
+            protocol.GetTree: self.tree,
+            protocol.LoadAdapter: lambda message: self._core.adapters.load(message),
+            protocol.OnNode: lambda message: getattr(self, f"_{message.verb}")(self._find(message.page, message.start)),
+            protocol.Pause: self._pause,
+            protocol.Ping: lambda _: {},
+            protocol.RemovePin: lambda message: {"found": self._core.cache.pins.unpin(message.pin)},
+            protocol.UnloadAdapter: lambda message: self._core.adapters.unload(message),
         }
 
-    def handle(self, message: Call) -> Reply:
-        return Reply(message.call, self._answers[type(message)](message))
+    def handle(self, message: protocol.Call) -> protocol.Reply:
+        return protocol.Reply(message.call, self._answers[type(message)](message))
 
     def flush(self, pins: bool = False) -> dict[str, Any]:
         """Drop the cached pages that no live request uses; `pins`: the pinned ones, too. Tokens dropped and left."""
@@ -134,7 +113,7 @@ class Admin:
             "budget_tokens": board.budget_pages * page_size,
         }
 
-    def _cached(self, message: GetCached) -> dict[str, Any]:
+    def _cached(self, message: protocol.GetCached) -> dict[str, Any]:
         """Tokens of entries that lie in the tree, by the entries' names; none of what can never be served."""
         cache, asked = self._core.cache, message.reuse
         found: dict[str, Any] = {}
@@ -148,7 +127,7 @@ class Admin:
             found[name] = found.get(name, 0) + len(rows) - rows.count(-1)  # which fills the last page
         return found
 
-    def _pause(self, message: Pause) -> dict[str, Any]:
+    def _pause(self, message: protocol.Pause) -> dict[str, Any]:
         self._core.paused = message.paused
         return {"paused": message.paused}
 
@@ -166,7 +145,7 @@ class Admin:
 
     # -- the tree --------------------------------------------------------------------------------------------
 
-    def tree(self, asked: GetTree) -> dict[str, Any]:
+    def tree(self, asked: protocol.GetTree) -> dict[str, Any]:
         """A page of the tree's nodes, parents first."""
         self._core.cache.pins.expire()
         nodes = view(
@@ -179,7 +158,7 @@ class Admin:
         )
         return {"nodes": [asdict(node) for node in nodes]}
 
-    def outline(self, asked: GetOutline) -> dict[str, Any]:
+    def outline(self, asked: protocol.GetOutline) -> dict[str, Any]:
         """Advance a walk over the tree, or begin one: `{"blocks": None}` until it has reached its end.
 
         Then there are the last evictions, too. From the first walk on, the reasons of misses are counted.
@@ -199,7 +178,7 @@ class Admin:
             return {"blocks": [asdict(block) for block in end.value], "evictions": evictions}
         return {"blocks": None}
 
-    def runs(self, asked: GetRuns) -> dict[str, Any]:
+    def runs(self, asked: protocol.GetRuns) -> dict[str, Any]:
         """The next slice of all nodes, parents first: `{"runs"}`, None behind the last. One walk at a time."""
         if asked.anew:
             of_tenant = _of(asked.tenant)

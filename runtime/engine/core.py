@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from radix.stats import Histogram
-from runtime.config import Config, unusable
+from runtime.config import Config, refuse_approximations
 from runtime.diffusion.decoding import CanvasDecoding
 from runtime.engine.adapters import Adapters
 from runtime.engine.admin import Admin
@@ -18,7 +18,7 @@ from runtime.engine.keeping import keep_prompt
 from runtime.engine.opening import open_request
 from runtime.engine.pinning import Pinning
 from runtime.engine.scheduler import Scheduler
-from runtime.engine.tiering import LOAD_WAIT_S, Tiering
+from runtime.engine.tiering import LOAD_WAIT_S, Tiering, open_tiers
 from runtime.errors import EngineDead, InvalidRequest, ModelError, RametError
 from runtime.execution.device import choose_device, choose_overlap, is_lost, is_out_of_memory
 from runtime.execution.parallel.driver import open_executor
@@ -50,7 +50,7 @@ from runtime.reuse.prefix import PrefixStrategy
 from runtime.reuse.reasoning.strategy import ReasonCache
 from runtime.reuse.strategy import Strategy
 from runtime.sampling.batched import make_sampler
-from runtime.sampling.decoding import Decoding, NextToken
+from runtime.sampling.decoding import Decoding, Found, NextToken
 from runtime.sampling.drafts.drafter import Drafter
 from runtime.sampling.grammar import GrammarCompiler
 from runtime.sampling.sampler import BadLogits
@@ -84,10 +84,14 @@ class EngineCore:
         """Load the model directory `path`; `quotas`: cached pages by tenant. Raises ModelError."""
         if config.cache.reasoning_cache and config.model.tensor_parallel > 1:
             raise ModelError("--reasoning-cache is not served by several ranks")
+        if config.tiers.any and not config.cache.prefix_cache:
+            raise ModelError("--no-prefix-cache leaves nothing for --host-memory, --disk-cache and --kv-store")
         self.config = config
+        # Before the weights are read, so that what cannot be used is an error at once.
+        opened = open_tiers(config.tiers) if config.cache.prefix_cache else None
         self.executor = open_executor(config, path)
         self.cache = PagedCache(self.executor.pool, config.cache, quotas)
-        self.tiering = Tiering(self, path) if self.cache.enabled else None
+        self.tiering = None if opened is None else Tiering(self, path, *opened)
         self.tiers = None if self.tiering is None else self.tiering.tiers
         self.scheduler = Scheduler(config.scheduler, self.cache, self.executor.step_tokens, self.tiers)
         self.info = self._describe_model(path)
@@ -107,15 +111,17 @@ class EngineCore:
             lambda: Tokenizer.load(path).to_json(), self.info.vocab_size, list(eos), config.engine.grammar_timeout
         )
         self.paused = False
-        self.publisher = self._make_publisher()
+        self.publisher = None if config.cache.kv_events is None else EventPublisher(config.cache)
         self.requests: dict[str, Request] = {}
-        self.adapters = Adapters(self)
+        self.adapters = Adapters(self.executor, self.requests)
         self.admin = Admin(self)
-        self.drafter = Drafter(self.cache.tree) if self._wants_drafts() else None
+        # Overlapping steps leave no time to look at tokens; canvases have no next token.
+        drafts = config.engine.drafts == "auto" and self.info.diffusion is None and not self.overlap
+        self.drafter = Drafter(self.cache.tree) if drafts else None
         self._in_flight: InFlight | None = None
         self._serial = 0
         self._step_s = 0.0
-        self._pinning = Pinning(self)
+        self._pinning = Pinning(self.cache, self.strategy_of, self.add)
         if self.tiering is not None:
             self.tiering.recall()
 
@@ -139,8 +145,6 @@ class EngineCore:
     def _open_model(self, path: Path) -> Decoding:
         """Install the strategy of the model's kind, and return its decoding."""
         executor, spec = self.executor, self.executor.spec
-        if given := unusable(self.config, spec.diffusion is not None):
-            raise ModelError(f"--{given}: {path.name} is {'a diffusion' if spec.diffusion else 'a causal'} model")
         if spec.diffusion is None:
             self.add_strategy(PrefixStrategy(self.cache, spec.num_layers))
             # Other strategies read spans whose positions are not consecutive, so that no window can be laid over them.
@@ -150,7 +154,7 @@ class EngineCore:
                 self.add_strategy(Fusion(self.cache, executor, self.info))
                 self.add_strategy(ReasonCache(self.cache, executor, lambda: Tokenizer.load(path)))
             else:
-                self._refuse_approximations()
+                refuse_approximations(self.config.cache)
             sampler = make_sampler(executor.backend_name, spec.vocab_size, executor.device, executor.argmax)
             return NextToken(sampler)
         strategy: BlockPrefix | BiCache
@@ -161,15 +165,6 @@ class EngineCore:
         self.add_strategy(strategy)
         self.info.diffusion = strategy.info
         return CanvasDecoding(spec.diffusion, executor.device)
-
-    def _refuse_approximations(self) -> None:
-        """Raise ModelError for methods by default that this model is not served with."""
-        cache = self.config.cache
-        models = "models that Ramet's own code computes, without a sliding window"
-        if cache.document_reuse != "none":
-            raise ModelError(f"--document-reuse {cache.document_reuse} is for {models}")
-        if cache.reasoning_cache:
-            raise ModelError(f"--reasoning-cache is for {models}")
 
     def add_strategy(self, strategy: Strategy) -> None:
         """Serve requests that ask for a strategy by its name."""
@@ -189,17 +184,12 @@ class EngineCore:
             raise InvalidRequest(f"no reuse method {asked['method']!r} for this model", param="reuse.method")
         return strategy
 
-    def _wants_drafts(self) -> bool:
-        """Overlapping steps leave no time to look at tokens; canvases have no next token."""
-        return self.config.engine.drafts == "auto" and self.info.diffusion is None and not self.overlap
-
-    def _make_publisher(self) -> EventPublisher | None:
-        return None if self.config.cache.kv_events is None else EventPublisher(self.config.cache)
-
     def publish(self) -> None:
         """Publish the KV events since the last call."""
         if self.publisher is not None and self.cache.events is not None:
             self.publisher.publish(self.cache.events.take())
+            for tier, events in self.tiers.worker.ledger.take().items() if self.tiers is not None else ():
+                self.publisher.publish(events, tier)
 
     def close(self) -> None:
         """End the processes and close the sockets that belong to this engine."""
@@ -387,7 +377,8 @@ class EngineCore:
                 self.scheduler.wake(request)
             try:
                 measured = logprobs.get(request)
-                event = self.decoding.book(item, flight.logits, places, chosen, measured and measured[: len(chosen)])
+                found = Found(flight.logits, places, chosen, measured and measured[: len(chosen)])
+                event = self.decoding.book(item, found)
             except RametError as error:
                 events += self._fail(request, error)
                 continue

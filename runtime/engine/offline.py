@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from radix import Namespace
 from runtime.config import DEFAULT_MODEL, Config, make_config
 from runtime.engine.core import EngineCore
-from runtime.errors import EngineDead, RametError
+from runtime.errors import EngineDead, InvalidRequest, RametError
+from runtime.frontend.adapters import Adapters
 from runtime.frontend.output import Output, Prompt, Submission, prompts_of
 from runtime.frontend.processor import Frontend
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import AnyReuse, ReasoningParams, ReuseParams, SamplingParams
-from runtime.protocol import FlushCache, GetState, Inbound, Reply, Shutdown, StepEvents
+from runtime.protocol import Call, FlushCache, GetState, Inbound, Reply, Shutdown, StepEvents
 from runtime.reuse.fusion.plan import Planner
 from runtime.reuse.modules.schema import Mode, Schema
 from runtime.sampling.grammar import check_grammar
@@ -43,7 +46,7 @@ class Engine:
             options: any option of `ramet serve`, with underscores.
 
         Raises:
-            ModelError: if the model cannot be loaded.
+            ModelError: if the model or an adapter of `lora` cannot be loaded.
             ValueError: for an unknown option or a value out of range.
         """
         self.config = config or make_config(model=model, **options)
@@ -65,6 +68,14 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="ramet-engine", daemon=True)
         self.core.executor.on_death(self._die)
         self._thread.start()
+        self._adapters = Adapters(self._answer, self.config.model)
+        # One at a time, and on a loop of its own: the caller's may be running.
+        self._operator = ThreadPoolExecutor(1)
+        try:
+            self._operate(self._adapters.open())
+        except BaseException:
+            self.close()
+            raise
 
     def schema(self, pml: str, mode: Mode = "independent", scaffolds: Sequence[Sequence[str]] | None = None) -> Schema:
         """A schema of prompt modules; its `compile` makes prompts for `generate`. Raises InvalidRequest."""
@@ -75,6 +86,7 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         sampling: Sampling | Sequence[Sampling] = None,
         reuse: Reuse = None,
+        adapter: str | None = None,
     ) -> list[Output]:
         """Complete prompts; returns the last Output of each completion, by prompt, then by choice.
 
@@ -83,19 +95,22 @@ class Engine:
             sampling: parameters for all prompts, or for each; `SamplingParams` or their fields as a dict.
             reuse: of the documents in the prompts, or of reasoning steps; `ReuseParams`, `ReasoningParams` or their
                 fields; default: `document_reuse` or `reasoning_cache`.
+            adapter: of `lora` or `load_adapter`, as `ADAPTER` or `MODEL:ADAPTER`; None: the model itself.
 
         Raises:
-            InvalidRequest: if a prompt can never be served; then none is.
+            InvalidRequest: if a prompt can never be served, or for an unknown adapter; then none is.
             RametError: if a completion fails.
         """
         last: dict[tuple[int, int], Output] = {}
-        for output in self.stream_all(make_submissions(prompts, sampling, reuse)):
+        for output in self.stream_all(make_submissions(prompts, sampling, reuse, self.namespace(adapter))):
             last[output.index, output.choice] = output
         return [last[key] for key in sorted(last)]
 
-    def stream(self, prompt: Prompt, sampling: Sampling = None, reuse: Reuse = None) -> Iterator[Output]:
+    def stream(
+        self, prompt: Prompt, sampling: Sampling = None, reuse: Reuse = None, adapter: str | None = None
+    ) -> Iterator[Output]:
         """Complete one prompt; yields Outputs as tokens are generated. Closing the iterator aborts the request."""
-        return self.stream_all(make_submissions(prompt, sampling, reuse))
+        return self.stream_all(make_submissions(prompt, sampling, reuse, self.namespace(adapter)))
 
     def stream_all(self, submissions: list[Submission]) -> Iterator[Output]:
         """Yield the Outputs of several submissions as tokens are generated."""
@@ -116,15 +131,18 @@ class Engine:
         prompts: Prompt | Sequence[Prompt],
         sampling: Sampling | Sequence[Sampling] = None,
         reuse: Reuse = None,
+        adapter: str | None = None,
     ) -> list[Output]:
         last: dict[tuple[int, int], Output] = {}
-        async for output in self.astream_all(make_submissions(prompts, sampling, reuse)):
+        async for output in self.astream_all(make_submissions(prompts, sampling, reuse, self.namespace(adapter))):
             last[output.index, output.choice] = output
         return [last[key] for key in sorted(last)]
 
-    async def astream(self, prompt: Prompt, sampling: Sampling = None, reuse: Reuse = None) -> AsyncIterator[Output]:
+    async def astream(
+        self, prompt: Prompt, sampling: Sampling = None, reuse: Reuse = None, adapter: str | None = None
+    ) -> AsyncIterator[Output]:
         """`stream`, without blocking the event loop."""
-        async for output in self.astream_all(make_submissions(prompt, sampling, reuse)):
+        async for output in self.astream_all(make_submissions(prompt, sampling, reuse, self.namespace(adapter))):
             yield output
 
     async def astream_all(self, submissions: list[Submission]) -> AsyncIterator[Output]:
@@ -146,6 +164,31 @@ class Engine:
         finally:
             self._drop(submissions)
 
+    def load_adapter(self, name: str, path: str, replace: bool = False) -> None:
+        """Load a low-rank adapter (PEFT) from a directory, if asked for in place of the one that has the name.
+
+        Raises:
+            InvalidRequest: for a name that is not free, or an adapter that cannot be served.
+        """
+        self._operate(self._adapters.load(name, path, replace))
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that run with it end with it. Raises InvalidRequest for an unknown one."""
+        if self._operate(self._adapters.unload(name)) is None:
+            raise self._unknown(name)
+
+    def namespace(self, adapter: str | None) -> Namespace:
+        """The namespace of requests with an adapter, for a `Submission`. Raises InvalidRequest for an unknown one."""
+        if adapter is None:
+            return Namespace()
+        if (found := self._adapters.named(adapter, self.info.name)) is None:
+            raise self._unknown(adapter)
+        return Namespace(adapter=found.digest)
+
+    def _unknown(self, adapter: str) -> InvalidRequest:
+        nearest = self._adapters.nearest(adapter, self.info.name)
+        return InvalidRequest(f"there is no adapter {adapter!r}{nearest}", param="adapter", code="adapter_not_found")
+
     def flush_cache(self) -> dict[str, int]:
         """Drop the cached pages that no live request uses; returns flushed_tokens and live_tokens."""
         return self._call(FlushCache)
@@ -158,6 +201,7 @@ class Engine:
         """End the engine; open requests end with EngineDead."""
         self._inbox.put(Shutdown())
         self._thread.join()
+        self._operator.shutdown()
 
     def __enter__(self) -> Engine:
         return self
@@ -188,15 +232,23 @@ class Engine:
             for submission in submissions:
                 self._frontend.drop(submission)
 
-    def _call(self, kind: type[FlushCache] | type[GetState]) -> dict[str, Any]:
+    def _operate(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return self._operator.submit(asyncio.run, work).result()
+
+    async def _answer(self, make: Callable[[int], Call]) -> dict[str, Any]:
+        return self._call(make)
+
+    def _call(self, make: Callable[[int], Call]) -> dict[str, Any]:
         answer: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         with self._lock:
             if self._dead is not None:
                 raise self._dead
             self._calls += 1
             self._replies[self._calls] = answer
-            self._inbox.put(kind(self._calls))
-        return answer.get()
+            self._inbox.put(make(self._calls))
+        if not (found := answer.get()):
+            raise self._end
+        return found
 
     def _die(self, error: EngineDead) -> None:
         self._end = error
@@ -238,7 +290,10 @@ class Engine:
 
 
 def make_submissions(
-    prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = None, reuse: Reuse = None
+    prompts: Prompt | Sequence[Prompt],
+    sampling: Sampling | Sequence[Sampling] = None,
+    reuse: Reuse = None,
+    namespace: Namespace = Namespace(),
 ) -> list[Submission]:
     several, _ = prompts_of(prompts)
     if isinstance(sampling, SamplingParams | dict) or sampling is None:
@@ -247,7 +302,9 @@ def make_submissions(
         raise ValueError(f"{len(several)} prompts, but {len(sampling)} sampling parameters")
     if isinstance(reuse, dict):
         reuse = ReasoningParams(**reuse) if reuse.get("method") == "reasoncache" else ReuseParams(**reuse)
-    return [Submission(p, _sampling(s), reuse=reuse) for p, s in zip(several, sampling, strict=True)]
+    return [
+        Submission(p, _sampling(s), namespace=namespace, reuse=reuse) for p, s in zip(several, sampling, strict=True)
+    ]
 
 
 def _sampling(value: Sampling) -> SamplingParams:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -15,21 +16,21 @@ from runtime.protocol import AddPin, AddRequest, Finish, Reply, StepEvents
 from runtime.reuse.strategy import Strategy
 
 
-class _Core(Protocol):
-    """The parts of `EngineCore` that pinning uses."""
-
-    cache: PagedCache
-
-    def strategy_of(self, asked: dict[str, Any]) -> Strategy: ...
-
-    def add(self, message: AddRequest) -> StepEvents | None: ...
-
-
 class Pinning:
-    """Pins that wait for their KV, and answers to the calls that waited."""
+    """Pins that wait for their KV, and answers to the calls that waited.
 
-    def __init__(self, core: _Core):
-        self._core = core
+    Args:
+        cache: of the engine.
+        strategy_of, add: see `EngineCore`.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        strategy_of: Callable[[dict[str, Any]], Strategy],
+        add: Callable[[AddRequest], StepEvents | None],
+    ):
+        self._cache, self._strategy_of, self._add = cache, strategy_of, add
         self._computing: dict[str, AddPin] = {}
         self._replies: list[Reply] = []
 
@@ -41,11 +42,11 @@ class Pinning:
     def pin(self, message: AddPin) -> Reply | None:
         """Keep the whole pages of a prefix, or entries; what is missing is computed first, and answered for then."""
         if message.reuse is None:
-            page_bytes = self._core.cache.page_size * TOKEN_BYTES
+            page_bytes = self._cache.page_size * TOKEN_BYTES
             whole = len(message.tokens) // page_bytes * page_bytes
             message = msgspec.structs.replace(message, tokens=message.tokens[:whole])
         answer = self._pin(message)
-        if "missing_tokens" in answer and not self._core.cache.enabled:
+        if "missing_tokens" in answer and not self._cache.enabled:
             answer = {"refused": "the prefix cache is off"}
         if "missing_tokens" not in answer:
             return Reply(message.call, answer)
@@ -53,7 +54,7 @@ class Pinning:
         self._computing[message.rid] = message
         space, account = message.namespace, message.account
         asked = AddRequest(message.rid, message.tokens, sampling, space, account, diffusion={}, reuse=message.reuse)
-        refused = self._core.add(asked)
+        refused = self._add(asked)
         if refused is None:
             return None
         del self._computing[message.rid]
@@ -76,9 +77,9 @@ class Pinning:
 
     def _pin(self, message: AddPin) -> dict[str, Any]:
         """See `PinBoard.pin`; all entries of a message are pinned, or none."""
-        asked, board = message.reuse or {}, self._core.cache.pins
+        asked, board = message.reuse or {}, self._cache.pins
         try:
-            runs = self._core.strategy_of(asked).runs(array("i", message.tokens), message.namespace, asked)
+            runs = self._strategy_of(asked).runs(array("i", message.tokens), message.namespace, asked)
         except InvalidRequest as error:
             return {"refused": error.message}
         pins: list[dict[str, Any]] = []

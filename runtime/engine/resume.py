@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ import msgspec
 
 from radix import Namespace, Node, path
 from runtime.kv.tiers.block import ROOT, Block, Format, Mismatch
-from runtime.kv.tiers.files import NOTES
+from runtime.kv.tiers.files import NOTES, replace_file
 
 log = logging.getLogger("ramet.engine")
 
@@ -62,19 +61,12 @@ class Resume:
         parts = defaultdict[str, list[Prefix]](list)
         for prefix in prefixes:
             parts[prefix.namespace.tenant].append(prefix)
-        data = {tenant: self._seal(tenant, part) for tenant, part in parts.items()}
-        new = self._path.with_suffix(".new")
+        encode, seal = msgspec.msgpack.encode, self._form.encode
+        data = {tenant: b"".join(seal(self._block(tenant), encode(part))) for tenant, part in parts.items()}
         try:
-            descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with open(descriptor, "wb") as file:
-                file.write(msgspec.msgpack.encode(data))
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(self._path)
+            replace_file(self._path, encode(data))
         except OSError as error:
             log.warning("%s: pins and hot prefixes are not noted: %s", self._path.parent, error.strerror)
-            with suppress(OSError):
-                new.unlink(missing_ok=True)
 
     def read(self) -> list[Prefix]:
         """Pins first. Parts that are damaged, or whose tenant was erased, are left out."""
@@ -98,6 +90,3 @@ class Resume:
     def _block(self, tenant: str) -> Block:
         namespace = Namespace(tenant, entry=_ENTRY)
         return Block(self._form.key(ROOT, namespace, b""), namespace, b"")
-
-    def _seal(self, tenant: str, prefixes: list[Prefix]) -> bytes:
-        return b"".join(self._form.encode(self._block(tenant), msgspec.msgpack.encode(prefixes)))

@@ -18,8 +18,9 @@ from runtime.engine.resume import Prefix, Resume
 from runtime.engine.scheduler import Scheduler
 from runtime.errors import ModelError
 from runtime.execution.executor import Executor
+from runtime.execution.sizing import main_memory
 from runtime.kv.cache import PagedCache
-from runtime.kv.tiers.block import Fingerprint, Format
+from runtime.kv.tiers.block import Cipher, Fingerprint, Format
 from runtime.kv.tiers.disk import DiskStore
 from runtime.kv.tiers.host import HostStore
 from runtime.kv.tiers.loads import Load
@@ -60,16 +61,14 @@ class Tiering:
         tiers: the tiers themselves.
     """
 
-    def __init__(self, core: _Core, model: Path):
-        """Open the tiers below the pool of the model directory `model`; more may come. Raises ModelError."""
-        config = core.config.tiers
-        cipher = None if config.kv_encryption_key_file is None else open_cipher(config.kv_encryption_key_file)
+    def __init__(self, core: _Core, model: Path, cipher: Cipher | None, stores: list[BlockStore]):
+        """Put stores below the pool of the model directory `model`; more may come."""
         self._core, self._model = core, model
         self._form = Format(cipher=cipher)
         self.tiers = Tiers(core.cache, TierWorker(self._form))
         self._resume: Resume | None = None
-        if config.any:
-            self._attach(*self._open(config))
+        if stores:
+            self._attach(stores, self._fingerprint())
         self._noted_s = time.monotonic()
         # Opens stores and writes notes, in order.
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="kv-aside")
@@ -95,7 +94,8 @@ class Tiering:
             self._wait(message.call, erasing, lambda blocks: {**found, "erased_blocks": blocks})
         elif isinstance(message, AttachTier):
             quota = self._core.config.tiers.tier_quota
-            opening = self._aside.submit(self._open, TierConfig(**{**message.options, "tier_quota": quota}))
+            options = TierConfig(**{**message.options, "tier_quota": quota})
+            opening = self._aside.submit(lambda: (open_stores(options), self._fingerprint()))
             self._wait(message.call, opening, lambda opened: self._attach(*opened))
         elif isinstance(message, DetachTier) and (closing := worker.detach(message.name)) is not None:
             if message.name == "disk":
@@ -131,10 +131,8 @@ class Tiering:
             return None
         return Reply(call, done([[] for _ in nodes]))
 
-    def _open(self, config: TierConfig) -> tuple[list[BlockStore], bytes]:
-        """The stores of some options, and the fingerprint of the engine's blocks. Raises ModelError."""
-        stores = open_stores(config)
-        return stores, self._form.fingerprint or _fingerprint(self._core.config, self._core.executor, self._model)
+    def _fingerprint(self) -> bytes:
+        return self._form.fingerprint or _fingerprint(self._core.config, self._core.executor, self._model)
 
     def _attach(self, stores: list[BlockStore], fingerprint: bytes) -> dict[str, Any]:
         self._form.fingerprint = fingerprint
@@ -257,10 +255,18 @@ class Tiering:
         self.tiers.close()
 
 
+def open_tiers(config: TierConfig) -> tuple[Cipher | None, list[BlockStore]]:
+    """The cipher of a key file, if any, and the stores of some options. Raises ModelError if one cannot be used."""
+    key = config.kv_encryption_key_file
+    return None if key is None else open_cipher(key), open_stores(config)
+
+
 def open_stores(config: TierConfig) -> list[BlockStore]:
     """The stores of some options. Raises ModelError if one cannot be used."""
     stores: list[BlockStore] = []
     if config.host_memory is not None:
+        if config.host_memory * _GIB > (has := main_memory()):
+            raise ModelError(f"--host-memory is {config.host_memory:g} GiB; this machine has {has / _GIB:.1f}")
         stores.append(HostStore(_limits(config.host_memory, config.tier_quota)))
     if config.disk_cache is not None:
         stores.append(DiskStore(config.disk_cache, _limits(config.disk_space, config.tier_quota)))

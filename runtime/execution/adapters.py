@@ -35,13 +35,13 @@ class Adapted(NamedTuple):
 
 def fuse(adapter: LoraAdapter, spec: LlamaSpec) -> FusedAdapter:
     """An adapter by layers, float32. Raises ModelError where it does not fit the model."""
-    if spec.experts is not None or spec.rope.rotated:
-        raise ModelError(f"adapters of {spec.architecture} are not served, whose layers are not those of Llama")
     left, shapes = dict(adapter.factors), spec.expected_tensors()
     fused: FusedAdapter = [{} for _ in range(spec.num_layers)]
     for index, layer in enumerate(fused):
         for product, names in _FUSED.items():
             modules = [f"model.layers.{index}.{name}" for name in names]
+            if f"{modules[0]}.weight" not in shapes:  # experts are there
+                continue
             found = [left.pop(module, None) for module in modules]
             sizes = [shapes[f"{module}.weight"] for module in modules]
             for module, size, factor in zip(modules, sizes, found, strict=True):

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from runtime.batch import ForwardBatch
-from runtime.config import Config, ModelCode
+from runtime.config import Config, ModelCode, unusable
 from runtime.errors import EngineDead, ModelError
 from runtime.execution.attention.backend import AttentionBackend
 from runtime.execution.attention.cpu import CPUAttention
@@ -76,7 +76,13 @@ class Executor:
         self._group = group
         self._graphs: DecodeGraphs | None = None
         self._windows: list[Window | None] = []
+        # Whether layers with a window are groups of their own even where all keys are within it.
+        self._split = False
         spec = own_spec(config.model, path)
+        if given := unusable(config, is_diffusion := spec is not None and spec.diffusion is not None):
+            raise ModelError(f"--{given}: {path.name} is {'a diffusion' if is_diffusion else 'a causal'} model")
+        if spec is not None and spec.gemma and config.model.attention_backend == "flashinfer":
+            raise ModelError(f"--attention-backend flashinfer is not served with {spec.architecture}")
         self.implementation: ModelCode = "transformers" if spec is None else "ramet"
         library = None if spec is None else self._choose_kernels(config, spec)
         if library is None and config.model.quantization != "none":
@@ -109,13 +115,16 @@ class Executor:
         group = self._group
         self.spec = spec
         share = spec if group is None else split_spec(spec, group.size)
-        backend = choose_attention(config.model, self.device, self.dtype)
+        # FlashInfer's operations take norms in half precision, and one rotary embedding for all layers.
+        backend = "cpu" if spec.gemma else choose_attention(config.model, self.device, self.dtype)
         self.context_length = _context_length(config, spec)
-        if any(size is not None and size < self.context_length for size in spec.windows):
+        if spec.near_rope or any(size is not None and size < self.context_length for size in spec.windows):
             self._windows = [None if size is None else Window(size) for size in spec.windows]
-            self.has_windows = True
+            self.has_windows, self._split = True, spec.near_rope is not None
         ops = FlashInferOps(self.context_length, group) if backend == "flashinfer" else Ops(group)
         check_weights(spec, self.dtype, self.device, config.cache.memory_fraction, group.size if group else 1)
+        if self.device.type == "cpu":  # where the size is known, an error comes before the weights are read
+            self._pool_pages(config, share)
         shard = None if group is None else Shard(group.rank, group.size)
         if config.model.random_weights:
             weights = random_weights(spec, self.dtype, self.device, shard)
@@ -142,10 +151,14 @@ class Executor:
             if isinstance(attention, FlashInferAttention) and graphs:
                 self._graphs = DecodeGraphs(model, self.pool, attention, graphs, self.context_length)
 
+    def _pool_pages(self, config: Config, spec: ModelSpec) -> tuple[int, int]:
+        """Pages of the pool, and bytes of a token in it."""
+        per_token = KVPool.bytes_per_token(spec.num_layers, spec.num_kv_heads, spec.head_dim, self.kv_dtype)
+        return pool_pages(config.cache, per_token, self.device), per_token
+
     def _make_pool(self, config: Config, spec: ModelSpec, spare_pages: int = 0) -> KVPool:
         cache = config.cache
-        per_token = KVPool.bytes_per_token(spec.num_layers, spec.num_kv_heads, spec.head_dim, self.kv_dtype)
-        num_pages = pool_pages(cache, per_token, self.device)
+        num_pages, per_token = self._pool_pages(config, spec)
         if self._group is not None:
             num_pages = self._group.least(num_pages)
         shape = (spec.num_layers, num_pages, cache.page_size, spec.num_kv_heads, spec.head_dim)
@@ -172,8 +185,9 @@ class Executor:
         return library
 
     def _graph_sizes(self, config: Config) -> list[int]:
-        """Batch sizes of the graphs; none with several ranks, or for models without decode steps."""
-        if self._group is not None or self.spec.diffusion is not None:
+        """Batch sizes of the graphs; none with several ranks, and for models without decode steps or with experts."""
+        experts = isinstance(self.spec, LlamaSpec) and self.spec.experts is not None  # counts their rows on the host
+        if self._group is not None or self.spec.diffusion is not None or experts:
             return []
         sizes = sorted({int(size) for size in config.engine.cuda_graph_batches.split(",") if size})
         return [size for size in sizes if size]
@@ -210,7 +224,7 @@ class Executor:
         """
         if (last := int(batch.positions.numpy().max())) >= self.context_length:
             raise ValueError(f"position {last} is outside a context of {self.context_length}")
-        if self._windows and last >= min(window.size for window in self._windows if window):
+        if self._windows and (self._split or last >= min(window.size for window in self._windows if window)):
             batch = narrowed(batch, self._windows, self.pool.page_size)
         logits = None if self._graphs is None or batch.adapters else self._graphs.run(batch)
         return self._forward(batch) if logits is None else logits

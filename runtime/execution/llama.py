@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen2, Qwen3, SmolLM2 and LLaDA2, driven by a `ForwardBatch`."""
+"""The decoder of Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, SmolLM2 and LLaDA2, driven by a `ForwardBatch`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from runtime.models.spec import LlamaSpec
 class Layer:
     """Weights of one decoder layer; q, k, v and gate, up are fused, as they read the same input.
 
-    Beside `experts`, gate, up and down are those of the shared expert, without columns if there is none.
+    Beside `experts`, gate, up and down are those of the shared expert, without columns if there is none. `o_norm` and
+    `down_norm` stand behind the products of o and down, before the residual is added; `post_norm` before the MLP.
     """
 
     input_norm: torch.Tensor
@@ -36,11 +37,13 @@ class Layer:
     k_norm: torch.Tensor | None
     o: torch.Tensor
     o_bias: torch.Tensor | None
+    o_norm: torch.Tensor | None
     post_norm: torch.Tensor
     gate_up: torch.Tensor
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor
     down_bias: torch.Tensor | None
+    down_norm: torch.Tensor | None
     experts: Experts | None
 
 
@@ -73,6 +76,8 @@ class LlamaModel:
 
     Attributes:
         adapters: by digest.
+        near_rope: of the layers with a window.
+        embedding_scale: factor on embeddings, as the type of the weights has it.
     """
 
     def __init__(self, spec: LlamaSpec, weights: dict[str, torch.Tensor], device: torch.device, ops: Ops | None = None):
@@ -86,11 +91,16 @@ class LlamaModel:
         """
         self.spec = spec
         self.ops = ops or Ops()
+        if spec.gemma:
+            _finish_norms(weights, spec)
         self.embedding = weights.pop("model.embed_tokens.weight").to(device)
         head = weights.pop("lm_head.weight", None)
         self.head = self.embedding if head is None else head.to(device)
         self.norm = weights.pop("model.norm.weight").to(device)
         self.rope = RotaryEmbedding(spec.rope, spec.head_dim, device)
+        self.near_rope = RotaryEmbedding(spec.near_rope or spec.rope, spec.head_dim, device)
+        scale = torch.tensor(spec.hidden_size**0.5 if spec.gemma else 1.0, dtype=self.embedding.dtype)
+        self.embedding_scale = float(scale)
         if spec.rope.rotated:
             _order_pairs(weights, spec)
         self.layers = [_take_layer(weights, i, self) for i in range(spec.num_layers)]
@@ -108,6 +118,8 @@ class LlamaModel:
         """Run one step: write the new K and V into `pool`, return float32 logits [S, vocab] of `logits_rows`."""
         prepared = backend.prepare_step([group.attention for group in batch.groups])
         hidden = F.embedding(self._upload(batch.tokens), self.embedding)
+        if self.spec.gemma:
+            hidden *= self.embedding_scale
         positions, logits_rows = self._upload(batch.positions), self._upload(batch.logits_rows)
         for group, plan in zip(batch.groups, prepared, strict=True):
             for given in group.load:
@@ -155,14 +167,15 @@ class LlamaModel:
         """Hidden states [T', hidden] after `layers`.
 
         Args:
-            layers: consecutive layers.
+            layers: consecutive layers, all with a window or all without, where these are rotated otherwise.
             x: [T', hidden], the states before them; may be overwritten.
             positions: int64 [T'].
             attend: attention of these rows.
             adapted: those of them that have an adapter.
         """
         eps, ops = self.spec.rms_norm_eps, self.ops
-        angles = ops.angles(self.rope, positions)
+        is_near = bool(self.spec.windows) and self.spec.windows[layers.start] is not None
+        angles = ops.angles(self.near_rope if is_near else self.rope, positions)
         normed = ops.rms_norm(x, self.layers[layers.start].input_norm, eps)
         for index in layers:
             layer = self.layers[index]
@@ -171,18 +184,32 @@ class LlamaModel:
             qk, v = self._split(layer, qkv)
             q, k = ops.rotate_qk(qk, self.spec.num_heads, angles)
             attended = attend.run(index, q, k, v).flatten(1)
-            add(adapted, index, "o", x, attended)
-            x, normed = ops.add_linear_norm(x, attended, layer.o, layer.o_bias, layer.post_norm, eps)
+            if layer.o_norm is None:
+                add(adapted, index, "o", x, attended)
+                x, normed = ops.add_linear_norm(x, attended, layer.o, layer.o_bias, layer.post_norm, eps)
+            else:
+                out = F.linear(attended, layer.o, layer.o_bias)
+                add(adapted, index, "o", out, attended)
+                x = x + ops.rms_norm(out, layer.o_norm, eps)
+                normed = ops.rms_norm(x, layer.post_norm, eps)
             if layer.experts is not None:
                 x = x + layer.experts(normed)
             gate_up = F.linear(normed, layer.gate_up, layer.gate_up_bias)
             add(adapted, index, "gate_up", gate_up, normed)
-            inner = ops.silu_and_mul(gate_up)
-            add(adapted, index, "down", x, inner)
-            if index + 1 == layers.stop:
-                return ops.add_linear(x, inner, layer.down, layer.down_bias)
-            following = self.layers[index + 1].input_norm
-            x, normed = ops.add_linear_norm(x, inner, layer.down, layer.down_bias, following, eps)
+            is_last = index + 1 == layers.stop
+            following = layer.input_norm if is_last else self.layers[index + 1].input_norm
+            if layer.down_norm is None:
+                inner = ops.silu_and_mul(gate_up)
+                add(adapted, index, "down", x, inner)
+                if is_last:
+                    return ops.add_linear(x, inner, layer.down, layer.down_bias)
+                x, normed = ops.add_linear_norm(x, inner, layer.down, layer.down_bias, following, eps)
+            else:
+                inner = ops.gelu_and_mul(gate_up)
+                out = F.linear(inner, layer.down, layer.down_bias)
+                add(adapted, index, "down", out, inner)
+                x = x + ops.rms_norm(out, layer.down_norm, eps)
+                normed = ops.rms_norm(x, following, eps)
         return x
 
     @torch.inference_mode()
@@ -207,6 +234,14 @@ class LlamaModel:
             k = self.ops.rms_norm(qk[:, spec.num_heads :], layer.k_norm, spec.rms_norm_eps)
             qk = torch.cat((q, k), dim=1)
         return qk, v
+
+
+def _finish_norms(weights: dict[str, torch.Tensor], spec: LlamaSpec) -> None:
+    """Turn the norms of Gemma into factors, with the scale of queries among them."""
+    for name, weight in weights.items():
+        if name.endswith("norm.weight"):
+            scale = spec.query_scale if name.endswith("q_norm.weight") else 1.0
+            weights[name] = (1 + weight.float()) * scale
 
 
 def _order_pairs(weights: dict[str, torch.Tensor], spec: LlamaSpec) -> None:
@@ -239,6 +274,9 @@ def _take_layer(weights: dict[str, torch.Tensor], index: int, model: LlamaModel)
     attention, mlp, parts, experts = "self_attn.", "mlp.", ("qkv",) if spec.fused_qkv else tuple("qkv"), None
     if spec.experts is not None and index in spec.experts.layers:
         experts, mlp = _take_experts(weights, prefix, spec.experts, model), "mlp.shared_experts."
+    before_mlp, behind_attention = "post_attention_layernorm.weight", None
+    if spec.gemma:
+        before_mlp, behind_attention = "pre_feedforward_layernorm.weight", one(before_mlp)
     return Layer(
         input_norm=must("input_layernorm.weight"),
         qkv=fused(*(f"{attention}{n}_proj.weight" for n in parts)),
@@ -247,11 +285,13 @@ def _take_layer(weights: dict[str, torch.Tensor], index: int, model: LlamaModel)
         k_norm=one(attention + "k_norm.weight"),
         o=must(attention + "o_proj.weight"),
         o_bias=one(attention + "o_proj.bias"),
-        post_norm=must("post_attention_layernorm.weight"),
+        o_norm=behind_attention,
+        post_norm=must(before_mlp),
         gate_up=fused(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
         gate_up_bias=fused_bias(mlp + "gate_proj.bias", mlp + "up_proj.bias"),
         down=must(mlp + "down_proj.weight"),
         down_bias=one(mlp + "down_proj.bias"),
+        down_norm=one("post_feedforward_layernorm.weight"),
         experts=experts,
     )
 

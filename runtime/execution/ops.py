@@ -23,8 +23,8 @@ class Ops:
         self.group = group
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMSNorm over the last dimension, computed in float32."""
-        return F.rms_norm(x, weight.shape, weight, eps)
+        """RMSNorm over the last dimension, computed in float32; `weight` may be float32 where x is not."""
+        return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
     def add_linear(
         self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -53,6 +53,11 @@ class Ops:
         """SiLU(gate) * up of [rows, 2 * n], gate beside up."""
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
+
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """GELU(gate), by its tanh, * up; see `silu_and_mul`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
 
     def angles(self, rope: RotaryEmbedding, positions: torch.Tensor) -> Any:
         """Angles of int64 positions [rows], for `rotate_qk`."""

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from runtime.config import ModelConfig
@@ -52,11 +53,19 @@ class Adapters:
     def __iter__(self) -> Iterator[Adapter]:
         return iter(list(self._loaded.values()))
 
-    def names(self) -> list[str]:
-        return list(self._loaded)
+    def named(self, name: str, own: str) -> Adapter | None:
+        """The adapter that `ADAPTER` or `MODEL:ADAPTER` means; `own`: the model's name in answers."""
+        base, _, last = name.rpartition(":")
+        return self._loaded.get(name) or (self._loaded.get(last) if base in self.models(own) else None)
 
-    def get(self, name: str) -> Adapter | None:
-        return self._loaded.get(name)
+    def models(self, own: str) -> set[str]:
+        """Names that mean the model itself."""
+        return {own, *known_names(self._config)}
+
+    def nearest(self, name: str, own: str) -> str:
+        """A question for the end of an error about an unknown name; empty if no name is near."""
+        meant = get_close_matches(name, [own, *self._loaded, *(f"{own}:{each}" for each in self._loaded)], 1)
+        return f"; did you mean {meant[0]!r}?" if meant and meant[0] != own else ""
 
     async def load(self, name: str, path: str, replace: bool = False) -> Adapter:
         """Load an adapter, if asked for in place of the one that has the name.

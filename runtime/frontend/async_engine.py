@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from radix import Namespace
+from runtime import protocol
 from runtime.config import Config
 from runtime.errors import DeadlineExceeded, EngineDead, ModelError, PinRefused, RametError
 from runtime.frontend.adapters import Adapters
@@ -29,37 +30,6 @@ from runtime.frontend.watchdog import Watchdog
 from runtime.models.publishing import scratch
 from runtime.models.resolve import resolve_model
 from runtime.models.tokenizer import Tokenizer
-from runtime.protocol import (
-    Abort,
-    AddPin,
-    AttachTier,
-    Call,
-    DetachTier,
-    EraseTenant,
-    Failed,
-    FlushCache,
-    GetCached,
-    GetOutline,
-    GetPins,
-    GetQuota,
-    GetRequests,
-    GetRuns,
-    GetState,
-    GetTree,
-    Inbound,
-    ModelInfo,
-    OnNode,
-    Pause,
-    Ping,
-    Ready,
-    RemovePin,
-    Reply,
-    Shutdown,
-    StepEvents,
-    TokenEvent,
-    encode,
-    outbound_decoder,
-)
 from runtime.reuse.fusion.plan import Planner
 
 log = logging.getLogger("ramet.client")
@@ -82,7 +52,7 @@ class AsyncEngine:
     """
 
     config: Config
-    info: ModelInfo
+    info: protocol.ModelInfo
     tokenizer: Tokenizer
 
     def __init__(self, config: Config, quotas: Mapping[str, int] | None = None):
@@ -140,7 +110,7 @@ class AsyncEngine:
             self.info, self.tokenizer, self._send, limits, planner=planner, reasoning=cache.reasoning_cache
         )
         self._reader = asyncio.create_task(self._read())
-        self._watch = asyncio.create_task(self._watchdog.watch(lambda: self._call(Ping), self._kill))
+        self._watch = asyncio.create_task(self._watchdog.watch(lambda: self._call(protocol.Ping), self._kill))
 
     async def _start_process(self, path: Path, directory: Path) -> None:
         boot: dict[str, Any] = {"config": self.config.model_dump_json(), "path": str(path), "quotas": self._quotas}
@@ -161,7 +131,7 @@ class AsyncEngine:
             await self._process.wait()
             raise
 
-    async def _await_ready(self) -> ModelInfo:
+    async def _await_ready(self) -> protocol.ModelInfo:
         first = asyncio.ensure_future(self._outbox.recv())
         ended = asyncio.ensure_future(self._process.wait())
         try:
@@ -171,14 +141,14 @@ class AsyncEngine:
                 await asyncio.wait((first,), timeout=0.5)
             if not first.done():
                 raise ModelError(f"the engine process ended with code {ended.result()} before it was ready")
-            message = outbound_decoder.decode(first.result())
+            message = protocol.outbound_decoder.decode(first.result())
         finally:
             first.cancel()
             ended.cancel()
-        if isinstance(message, Failed):
+        if isinstance(message, protocol.Failed):
             raise ModelError(message.message)
-        assert isinstance(message, Ready)
-        return msgspec.convert(message.info, ModelInfo)
+        assert isinstance(message, protocol.Ready)
+        return msgspec.convert(message.info, protocol.ModelInfo)
 
     async def _supervise(self) -> None:
         """Wait for the engine's death; then fail all open requests, and start a new engine if configured."""
@@ -223,7 +193,7 @@ class AsyncEngine:
         self._stopping = True
         self.give_up()
         if self._process.returncode is None:
-            self._send(Shutdown())
+            self._send(protocol.Shutdown())
             try:
                 await asyncio.wait_for(self._process.wait(), _STOP_SECONDS)
             except TimeoutError:
@@ -336,19 +306,19 @@ class AsyncEngine:
 
         With `tiers`, also what lies in tiers; then "erased_blocks" by tier, None for one that failed.
         """
-        return await self._call(lambda call: FlushCache(call, pins, tiers))
+        return await self._call(lambda call: protocol.FlushCache(call, pins, tiers))
 
     async def erase_tenant(self, account: str) -> dict[str, Any]:
         """Drop a tenant's pins and cached pages, and all that it has in tiers."""
-        return await self._call(lambda call: EraseTenant(call, account))
+        return await self._call(lambda call: protocol.EraseTenant(call, account))
 
     async def attach_tier(self, options: dict[str, Any]) -> dict[str, Any]:
         """Add a tier; `options`: of `TierConfig`. {"tiers": names}, or {"failed": why}."""
-        return await self._call(lambda call: AttachTier(call, options))
+        return await self._call(lambda call: protocol.AttachTier(call, options))
 
     async def detach_tier(self, name: str) -> bool:
         """Leave a tier once all is written that is queued for it; False if there is none of that name."""
-        return (await self._call(lambda call: DetachTier(call, name)))["found"]
+        return (await self._call(lambda call: protocol.DetachTier(call, name)))["found"]
 
     async def pin(self, prefix: Submission, name: str | None, ttl_s: float | None) -> dict[str, Any]:
         """Keep the whole pages of a prefix in the cache, computed now if they are not there; describes the pin.
@@ -361,7 +331,7 @@ class AsyncEngine:
         frontend, space, account = self._running(), prefix.namespace, prefix.account
         with frontend.admit(account, 1, prefix.expected_tokens):
             key = array("i", await self._work.encode(frontend, prefix)).tobytes()
-            return (await self._call(lambda call: AddPin(call, key, space, account, name, ttl_s)))["pin"]
+            return (await self._call(lambda call: protocol.AddPin(call, key, space, account, name, ttl_s)))["pin"]
 
     async def pin_entries(self, encoded: Submission, name: str, ttl_s: float | None) -> list[str]:
         """Keep the KV of all modules or documents that a submission read in the cache; ids of their pins.
@@ -374,7 +344,9 @@ class AsyncEngine:
         assert isinstance(prompt, PlacedPrompt)
         tokens = array("i", prompt.tokens).tobytes()
         with self._running().admit(account, 1, prompt.length):
-            answer = await self._call(lambda call: AddPin(call, tokens, space, account, name, ttl_s, prompt.reuse))
+            answer = await self._call(
+                lambda call: protocol.AddPin(call, tokens, space, account, name, ttl_s, prompt.reuse)
+            )
         return [pin["id"] for pin in answer["pins"]]
 
     async def cached(self, prompt: PlacedPrompt, namespace: Namespace) -> dict[str, int]:
@@ -382,47 +354,47 @@ class AsyncEngine:
         key, found = array("i", prompt.tokens).tobytes(), dict[str, int]()
         asked = prompt.reuse or {}
         if (entries := asked.get("entries")) is None:
-            return await self._call(partial(GetCached, reuse=asked, namespace=namespace, tokens=key))
+            return await self._call(partial(protocol.GetCached, reuse=asked, namespace=namespace, tokens=key))
         most = min(_ENTRIES, self.info.pool_tokens // self.info.page_size)
         for start in range(0, len(entries), most):
             some = {**asked, "entries": entries[start : start + most]}
-            found |= await self._call(partial(GetCached, reuse=some, namespace=namespace))
+            found |= await self._call(partial(protocol.GetCached, reuse=some, namespace=namespace))
         return found
 
     async def unpin(self, pin: str) -> bool:
         """Remove a pin; False if there is none of that id."""
-        return (await self._call(lambda call: RemovePin(call, pin)))["found"]
+        return (await self._call(lambda call: protocol.RemovePin(call, pin)))["found"]
 
     async def pins(self) -> dict[str, Any]:
         """All pins and their budget; see `Admin.pins`."""
-        return await self._call(GetPins)
+        return await self._call(protocol.GetPins)
 
     async def state(self) -> dict[str, Any]:
         """Counters, histograms and gauges of the engine; see `Admin.state`."""
-        return await self._call(GetState)
+        return await self._call(protocol.GetState)
 
     async def pause(self, paused: bool) -> bool:
         """Pause or resume the engine; returns whether it is paused. Meanwhile requests are accepted and wait."""
-        self.paused = (await self._call(lambda call: Pause(call, paused)))["paused"]
+        self.paused = (await self._call(lambda call: protocol.Pause(call, paused)))["paused"]
         return self.paused
 
     async def tree(self, **asked: Any) -> list[dict[str, Any]]:
         """A page of the tree's nodes as dicts of `radix.NodeView`; `asked`: the fields of `GetTree`."""
-        return (await self._call(lambda call: GetTree(call, **asked)))["nodes"]
+        return (await self._call(lambda call: protocol.GetTree(call, **asked)))["nodes"]
 
     async def outline(self, limit: int, preview_tokens: int, tenant: str | None = None) -> dict[str, Any]:
         """The tree of a tenant, or of all, in at most `limit` `blocks`, and the last `evictions`.
 
         Blocks are dicts of `radix.Block`, with `parent` as a place in the list, evictions of `radix.Eviction`.
         """
-        answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens, True, tenant))
+        answer = await self._call(lambda call: protocol.GetOutline(call, limit, preview_tokens, True, tenant))
         while answer["blocks"] is None:
-            answer = await self._call(lambda call: GetOutline(call, limit, preview_tokens, tenant=tenant))
+            answer = await self._call(lambda call: protocol.GetOutline(call, limit, preview_tokens, tenant=tenant))
         return answer
 
     async def runs(self, tenant: str | None, salt: str | None) -> AsyncGenerator[list[dict[str, Any]], None]:
         """The tree's nodes of a tenant and a salt (None: of all), with their tokens, slice by slice, parents first."""
-        asked = partial(GetRuns, tenant=tenant, salt=salt)
+        asked = partial(protocol.GetRuns, tenant=tenant, salt=salt)
         async with self._walking:  # the engine makes one walk at a time
             found = await self._call(partial(asked, anew=True))
             while found["runs"] is not None:
@@ -431,22 +403,22 @@ class AsyncEngine:
 
     async def requests(self, limit: int, tenant: str | None = None) -> list[dict[str, Any]]:
         """The live requests of a tenant, or of all, oldest first."""
-        return (await self._call(lambda call: GetRequests(call, limit, tenant)))["requests"]
+        return (await self._call(lambda call: protocol.GetRequests(call, limit, tenant)))["requests"]
 
     async def quota(self, tenant: str) -> dict[str, Any]:
         """A tenant's pages in the tree, and how many it may keep; see `Admin.quota`."""
-        return await self._call(lambda call: GetQuota(call, tenant))
+        return await self._call(lambda call: protocol.GetQuota(call, tenant))
 
     async def on_node(self, verb: Literal["pin", "unpin", "drop", "read"], page: int, start: int) -> dict[str, Any]:
         """Pin, unpin, evict or read a node of the tree; see `Admin`. Raises PinRefused."""
-        return await self._call(lambda call: OnNode(call, verb, page, start))
+        return await self._call(lambda call: protocol.OnNode(call, verb, page, start))
 
     def _running(self) -> Frontend:
         if self._frontend is None:
             raise EngineDead("the engine is not running")
         return self._frontend
 
-    async def _call(self, make: Callable[[int], Call]) -> dict[str, Any]:
+    async def _call(self, make: Callable[[int], protocol.Call]) -> dict[str, Any]:
         self._running()
         self._num_calls += 1
         call = self._num_calls
@@ -456,8 +428,8 @@ class AsyncEngine:
         try:
             answer = await future
         except asyncio.CancelledError:
-            if isinstance(message, AddPin):
-                self._send(Abort(message.rid))
+            if isinstance(message, protocol.AddPin):
+                self._send(protocol.Abort(message.rid))
             raise
         finally:
             self._calls.pop(call, None)
@@ -467,22 +439,22 @@ class AsyncEngine:
 
     # -- wire ------------------------------------------------------------------------------------------------
 
-    def _send(self, message: Inbound) -> None:
+    def _send(self, message: protocol.Inbound) -> None:
         # Without a high-water mark a send to a PUSH socket with a peer never blocks. Without one (the engine has just
         # died) it would; the message is lost with the engine anyway.
         with contextlib.suppress(zmq.Again):
-            self._inbox.send(encode(message), zmq.NOBLOCK)
+            self._inbox.send(protocol.encode(message), zmq.NOBLOCK)
 
     async def _read(self) -> None:
         while True:
-            message = outbound_decoder.decode(await self._outbox.recv())
-            if isinstance(message, StepEvents):
+            message = protocol.outbound_decoder.decode(await self._outbox.recv())
+            if isinstance(message, protocol.StepEvents):
                 for event in message.events:
                     self._handle(event)
-            elif isinstance(message, Reply) and (call := self._calls.get(message.call)) and not call.done():
+            elif isinstance(message, protocol.Reply) and (call := self._calls.get(message.call)) and not call.done():
                 call.set_result(message.result)
 
-    def _handle(self, event: TokenEvent) -> None:
+    def _handle(self, event: protocol.TokenEvent) -> None:
         if self._frontend is None:
             return
         try:

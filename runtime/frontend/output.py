@@ -139,19 +139,19 @@ class Output:
     index: int
     choice: int
     rid: str
-    text: str
-    delta: str
-    token_ids: list[int]
-    new_token_ids: list[int]
-    logprobs: Logprobs
-    prompt_logprobs: Logprobs
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    finish: Finish | None
-    queue_s: float
-    prefill_s: float
-    e2e_s: float
+    text: str = ""
+    delta: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    new_token_ids: list[int] = field(default_factory=list)
+    logprobs: Logprobs = None
+    prompt_logprobs: Logprobs = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    finish: Finish | None = None
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    e2e_s: float = 0.0
     reuse: dict[str, Any] | None = None
     canvas: list[int] | None = None
     lookup: Lookup | None = None

@@ -6,7 +6,8 @@ import time
 from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 from runtime.config import SchedulerConfig
@@ -16,7 +17,7 @@ from runtime.frontend.limits import RequestLimits
 from runtime.frontend.output import MAX_PLACES, KeptText, Output, PlacedPrompt, Submission
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import DiffusionParams, ReasoningParams, ReuseParams
-from runtime.protocol import Abort, AddRequest, CacheBooks, Finish, Inbound, Lookup, ModelInfo, TokenEvent, TokenLogprob
+from runtime.protocol import Abort, AddRequest, Finish, Inbound, ModelInfo, TokenEvent
 from runtime.reuse.fusion.plan import DocumentPrompt, Planner, refuse_reuse
 from runtime.reuse.fusion.prompt import Segments
 from runtime.reuse.modules.compile import ModulePrompt
@@ -28,25 +29,14 @@ _NO_REUSE = Planner()
 
 @dataclass(slots=True)
 class Choice:
-    """An open completion."""
+    """An open completion; `output` is told when there is something new in it."""
 
     submission: Submission
-    index: int
-    choice: int
-    prompt_tokens: int
     text: TextStream
     on_output: OnOutput
     started_s: float
     waiting_tokens: int
-    tokens: list[int] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] | None = None
-    cached_tokens: int = 0
-    loaded_tokens: dict[str, int] = field(default_factory=dict)
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    reuse: dict[str, Any] | None = None
-    lookup: Lookup | None = None
-    cache: CacheBooks | None = None
+    output: Output
 
 
 class Frontend:
@@ -333,7 +323,8 @@ class Frontend:
             seed = None if sampling.seed is None else (sampling.seed + choice) % (1 << 63)
             text = TextStream(self.tokenizer, sampling)
             waiting = 0 if choice else length
-            self._open[rid] = Choice(submission, index, choice, length, text, on_output, now, waiting)
+            output = Output(index, choice, submission.rid, prompt_tokens=length)
+            self._open[rid] = Choice(submission, text, on_output, now, waiting, output)
             self._admission.enter(submission.account, waiting)
             rids.add(rid)
             self._send(
@@ -391,12 +382,13 @@ class Frontend:
         choice = self._open.get(event.rid)
         if choice is None:
             return
+        output = choice.output
         if event.prompt_logprobs is not None:
-            choice.prompt_logprobs = (choice.prompt_logprobs or []) + event.prompt_logprobs
-        choice.cached_tokens = event.cached_tokens or choice.cached_tokens
-        choice.lookup = event.lookup or choice.lookup
-        choice.loaded_tokens = event.loaded_tokens or choice.loaded_tokens
-        choice.cache = event.cache or choice.cache
+            output.prompt_logprobs = (output.prompt_logprobs or []) + event.prompt_logprobs
+        output.cached_tokens = event.cached_tokens or output.cached_tokens
+        output.lookup = event.lookup or output.lookup
+        output.loaded_tokens = event.loaded_tokens or output.loaded_tokens
+        output.cache = event.cache or output.cache
         if not event.tokens and event.finish is None and event.canvas is None:
             return
         if event.finish is not None and event.finish.type == "error":
@@ -414,39 +406,22 @@ class Frontend:
         choice.on_output(output)
 
     def _advance(self, choice: Choice, event: TokenEvent) -> Output:
-        new, delta = _push(choice, event)
+        """The completion's next Output."""
+        output = choice.output
+        output.new_token_ids, output.delta = _push(choice, event)
+        output.text, output.completion_tokens = choice.text.text, len(output.token_ids)
         if event.tokens:
-            choice.queue_s, choice.prefill_s = event.queue_s, event.prefill_s
-        choice.reuse = _report(choice, event.reuse) or choice.reuse
-        finish = event.finish
+            output.queue_s, output.prefill_s = event.queue_s, event.prefill_s
+        output.reuse = _report(choice, event.reuse) or output.reuse
+        output.finish = event.finish
         if choice.text.stopped is not None:
-            finish = Finish("stop", matched=choice.text.stopped)
-        prompt_logprobs, choice.prompt_logprobs = choice.prompt_logprobs, None
-        return Output(
-            index=choice.index,
-            choice=choice.choice,
-            rid=choice.submission.rid,
-            text=choice.text.text,
-            delta=delta,
-            token_ids=choice.tokens,
-            new_token_ids=new,
-            logprobs=event.logprobs and event.logprobs[: len(new)],
-            prompt_logprobs=prompt_logprobs,
-            prompt_tokens=choice.prompt_tokens,
-            cached_tokens=choice.cached_tokens,
-            loaded_tokens=choice.loaded_tokens,
-            completion_tokens=len(choice.tokens),
-            finish=finish,
-            queue_s=choice.queue_s,
-            prefill_s=choice.prefill_s,
-            e2e_s=time.monotonic() - choice.started_s,
-            reuse=choice.reuse,
-            canvas=event.canvas,
-            lookup=choice.lookup,
-            cache=choice.cache,
-            drafted=event.drafted,
-            accepted=event.accepted,
-        )
+            output.finish = Finish("stop", matched=choice.text.stopped)
+        output.logprobs = event.logprobs and event.logprobs[: len(output.new_token_ids)]
+        output.canvas, output.drafted, output.accepted = event.canvas, event.drafted, event.accepted
+        output.e2e_s = time.monotonic() - choice.started_s
+        told = copy(output)
+        output.prompt_logprobs = None
+        return told
 
     def _begin(self, choice: Choice) -> None:
         if choice.waiting_tokens:
@@ -466,20 +441,20 @@ class Frontend:
 def _report(choice: Choice, engine: dict[str, Any] | None) -> dict[str, Any] | None:
     """The `reuse` of an answer, if there is something new; `engine`: as the engine has it."""
     prompt = choice.submission.prompt
-    if isinstance(prompt, DocumentPrompt) and (engine or choice.reuse is None):
-        return prompt.report(engine, choice.cached_tokens)
+    if isinstance(prompt, DocumentPrompt) and (engine or choice.output.reuse is None):
+        return prompt.report(engine, choice.output.cached_tokens)
     return engine
 
 
 def _push(choice: Choice, event: TokenEvent) -> tuple[list[int], str]:
     """Add an event's tokens, up to one that completes a stop string; these tokens, and the text to show now."""
-    params = choice.submission.sampling
+    params, tokens = choice.submission.sampling, choice.output.token_ids
     pieces = [[token] for token in event.tokens] if params.stop and len(event.tokens) > 1 else [event.tokens]
-    before, delta = len(choice.tokens), ""
+    before, delta = len(tokens), ""
     for i, piece in enumerate(pieces):
-        choice.tokens.extend(piece)
+        tokens.extend(piece)
         last = event.finish is not None and i == len(pieces) - 1
-        delta += choice.text.push(piece, len(choice.tokens) >= params.min_new_tokens, last)
+        delta += choice.text.push(piece, len(tokens) >= params.min_new_tokens, last)
         if choice.text.stopped is not None:
             break
-    return choice.tokens[before:], delta
+    return tokens[before:], delta

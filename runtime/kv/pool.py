@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -47,8 +49,8 @@ class KVPool:
         self.num_pages = num_pages
         self.page_size = page_size
         shape = (num_layers, (num_pages + spare_pages) * page_size, num_kv_heads, head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.k = _zeros(shape, dtype, device)
+        self.v = _zeros(shape, dtype, device)
         self.before_write: Callable[[Iterable[int]], None] | None = None
         self.others: OtherPools | None = None
         self.ranks = 1
@@ -125,3 +127,12 @@ def _runs(pages: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         if place == len(pages) or pages[place] != pages[place - 1] + 1:
             yield at, pages[at], pages[place - 1] + 1
             at = place
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. In main memory they take neither time nor room before their first use."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not size:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)

@@ -24,8 +24,10 @@ from runtime.errors import ModelError
 
 KEPT_BATCHES = 10_000
 _END = (-1).to_bytes(8, "big", signed=True)
-# Routers score `GPU` as the memory from which attention reads, and `CPU` as a slower tier below it.
-_POOL = "GPU"
+# Routers score `GPU` as the memory from which attention reads, and `CPU` as a slower tier below it. The tiers'
+# words are SGLang's, which Dynamo knows.
+POOL_MEDIUM = "GPU"
+_MEDIA = {"host": "CPU_PINNED", "disk": "DISK", "store": "EXTERNAL"}
 # Tenants whose unsalted blocks everybody may know: that of an open server, and the one that all keys share.
 _PUBLIC = ("", "public")
 # Fields of the positional form, behind the event's name.
@@ -102,26 +104,30 @@ class EventPublisher:
             raise ModelError(f"{option} {endpoint}: {error}") from None
         return socket
 
-    def publish(self, events: Sequence[Event]) -> None:
-        """Send a batch for each tenant under its topic, and answer requests for earlier ones."""
+    def publish(self, events: Sequence[Event], tier: str | None = None) -> None:
+        """Send a batch for each tenant under its topic, and answer requests for earlier ones.
+
+        `tier`: the store that the events are of; None: the pool.
+        """
+        medium = POOL_MEDIUM if tier is None else _MEDIA[tier]
         if self._config.kv_events_of == "public":
             events = [event for event in events if _is_public(event.namespace)]
         topics = self._config.kv_events_of != "hashes"
         for topic, own in groupby(events, lambda event: event.namespace.tenant if topics else ""):
-            self._send(topic, [self._wire(event) for event in own])
+            self._send(topic, [self._wire(event, medium) for event in own])
         self.answer_replays()
 
-    def _wire(self, event: Event) -> BlockStored | BlockRemoved:
+    def _wire(self, event: Event, medium: str) -> BlockStored | BlockRemoved:
         if not isinstance(event, Stored):
-            return BlockRemoved(list(event.hashes), _POOL)
+            return BlockRemoved(list(event.hashes), medium)
         stored = (list(event.hashes), event.parent)
         if self._config.kv_events_of == "hashes":
-            return BlockStored(*stored, [], self._config.page_size, None, _POOL, None)
+            return BlockStored(*stored, [], self._config.page_size, None, medium, None)
         # The last page of a module is filled up with -1.
         tokens = [token for token in array("i", event.tokens) if token >= 0]
         salt = _salt(event.namespace)
         extra = [[salt], *[None] * (len(event.hashes) - 1)] if salt and event.parent is None else None
-        return BlockStored(*stored, tokens, self._config.page_size, None, _POOL, None, extra, salt)
+        return BlockStored(*stored, tokens, self._config.page_size, None, medium, None, extra, salt)
 
     def _send(self, topic: str, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
         batch: Any = EventBatch(time.time(), events)

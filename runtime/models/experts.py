@@ -62,11 +62,13 @@ class ExpertSpec:
 
 def expert_spec(config: dict[str, Any], architecture: str) -> ExpertSpec | None:
     """The experts of a configuration, if its architecture has some. Raises KeyError, ModelError."""
-    if architecture not in ("SDARMoeForCausalLM", "LLaDA2MoeModelLM"):
+    if architecture not in ("Qwen3MoeForCausalLM", "SDARMoeForCausalLM", "LLaDA2MoeModelLM"):
         return None
-    count, chosen, inner = (config[n] for n in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"))
+    # The newer key of transformers, and the published one.
+    count = config.get("num_local_experts") or config["num_experts"]
+    chosen, inner = config["num_experts_per_tok"], config["moe_intermediate_size"]
     layers = range(config["num_hidden_layers"])
-    if architecture == "SDARMoeForCausalLM":
+    if architecture != "LLaDA2MoeModelLM":
         every, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
         sparse = tuple(i for i in layers if i not in dense and (i + 1) % every == 0)
         return ExpertSpec(sparse, count, chosen, inner, normalized=bool(config.get("norm_topk_prob", False)))

@@ -15,9 +15,9 @@ _CUT = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_
 
 
 def split_spec(spec: LlamaSpec, size: int) -> LlamaSpec:
-    """The spec of each of `size` ranks. Raises ModelError for experts, and for heads or columns that do not divide."""
-    if spec.experts is not None and size > 1:
-        raise ModelError(f"--tensor-parallel is {size}; the experts of {spec.architecture} are served by one rank")
+    """The spec of each of `size` ranks. Raises ModelError for experts, Gemma, and heads that do not divide."""
+    if (spec.experts is not None or spec.gemma) and size > 1:
+        raise ModelError(f"--tensor-parallel is {size}; the layers of {spec.architecture} are served by one rank")
     sizes = {
         "query heads": spec.num_heads,
         "key-value heads": spec.num_kv_heads,

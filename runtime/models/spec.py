@@ -20,7 +20,8 @@ from runtime.models.diffusion import (
 )
 from runtime.models.experts import ExpertSpec, expert_spec
 
-SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", *FAMILIES)
+_CAUSAL = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3")
+SUPPORTED = (*(f"{family}ForCausalLM" for family in _CAUSAL), *FAMILIES)
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -89,6 +90,10 @@ class LlamaSpec(ModelSpec):
         windows: positions that rows see in each layer, before and with their own; None: all. Empty: all in all layers.
         fused_qkv: whether the checkpoint has q, k and v as one tensor.
         experts: experts in place of the MLP in some layers.
+        gemma: whether the layers are those of Gemma 3: norms multiply by 1 + weight and stand behind attention and MLP
+            too, embeddings are scaled, and the gate is a GELU.
+        near_rope: of the layers with a window, if it is another one.
+        query_scale: factor on queries, beside head_dim ** -0.5.
     """
 
     intermediate_size: int
@@ -102,6 +107,9 @@ class LlamaSpec(ModelSpec):
     windows: tuple[int | None, ...] = ()
     fused_qkv: bool = False
     experts: ExpertSpec | None = None
+    gemma: bool = False
+    near_rope: RopeSpec | None = None
+    query_scale: float = 1.0
 
     @classmethod
     def load(cls, directory: Path) -> LlamaSpec:
@@ -132,6 +140,8 @@ class LlamaSpec(ModelSpec):
             "mlp.down_proj": (hidden, inner, self.mlp_bias),
         }
         norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+        if self.gemma:
+            norms |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
         if self.qk_norm:
             norms |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim}
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
@@ -186,13 +196,18 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
     is_llada2 = architecture == "LLaDA2MoeModelLM"
     if is_llada2:
         config = as_qwen3(config)
-    family = FAMILIES.get(architecture) or architecture.removesuffix("ForCausalLM")
+    family = FAMILIES.get(architecture) or architecture.removesuffix("ForCausalLM").removesuffix("Moe")
     attention_bias = bool(config.get("attention_bias", False))
     diffusion = diffusion_spec(config, architecture)
     attended = diffusion.attended or 1 if diffusion else 1
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     head_dim = _size(config, "head_dim", hidden // heads)
-    rope = _rope(config, head_dim if is_llada2 else None)
+    is_gemma, query_scale = family == "Gemma3", 1.0
+    if is_gemma:
+        rope, near_rope = _gemma_ropes(config)
+        query_scale = (head_dim / config.get("query_pre_attn_scalar", 256)) ** 0.5
+    else:
+        rope, near_rope = _rope(config, head_dim if is_llada2 else None), None
     experts = expert_spec(config, architecture)
     spec = LlamaSpec(
         architecture=architecture,
@@ -205,19 +220,22 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
         intermediate_size=_size(config, "intermediate_size"),
         vocab_size=_size(config, "vocab_size"),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        qkv_bias=family == "Qwen2" or (family in ("Llama", "Qwen3") and attention_bias),
-        o_bias=family in ("Llama", "Qwen3") and attention_bias,
+        tie_embeddings=bool(config.get("tie_word_embeddings", is_gemma)),
+        qkv_bias=family == "Qwen2" or (family in ("Llama", "Qwen3", "Gemma3") and attention_bias),
+        o_bias=family in ("Llama", "Qwen3", "Gemma3") and attention_bias,
         mlp_bias=family == "Llama" and bool(config.get("mlp_bias", False)),
-        qk_norm=family == "Qwen3",
+        qk_norm=family in ("Qwen3", "Gemma3"),
         context_length=_size(config, "max_position_embeddings") // attended * attended,
         eos_token_ids=token_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
         rope=rope,
-        fingerprint=repr((rope, experts)) if experts else repr(rope),
+        fingerprint=repr((rope, experts or near_rope)) if experts or near_rope else repr(rope),
         windows=_windows(config, family),
         fused_qkv=is_llada2,
         experts=experts,
         diffusion=diffusion,
+        gemma=is_gemma,
+        near_rope=near_rope,
+        query_scale=query_scale,
     )
     if spec.windows and spec.diffusion is not None:
         raise ModelError("the model has a sliding window; supported are diffusion models without one")
@@ -235,6 +253,11 @@ def _refuse_unsupported(config: dict[str, Any], architecture: str) -> None:
         raise Unsupported(f"the model's architecture is {architecture}; supported are {', '.join(SUPPORTED)}")
     if (activation := config.get("hidden_act", "silu")) != "silu":
         raise Unsupported(f"the model's activation is {activation!r}; supported is 'silu'")
+    if (activation := config.get("hidden_activation")) not in (None, "gelu_pytorch_tanh"):
+        raise Unsupported(f"the model's activation is {activation!r}; supported is 'gelu_pytorch_tanh'")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if architecture == "Gemma3ForCausalLM" and config.get(name):
+            raise Unsupported(f"config.json has {name} {config[name]!r}; supported are models without it")
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ModelError(
@@ -253,14 +276,18 @@ def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
 
 def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
     """The sliding window of each layer; an absent one has the published default, null means none."""
-    active = family == "Mistral" or (family != "Llama" and bool(config.get("use_sliding_window", False)))
+    active = family in ("Mistral", "Gemma3") or (family != "Llama" and bool(config.get("use_sliding_window", False)))
     if not active or config.get("sliding_window", 4096) is None:
         return ()
     window, layers = _size(config, "sliding_window", 4096), range(_size(config, "num_hidden_layers"))
-    if family == "Mistral":
+    if family == "Mistral" or config.get("model_type") == "qwen3_moe":
         return tuple(window for _ in layers)
-    first = config.get("max_window_layers", 28)
-    types = config.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in layers]
+    if family == "Gemma3":
+        every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
+        near = [bool((i + 1) % every) for i in layers]
+    else:
+        near = [i >= config.get("max_window_layers", 28) for i in layers]
+    types = config.get("layer_types") or ["sliding_attention" if one else "full_attention" for one in near]
     windows = tuple(window if types[i] == "sliding_attention" else None for i in layers)
     return windows if any(windows) else ()
 
@@ -312,6 +339,15 @@ def _rope(config: dict[str, Any], divided: int | None) -> RopeSpec:
         amplitude=_yarn_amplitude(scaling, factor) if kind == "yarn" else 1.0,
         rotated=rotated,
     )
+
+
+def _gemma_ropes(config: dict[str, Any]) -> tuple[RopeSpec, RopeSpec]:
+    """The rotary embeddings of Gemma 3's layers of full attention, and of those with a window."""
+    given = config.get("rope_parameters") or {}
+    far = {"rope_theta": config.get("rope_theta", 1e6), **(config.get("rope_scaling") or {})}
+    near = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
+    far, near = given.get("full_attention") or far, given.get("sliding_attention") or near
+    return _rope({**config, "rope_parameters": far}, None), _rope({**config, "rope_parameters": near}, None)
 
 
 def _yarn_amplitude(scaling: dict[str, Any], factor: float) -> float:

@@ -68,7 +68,13 @@ class Tokenizer:
         fast.no_truncation()
         fast.no_padding()
         _apply_bos_eos(fast, config)
-        return cls(fast, config, _find_template(directory, config, chat_template))
+        tokenizer = cls(fast, config, _find_template(directory, config, chat_template))
+        if chat_template is not None:
+            try:  # a mistake in one's own template is an error at the start, not of each chat
+                _ = tokenizer._template
+            except InvalidRequest as error:
+                raise ModelError(f"--chat-template {chat_template}: {error.message}") from None
+        return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` adds the model's BOS, if it has one."""
@@ -298,8 +304,9 @@ def _find_template(directory: Path, config: dict[str, Any], given: Path | None) 
     if given is not None:
         try:
             return given.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ModelError(f"--chat-template {given} cannot be read: {error.strerror}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not UTF-8"
+            raise ModelError(f"--chat-template {given} cannot be read: {reason}") from None
     path = directory / "chat_template.jinja"
     if path.exists():
         return path.read_text(encoding="utf-8")

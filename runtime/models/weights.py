@@ -44,8 +44,9 @@ def load_weights(
             with _open(path) as file:
                 for name in stored:
                     own = names[name]
-                    # Added to scores in float32, in which close experts differ.
-                    kept = torch.float32 if own.endswith(".expert_bias") else dtype
+                    # Added in float32: to scores, in which close experts differ, and to the 1 of Gemma's norms.
+                    wide = own.endswith(".expert_bias") or (spec.gemma and own.endswith("norm.weight"))
+                    kept = torch.float32 if wide else dtype
                     tensor = _read(file, path, name, expected[own], kept)
                     weights[own] = tensor if shard is None else shard.cut(own, tensor).clone()
                     bar.update()

@@ -247,8 +247,9 @@ def _reads(request: Request, segments: Sequence[Segment], first: int, stop: int,
     sequence = request.sequence
     own = sequence.pages[: -(-(stop - sequence.start) // page_size)]
     length = stop - sequence.start
-    if len(segments) == 1 and _continues(segments[0], page_size):
-        pages, length = segments[0].pages + own, segments[0].length + length
+    only = segments[0] if len(segments) == 1 else None
+    if only is not None and not only.shift and only.keep is None and only.length % page_size == 0:
+        pages, length = only.pages + own, only.length + length
         reads = []
     else:
         pages = own
@@ -261,10 +262,6 @@ def _reads(request: Request, segments: Sequence[Segment], first: int, stop: int,
     visible = causal_visible(length, stop - first)
     reads.append(Read(np.frombuffer(pages, dtype=np.int32), length, visible=visible))
     return reads
-
-
-def _continues(segment: Segment, page_size: int) -> bool:
-    return not segment.shift and segment.keep is None and segment.length % page_size == 0
 
 
 def _is_short(segment: Segment, page_size: int) -> bool:

@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,22 @@ from runtime.sampling.logprobs import report_logprobs
 from runtime.sampling.sampler import Sampled, Sampler
 
 _NO_ROWS, _ONE_ROW = np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)
+
+
+class Found(NamedTuple):
+    """A step's results for a piece of work.
+
+    Attributes:
+        logits: float32 [S, vocab], of the step.
+        places: the work's rows of them, by row set.
+        tokens: that `Decoding.choose` chose, up to one that ends the request.
+        logprobs: their log-probabilities, if the request wants any.
+    """
+
+    logits: torch.Tensor
+    places: Sequence[slice]
+    tokens: list[int]
+    logprobs: list[TokenLogprob] | None
 
 
 class Decoding(ABC):
@@ -59,22 +75,8 @@ class Decoding(ABC):
         return tokens
 
     @abstractmethod
-    def book(
-        self,
-        work: Work,
-        logits: torch.Tensor,
-        places: Sequence[slice],
-        tokens: list[int],
-        logprobs: list[TokenLogprob] | None,
-    ) -> TokenEvent | None:
-        """Book a piece of computed work.
-
-        Args:
-            work: the strategy has booked its rows.
-            logits: float32 [S, vocab], of the step.
-            places: this work's rows of them, by row set.
-            tokens: that `choose` chose, up to one that ends the request.
-            logprobs: their log-probabilities, if the request wants any.
+    def book(self, work: Work, found: Found) -> TokenEvent | None:
+        """Book a piece of computed work, of which the strategy has booked the rows.
 
         Returns:
             The event, if any; `finish` is set if the request ends.
@@ -148,16 +150,9 @@ class NextToken(Decoding):
                 return tokens[: i + 1]
         return tokens
 
-    def book(
-        self,
-        work: Work,
-        logits: torch.Tensor,
-        places: Sequence[slice],
-        tokens: list[int],
-        logprobs: list[TokenLogprob] | None,
-    ) -> TokenEvent | None:
-        request = work.request
-        prompt_logprobs = self._prompt_logprobs(work, logits, places[0])
+    def book(self, work: Work, found: Found) -> TokenEvent | None:
+        request, tokens = work.request, found.tokens
+        prompt_logprobs = self._prompt_logprobs(work, found.logits, found.places[0])
         is_read = work.samples and not request.wants_tokens
         if is_read:
             tokens = []  # one was chosen to see that the logits are numbers
@@ -168,7 +163,7 @@ class NextToken(Decoding):
         else:
             request.tokens.extend(tokens)
             event = self.event(request, tokens, self._finish(request, tokens[-1]))
-            event.logprobs = logprobs
+            event.logprobs = found.logprobs
         event.prompt_logprobs = prompt_logprobs
         return event
 

@@ -313,7 +313,7 @@ def keep_top(probs: torch.Tensor, mass: float, may_wait: bool) -> torch.Tensor:
 
 
 def _split_top(probs: torch.Tensor, tokens: torch.Tensor, rest: float) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """What is kept for sure, the tokens of nearly equal probability among which `rest` is reached, and theirs of it."""
+    """Tokens kept for sure, the tokens of nearly equal probability among which `rest` is reached, and theirs of it."""
     bits = probs.view(torch.int32)
     classes = bits[tokens] >> 16  # exponent and 7 bits of the fraction, in the order of the numbers
     sums = torch.bincount(classes, _whole(probs[tokens]))

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from fastapi import APIRouter
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from server.context import Ctx
 from server.http import examples
 from server.http.errors import NotFound
-from server.http.wire import Body, Text
+from server.http.wire import Body, Text, example
 
 router = APIRouter(prefix="/v1", tags=["adapters"])
 
@@ -21,7 +21,7 @@ Name = Annotated[Text, Field(min_length=1, max_length=128, description="name as 
 class LoadRequest(Body):
     """An adapter to load."""
 
-    model_config = ConfigDict(json_schema_extra={"example": {"lora_name": "poems", "lora_path": "/adapters/poems"}})
+    model_config = example(lora_name="poems", lora_path="/adapters/poems")
     NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {"base_model_name": (), "is_3d_lora_weight": (False,)}
 
     lora_name: Name
@@ -34,7 +34,7 @@ class LoadRequest(Body):
 class UnloadRequest(Body):
     """An adapter to unload."""
 
-    model_config = ConfigDict(json_schema_extra={"example": {"lora_name": "poems"}})
+    model_config = example(lora_name="poems")
     IGNORED = frozenset({"lora_int_id"})
 
     lora_name: Name

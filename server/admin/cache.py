@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi import Path as PathParameter
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from radix import Namespace
 from runtime.config import TierConfig
@@ -24,7 +24,7 @@ from server.documents.wire import find_documents
 from server.http import examples
 from server.http.errors import NotFound
 from server.http.sse import while_there
-from server.http.wire import Body, CacheSalt, Text, TokenIds
+from server.http.wire import Body, CacheSalt, Text, TokenIds, example
 from server.openai.types import Message, Messages
 from server.store import Conflict
 
@@ -72,9 +72,7 @@ class Prefix(Body):
 class PinRequest(Prefix):
     """A prefix to be kept."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"example": {"text": "You are a helpful assistant. ...", "name": "system", "ttl_s": 3600}}
-    )
+    model_config = example(text="You are a helpful assistant. ...", name="system", ttl_s=3600)
 
     name: Text | None = Field(None, max_length=256)
     ttl_s: float | None = Field(None, gt=0, le=1e9, description="seconds until the pin expires; null: never")
@@ -177,7 +175,7 @@ async def _on_node(
 class TierRequest(Body):
     """A tier: `space` for `host`, `space` and `path` for `disk`, `address` for `store`."""
 
-    model_config = ConfigDict(json_schema_extra={"example": {"path": "/var/cache/ramet", "space": 50}})
+    model_config = example(path="/var/cache/ramet", space=50)
 
     space: float | None = Field(None, gt=0, le=1 << 20, description="GiB")
     path: Text | None = Field(None, min_length=1)

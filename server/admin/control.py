@@ -9,19 +9,18 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
-from pydantic import ConfigDict
 
 from runtime.errors import InvalidRequest
 from server.context import Ctx
 from server.http import examples
 from server.http.seats import Seat
-from server.http.wire import Body, Rid
+from server.http.wire import Body, Rid, example
 
 router = APIRouter(tags=["server"])
 
 
 class AbortRequest(Body):
-    model_config = ConfigDict(json_schema_extra={"example": {"rid": "my-request"}})
+    model_config = example(rid="my-request")
 
     rid: Rid | None = None
     abort_all: bool = False

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from runtime.models.tokenizer import Tokenizer
 from server.admin.cache import named, preview_tokens
@@ -16,7 +16,7 @@ from server.auth.keys import Asker, EveryKey, Forbidden
 from server.context import Context, Ctx
 from server.http import examples
 from server.http.sse import unless_gone
-from server.http.wire import Body, CacheSalt, Text
+from server.http.wire import Body, CacheSalt, Text, example
 
 router = EveryKey(prefix="/cache", tags=["cache"])
 
@@ -30,7 +30,7 @@ _MOST_CHARACTERS = 256
 class SearchRequest(Body):
     """A text, of which upper and lower case are alike."""
 
-    model_config = ConfigDict(json_schema_extra={"example": {"text": "ship models"}})
+    model_config = example(text="ship models")
 
     text: Text = Field(min_length=1, max_length=_MOST_CHARACTERS)
     tenant: str | None = Field(None, description="admin keys: name of the API key in whose nodes to look; default: all")

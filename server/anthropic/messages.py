@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -54,10 +55,10 @@ async def messages(body: MessagesRequest, request: Request, context: Ctx, tenant
     conversation = partial(conversation_of, body, context.engine.tokenizer)
     inquiry = ask(context, [submission], body.explain, body.earlier, conversation)
     outputs = await open_outputs(request, context, [submission], body.NAMES, body.timeout_s, conversation)
-    reader = _reader(body, submission, context)
+    answer = _Answer(_reader(body, submission, context), model, submission, outputs, context, inquiry)
     if body.stream:
-        return MessageStream(_events(reader, model, submission, outputs, context, inquiry), outputs.close)
-    return await unless_gone(request, _answer(reader, model, submission, outputs, context, inquiry))
+        return MessageStream(answer.events(), outputs.close)
+    return await unless_gone(request, answer.whole())
 
 
 @router.post("/count_tokens", response_model=None, responses=examples.COUNTED)
@@ -110,66 +111,56 @@ def _reader(body: MessagesRequest, submission: Submission, context: Context) -> 
     return ContentReader(calls, "thinking" if text.rstrip().endswith("<think>") else "start")
 
 
-async def _answer(
-    reader: ContentReader,
-    model: str,
-    submission: Submission,
-    outputs: OutputStream,
-    context: Context,
-    inquiry: Inquiry | None,
-) -> dict[str, Any]:
-    (output,) = await collect(outputs, context)
-    pieces = reader.push(output.text, last=True)
-    message = _message(submission, output, model) | await _explained(inquiry, outputs, output)
-    return {**message, "content": [piece.block() for piece in pieces], **_stop(output, pieces, context)}
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """The answer to one call, as it comes."""
 
+    reader: ContentReader
+    model: str
+    submission: Submission
+    outputs: OutputStream
+    context: Context
+    inquiry: Inquiry | None
 
-async def _events(
-    reader: ContentReader,
-    model: str,
-    submission: Submission,
-    outputs: OutputStream,
-    context: Context,
-    inquiry: Inquiry | None,
-) -> Events:
-    index, open_type, seen = -1, "", list[Piece]()
-    began = False
-    async for output in follow(outputs, context):
-        if not began:
-            began = True
-            message = _message(submission, output, model) | await _explained(inquiry, outputs, output)
-            yield {"type": "message_start", "message": message}
-            yield {"type": "ping"}
-        for piece in reader.push(output.delta, last=output.finish is not None):
-            if piece.type != open_type or piece.type == "tool_use":
-                if open_type:
-                    yield {"type": "content_block_stop", "index": index}
-                index, open_type = index + 1, piece.type
-                seen.append(piece)
-                yield {"type": "content_block_start", "index": index, "content_block": piece.start()}
-            yield {"type": "content_block_delta", "index": index, "delta": piece.delta()}
-        if output.finish is None:
-            continue
-        if open_type:
-            yield {"type": "content_block_stop", "index": index}
-        yield {"type": "message_delta", "delta": _stop(output, seen, context), "usage": usage(output)}
-        yield {"type": "message_stop"}
+    async def whole(self) -> dict[str, Any]:
+        (output,) = await collect(self.outputs, self.context)
+        pieces = self.reader.push(output.text, last=True)
+        content = [piece.block() for piece in pieces]
+        return {**await self._message(output), "content": content, **_stop(output, pieces, self.context)}
 
+    async def events(self) -> Events:
+        index, open_type, seen = -1, "", list[Piece]()
+        began = False
+        async for output in follow(self.outputs, self.context):
+            if not began:
+                began = True
+                yield {"type": "message_start", "message": await self._message(output)}
+                yield {"type": "ping"}
+            for piece in self.reader.push(output.delta, last=output.finish is not None):
+                if piece.type != open_type or piece.type == "tool_use":
+                    if open_type:
+                        yield {"type": "content_block_stop", "index": index}
+                    index, open_type = index + 1, piece.type
+                    seen.append(piece)
+                    yield {"type": "content_block_start", "index": index, "content_block": piece.start()}
+                yield {"type": "content_block_delta", "index": index, "delta": piece.delta()}
+            if output.finish is None:
+                continue
+            if open_type:
+                yield {"type": "content_block_stop", "index": index}
+            yield {"type": "message_delta", "delta": _stop(output, seen, self.context), "usage": usage(output)}
+            yield {"type": "message_stop"}
 
-async def _explained(inquiry: Inquiry | None, outputs: OutputStream, output: Output) -> dict[str, Any]:
-    """Fields that tell why the prompt missed the cache, if they are asked for."""
-    if inquiry is None:
-        return {}
-    explanation = await inquiry.explain(outputs, output)
-    return {"explain": explanation.describe(), "diagnostics": explanation.anthropic()}
-
-
-def _message(submission: Submission, output: Output, model: str) -> dict[str, Any]:
-    """A message without content, as it begins."""
-    return {
-        **{"id": f"msg_{submission.rid}", "type": "message", "role": "assistant", "model": model},
-        **{"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage(output)},
-    }
+    async def _message(self, output: Output) -> dict[str, Any]:
+        """A message without content, as it begins, and why its prompt missed the cache, if that is asked for."""
+        message: dict[str, Any] = {
+            **{"id": f"msg_{self.submission.rid}", "type": "message", "role": "assistant", "model": self.model},
+            **{"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage(output)},
+        }
+        if self.inquiry is None:
+            return message
+        explanation = await self.inquiry.explain(self.outputs, output)
+        return {**message, "explain": explanation.describe(), "diagnostics": explanation.anthropic()}
 
 
 def usage(output: Output) -> dict[str, Any]:

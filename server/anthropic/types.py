@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import Discriminator, Field, Tag, ValidationError
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import MAX_PLACES
 from runtime.params import SamplingParams, StopString
 from server.http import fields
-from server.http.wire import AnswerId, Body, JsonObject, OneOr, OwnFields, Text
+from server.http.wire import AnswerId, Body, JsonObject, OneOr, OwnFields, Text, example
 from server.openai.calls import schema_of_call
 from server.openai.tools import MAX_TOOLS, Function
 from server.openai.tools import Tool as Described
@@ -36,10 +36,8 @@ class CacheControl(Body):
         return _SECONDS[self.ttl]
 
 
-class Block(Body):
+class Block(Body, extra="ignore"):
     """Base of content blocks; other fields are ignored, since clients send back servers' blocks."""
-
-    model_config = ConfigDict(extra="ignore")
 
     cache_control: CacheControl | None = None
 
@@ -127,10 +125,8 @@ ContentBlock = Annotated[
 ]
 
 
-class Message(Body):
+class Message(Body, extra="ignore"):
     """A message of a conversation."""
-
-    model_config = ConfigDict(extra="ignore")
 
     role: Literal["user", "assistant", "system"]
     content: OneOr[Text, Annotated[list[ContentBlock], Field(max_length=MAX_BLOCKS)]]
@@ -188,10 +184,8 @@ class OutputConfig(Body):
     effort: Annotated[str, Field(max_length=64)] | None = None
 
 
-class Edit(Body):
+class Edit(Body, extra="ignore"):
     """An edit of the context that the chat template makes by itself."""
-
-    model_config = ConfigDict(extra="ignore")
 
     type: Literal["clear_thinking_20251015"]
 
@@ -214,14 +208,8 @@ class Conversation(Body):
         **{"json_schema": "output_config.format.schema", "continue_final_message": "messages"},
     }
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {
-                "model": "smollm2-135m-instruct",
-                "max_tokens": 64,
-                "messages": [{"role": "user", "content": "What is a radix tree?"}],
-            }
-        }
+    model_config = example(
+        model="smollm2-135m-instruct", max_tokens=64, messages=[{"role": "user", "content": "What is a radix tree?"}]
     )
 
     model: str | None = None

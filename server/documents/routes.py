@@ -6,7 +6,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Request, Response
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from radix import Namespace
 from runtime.errors import InvalidRequest
@@ -19,7 +19,7 @@ from server.documents.wire import Title
 from server.http import examples
 from server.http.answers import JsonAnswer, JsonList
 from server.http.sse import while_there
-from server.http.wire import CacheSalt, Text
+from server.http.wire import CacheSalt, Text, example
 
 router = EveryKey(prefix="/v1/documents", tags=["documents"])
 
@@ -29,7 +29,7 @@ ChunkTokens = Annotated[int, Field(ge=16, le=4096, description="as of the reques
 class DocumentRequest(Ahead):
     """A document. `encode` and `pin` compute its KV now, for requests with the same salt and `chunk_tokens`."""
 
-    model_config = ConfigDict(json_schema_extra={"example": {"title": "Rome", "text": "Rome is old."}})
+    model_config = example(title="Rome", text="Rome is old.")
 
     text: Annotated[Text, Field(min_length=1)]
     title: Title | None = None

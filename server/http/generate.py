@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from fastapi import Request, Response
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from runtime.errors import InvalidRequest
 from runtime.frontend.output import Output, Prompt, Submission, new_rid, prompts_of
@@ -34,6 +34,7 @@ from server.http.wire import (
     Rid,
     Sampling,
     Text,
+    example,
 )
 
 router = EveryKey(tags=["generate"])
@@ -50,11 +51,7 @@ class GenerateRequest(OwnFields):
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.MODEL
     ALIASES: ClassVar[Mapping[str, str]] = {"extra_key": "cache_salt", "return_prompt_token_ids": "return_token_ids"}
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {"text": "The capital of France is", "sampling_params": {"max_new_tokens": 16, "temperature": 0}}
-        }
-    )
+    model_config = example(text="The capital of France is", sampling_params={"max_new_tokens": 16, "temperature": 0})
 
     model: Text | None = Field(None, description="default: the one that is served")
     text: OneOrMany[Text] | None = None

@@ -203,6 +203,11 @@ LogitBias = Annotated[
 ]
 
 
+def example(**fields: Any) -> ConfigDict:
+    """The `model_config` of a body with an example for readers of the API."""
+    return ConfigDict(json_schema_extra={"example": fields})
+
+
 class CacheUse(Body):
     """The use of the prefix cache by one request."""
 
@@ -220,10 +225,9 @@ class OwnFields(Body):
     explain: Explain = False
 
 
-class Sampling(Body, SamplingParams):
+class Sampling(Body, SamplingParams, strict=True):
     """`SamplingParams` in a request."""
 
-    model_config = ConfigDict(strict=True)
     IGNORED = fields.OPERATION
     ALIASES: ClassVar[Mapping[str, str]] = {
         **fields.SAMPLING_ALIASES,
@@ -239,16 +243,12 @@ class Sampling(Body, SamplingParams):
         return SamplingParams.model_construct(**{name: getattr(self, name) for name in SamplingParams.model_fields})
 
 
-class Diffusion(Body, DiffusionParams):
+class Diffusion(Body, DiffusionParams, strict=True):
     """`DiffusionParams` in a request."""
 
-    model_config = ConfigDict(strict=True)
 
-
-class DocumentReuse(Body, ReuseParams):
+class DocumentReuse(Body, ReuseParams, strict=True):
     """`ReuseParams` in a request."""
-
-    model_config = ConfigDict(strict=True)
 
     @field_validator("method", mode="before")
     @classmethod
@@ -259,10 +259,8 @@ class DocumentReuse(Body, ReuseParams):
         return method
 
 
-class ReasoningReuse(Body, ReasoningParams):
+class ReasoningReuse(Body, ReasoningParams, strict=True):
     """`ReasoningParams` in a request."""
-
-    model_config = ConfigDict(strict=True)
 
 
 Reuse = Annotated[

@@ -27,7 +27,7 @@ class NotImplementedHere(RametError):
 async def models(context: Ctx, asker: Asker) -> dict[str, Any]:
     """The served model, once for each of its names, and its adapters."""
     names = served_names(context.config.model) or [context.engine.info.name]
-    names += context.engine.adapters.names()
+    names += [adapter.name for adapter in context.engine.adapters]
     return {"object": "list", "data": [_model(name, context, asker) for name in names]}
 
 

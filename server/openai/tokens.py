@@ -7,7 +7,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar
 
 from fastapi import Request, Response
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from runtime.errors import InvalidRequest
 from runtime.models.tokenizer import Tokenizer
@@ -15,7 +15,7 @@ from server.auth.keys import Asker, EveryKey
 from server.context import Ctx
 from server.http import examples
 from server.http.sse import unless_gone
-from server.http.wire import Body, IdPrompts, JsonObject, OneOrMany, Text
+from server.http.wire import Body, IdPrompts, JsonObject, OneOrMany, Text, example
 from server.openai.tools import MAX_TOOLS, Tool, continue_chat, render_chat
 from server.openai.types import Messages
 
@@ -25,7 +25,7 @@ router = EveryKey(tags=["server"])
 class TokenizeRequest(Body):
     """Texts, or a conversation, to which the chat template is applied."""
 
-    model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The capital of France is"}})
+    model_config = example(prompt="The capital of France is")
 
     model: str | None = None
     prompt: OneOrMany[Text] | None = None
@@ -49,7 +49,7 @@ class TokenizeRequest(Body):
 
 
 class DetokenizeRequest(Body):
-    model_config = ConfigDict(json_schema_extra={"example": {"tokens": [504, 3575, 282, 4649, 314]}})
+    model_config = example(tokens=[504, 3575, 282, 4649, 314])
     ALIASES: ClassVar[Mapping[str, str]] = {"input_ids": "tokens"}
 
     model: str | None = None

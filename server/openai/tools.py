@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from runtime.errors import InvalidRequest
 from runtime.models.marks import cut, new_mark
@@ -99,19 +99,15 @@ ToolChoice = Annotated[
 ]
 
 
-class CalledFunction(Body):
+class CalledFunction(Body, extra="ignore"):
     """The function of an earlier call; `arguments` is JSON text, or the object."""
-
-    model_config = ConfigDict(extra="ignore")
 
     name: Text
     arguments: JsonText = ""
 
 
-class ToolCall(Body):
+class ToolCall(Body, extra="ignore"):
     """An earlier call, as clients send it back."""
-
-    model_config = ConfigDict(extra="ignore")
 
     id: Text | None = None
     type: Literal["function"] = "function"

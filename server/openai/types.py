@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -36,6 +35,7 @@ from server.http.wire import (
     Rid,
     Text,
     TokenIds,
+    example,
 )
 from server.openai.caching import Breakpoint, CacheOptions, Mark, Retention
 from server.openai.calls import schema_of_call
@@ -152,11 +152,7 @@ class CommonRequest(SampledRequest, Constrained):
 class CompletionRequest(CommonRequest):
     """`POST /v1/completions`."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {"model": "smollm2-135m-instruct", "prompt": "The capital of France is", "max_tokens": 16}
-        }
-    )
+    model_config = example(model="smollm2-135m-instruct", prompt="The capital of France is", max_tokens=16)
 
     NEUTRAL: ClassVar[Mapping[str, fields.Values]] = fields.SAMPLING | fields.MODEL | fields.COMPLETION
 
@@ -168,29 +164,23 @@ class CompletionRequest(CommonRequest):
     add_special_tokens: bool = Field(True, description="begin a text with the model's BOS, if it has one")
 
 
-class TextPart(Body):
+class TextPart(Body, extra="ignore"):
     """A text part of a message's content."""
-
-    model_config = ConfigDict(extra="ignore")
 
     type: Literal["text", "input_text", "output_text"]
     text: Text
     prompt_cache_breakpoint: Breakpoint | None = None
 
 
-class RefusalPart(Body):
+class RefusalPart(Body, extra="ignore"):
     """The assistant's refusal, a text."""
-
-    model_config = ConfigDict(extra="ignore")
 
     type: Literal["refusal"]
     text: Text = Field(alias="refusal")
 
 
-class ThinkingPart(Body):
+class ThinkingPart(Body, extra="ignore"):
     """The assistant's reasoning, which chat templates know as `reasoning_content`."""
-
-    model_config = ConfigDict(extra="ignore")
 
     type: Literal["thinking"]
     thinking: Text
@@ -241,10 +231,9 @@ def _text_or_none(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-class Message(Body):
+class Message(Body, extra="ignore"):
     """A message of a conversation. Other fields are ignored, since clients send back servers' messages."""
 
-    model_config = ConfigDict(extra="ignore")
     ALIASES: ClassVar[Mapping[str, str]] = {"reasoning": "reasoning_content"}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -330,14 +319,8 @@ class ChatRequest(CommonRequest):
         **{"prompt": "messages", "pml": "messages", "json_schema": "response_format"},
     }
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {
-                "model": "smollm2-135m-instruct",
-                "messages": [{"role": "user", "content": "What is a radix tree?"}],
-                "max_tokens": 64,
-            }
-        }
+    model_config = example(
+        model="smollm2-135m-instruct", messages=[{"role": "user", "content": "What is a radix tree?"}], max_tokens=64
     )
 
     messages: Messages

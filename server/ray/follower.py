@@ -10,7 +10,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from runtime.kv.publisher import AllBlocksCleared, BlockStored, EventBatch
+from runtime.kv.publisher import POOL_MEDIUM, AllBlocksCleared, BlockStored, EventBatch
 from server.ray.prefixes import PrefixIndex, R
 
 log = logging.getLogger("ramet.ray")
@@ -62,10 +62,12 @@ class Follower(Generic[R]):
         if number == self._next:
             self._next += 1
             for event in _decode(payload).events:
-                if isinstance(event, BlockStored):
-                    self._index.stored(self._replica, event.block_hashes)
-                elif isinstance(event, AllBlocksCleared):
+                if isinstance(event, AllBlocksCleared):
                     self._index.forget(self._replica)
+                elif event.medium != POOL_MEDIUM:
+                    continue  # a load costs time, and stores that replicas share say nothing of a choice
+                elif isinstance(event, BlockStored):
+                    self._index.stored(self._replica, event.block_hashes)
                 else:
                     self._index.removed(self._replica, event.block_hashes)
         return True

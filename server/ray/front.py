@@ -71,7 +71,8 @@ class Front:
         if body is None:
             return
         call = {name: scope[name] for name in _FIELDS if name in scope}
-        hashes = await (await self._scout).hashes(call, body)
+        # A client that leaves before there is a scout must not cancel it for all others.
+        hashes = await (await asyncio.shield(self._scout)).hashes(call, body)
         for _ in range(_TRIES):
             head: Message | None = None  # of an answer; it waits until there is more
             begun = False

@@ -9,20 +9,34 @@ R = TypeVar("R", bound=Hashable)
 
 
 class PrefixIndex(Generic[R]):
-    """Blocks by their chained hashes, and the replicas that hold each."""
+    """Blocks by their chained hashes, and the replicas that hold each.
 
-    def __init__(self) -> None:
+    Args:
+        remembered: blocks that nobody holds any more, of which it is known who was the last.
+    """
+
+    def __init__(self, remembered: int = 0):
         self._holders: dict[int, set[R]] = {}
         self._held: dict[R, set[int]] = {}
+        self._lost: dict[int, R] = {}  # in the order in which they were
+        self._remembered = remembered
 
     def stored(self, replica: R, hashes: Iterable[int]) -> None:
         held = self._held.setdefault(replica, set())
         for value in hashes:
             held.add(value)
+            self._lost.pop(value, None)
             self._holders.setdefault(value, set()).add(replica)
 
     def removed(self, replica: R, hashes: Iterable[int]) -> None:
-        held = self._held.get(replica, set())
+        self._lost.update(dict.fromkeys(self._take(replica, hashes), replica))
+        while len(self._lost) > self._remembered:
+            del self._lost[next(iter(self._lost))]
+
+    def _take(self, replica: R, hashes: Iterable[int]) -> list[int]:
+        """Take blocks from a replica; those that nobody holds any more."""
+        held: set[int] = self._held.get(replica, set())
+        gone: list[int] = []
         for value in hashes:
             if value in held:
                 held.discard(value)
@@ -30,10 +44,12 @@ class PrefixIndex(Generic[R]):
                 holders.discard(replica)
                 if not holders:
                     del self._holders[value]
+                    gone.append(value)
+        return gone
 
     def forget(self, replica: R) -> None:
         """A replica holds nothing, as far as anybody knows."""
-        self.removed(replica, self.held(replica))
+        self._take(replica, self.held(replica))
         self._held.pop(replica, None)
 
     def held(self, replica: R) -> frozenset[int]:
@@ -51,3 +67,13 @@ class PrefixIndex(Generic[R]):
                 return found
             left = here
         return found | dict.fromkeys(left or (), len(hashes))
+
+    def lost(self, hashes: Sequence[int]) -> tuple[R | None, int]:
+        """The replica that lost the end of what is known of a prompt, and its number of blocks; none if it is held."""
+        found: tuple[R | None, int] = (None, 0)
+        for number, value in enumerate(hashes, 1):
+            if value in self._lost:
+                found = self._lost[value], number
+            elif value not in self._holders:
+                break
+        return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
+from functools import partial
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -46,13 +48,26 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Ranks of one replica each: Serve takes the first one that has room."""
+        """Ranks of one replica each: Serve takes the first one that has room.
+
+        The first one is booked at once: Serve hears from it later, and until then the next call would find it idle.
+        """
         by_id = {replica.replica_id: replica for replica in candidate_replicas}
-        return [[by_id[replica]] for replica in self._placement.rank(_hashes(pending_request), by_id)]
+        hashes = _hashes(pending_request)
+        ranked = self._placement.rank(hashes, by_id)
+        if pending_request is not None:
+            call = pending_request.metadata.internal_request_id
+            self._placement.begin(ranked[0], call, hashes)
+            pending_request.future.add_done_callback(partial(self._give_up, ranked[0], call))
+        return [[by_id[replica]] for replica in ranked]
+
+    def _give_up(self, replica: ReplicaID, call: str, routed: asyncio.Future[Any]) -> None:
+        """End a call whose client has left before it was sent anywhere."""
+        if routed.cancelled():
+            self._placement.end(replica, call)
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Count the blocks that the replica lacks as its load, until the call ends."""
-        self._placement.begin(replica_id, pending_request.metadata.internal_request_id, _hashes(pending_request))
+        self._placement.move(replica_id, pending_request.metadata.internal_request_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         self._placement.end(replica_id, internal_request_id)

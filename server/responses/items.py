@@ -11,35 +11,23 @@ from runtime.errors import InvalidRequest
 from server.http.errors import NotFound
 from server.openai.tools import CalledFunction, Function, Tool, ToolCall
 from server.openai.types import ChatRequest, Message, Part, TextPart, ThinkingPart
-from server.responses.types import (
-    Item,
-    ItemAllowed,
-    ItemCall,
-    ItemChoice,
-    ItemCustomCall,
-    ItemMessage,
-    ItemReasoning,
-    ItemReference,
-    ItemResult,
-    ResponseRequest,
-    TextFormat,
-)
+from server.responses import types
 
-_items: TypeAdapter[Item] = TypeAdapter(Item)
+_items: TypeAdapter[types.Item] = TypeAdapter(types.Item)
 # Fields of chats that responses do not have, or have in another form.
 _OWN = frozenset(
     {"messages", "tools", "tool_choice", "response_format", "max_tokens", "stream_options", "reasoning_effort"}
 )
 
 
-def turns_of(items: str | list[Item], answered: Mapping[str, dict[str, Any]]) -> list[Message]:
+def turns_of(items: str | list[types.Item], answered: Mapping[str, dict[str, Any]]) -> list[Message]:
     """Messages of a chat; `answered`: items of stored responses. Raises NotFound for a reference to none of them."""
     if isinstance(items, str):
         return [Message(role="user", content=items)]
     turns: list[Message] = []
     thoughts: list[str] = []
     for item in _resolved(items, answered):
-        if isinstance(item, ItemReasoning):
+        if isinstance(item, types.ItemReasoning):
             thoughts += [part.text for part in item.content]
             continue
         turn = _turn(item, turns[-1] if turns else None)
@@ -51,9 +39,9 @@ def turns_of(items: str | list[Item], answered: Mapping[str, dict[str, Any]]) ->
     return turns
 
 
-def _resolved(items: list[Item], answered: Mapping[str, dict[str, Any]]) -> Iterable[Item]:
+def _resolved(items: list[types.Item], answered: Mapping[str, dict[str, Any]]) -> Iterable[types.Item]:
     for item in items:
-        if isinstance(item, ItemReference):
+        if isinstance(item, types.ItemReference):
             if item.id not in answered:
                 raise NotFound(f"there is no item {item.id!r} in a stored response", param="input")
             yield _items.validate_python(answered[item.id])
@@ -61,13 +49,13 @@ def _resolved(items: list[Item], answered: Mapping[str, dict[str, Any]]) -> Iter
             yield item
 
 
-def _turn(item: Item, last: Message | None) -> Message:
+def _turn(item: types.Item, last: Message | None) -> Message:
     """The message of an item; a call belongs to the assistant's message before it."""
-    if isinstance(item, ItemMessage):
+    if isinstance(item, types.ItemMessage):
         return item
-    if isinstance(item, ItemResult):
+    if isinstance(item, types.ItemResult):
         return Message(role="tool", tool_call_id=item.call_id, content=item.output)  # type: ignore[arg-type]
-    assert isinstance(item, ItemCall | ItemCustomCall)
+    assert isinstance(item, types.ItemCall | types.ItemCustomCall)
     name = item.name if item.namespace is None else f"{item.namespace}.{item.name}"
     call = ToolCall(id=item.call_id, function=CalledFunction(name=name, arguments=item.arguments))
     if last is None or last.role != "assistant":
@@ -106,14 +94,14 @@ def _parts_of(turn: Message) -> Iterable[dict[str, Any]]:
             yield part.model_dump(by_alias=True, exclude_none=True)
 
 
-def chat_of(body: ResponseRequest, turns: list[Message]) -> ChatRequest:
+def chat_of(body: types.ResponseRequest, turns: list[Message]) -> ChatRequest:
     """The same request as a chat; `turns`: the whole conversation without instructions. Raises InvalidRequest."""
     if body.instructions is not None:
         turns = [Message(role="system", content=body.instructions), *turns]
     if not turns:
         raise InvalidRequest("there is no input", param="input")
-    same = (ChatRequest.model_fields.keys() & ResponseRequest.model_fields.keys() & body.model_fields_set) - _OWN
-    form = body.text.format or TextFormat()
+    same = (ChatRequest.model_fields.keys() & types.ResponseRequest.model_fields.keys() & body.model_fields_set) - _OWN
+    form = body.text.format or types.TextFormat()
     fields = {
         **{name: getattr(body, name) for name in same},
         "messages": _with_one_system_message(turns),
@@ -148,10 +136,10 @@ def _tool(name: str, description: str | None, parameters: dict[str, Any] | None)
     return Tool(type="function", function=Function(name=name, description=description, parameters=parameters))
 
 
-def _choice(choice: ItemChoice) -> str | dict[str, Any]:
+def _choice(choice: types.ItemChoice) -> str | dict[str, Any]:
     if isinstance(choice, str):
         return choice
-    if isinstance(choice, ItemAllowed):
+    if isinstance(choice, types.ItemAllowed):
         tools = [_named(tool.name) for tool in choice.tools]
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
     return _named(choice.name)

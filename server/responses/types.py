@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from server.http import fields
-from server.http.wire import Body, JsonObject, JsonText, OneOr, Text
+from server.http.wire import Body, JsonObject, JsonText, OneOr, Text, example
 from server.openai.caching import CacheOptions, Retention
 from server.openai.tools import MAX_TOOLS, Name, kind_of_choice
 from server.openai.types import MAX_MESSAGES, Message, NewTokens, SampledRequest, StreamOptions, TextPart
@@ -17,10 +17,8 @@ from server.openai.types import MAX_MESSAGES, Message, NewTokens, SampledRequest
 Id = Annotated[Text, Field(min_length=1, max_length=256)]
 
 
-class ItemCall(Body):
+class ItemCall(Body, extra="ignore"):
     """An earlier call of a function."""
-
-    model_config = ConfigDict(extra="ignore")
 
     type: Literal["function_call"]
     call_id: Id
@@ -29,10 +27,8 @@ class ItemCall(Body):
     arguments: JsonText = ""
 
 
-class ItemCustomCall(Body):
+class ItemCustomCall(Body, extra="ignore"):
     """An earlier call of a custom tool."""
-
-    model_config = ConfigDict(extra="ignore")
 
     type: Literal["custom_tool_call"]
     call_id: Id
@@ -46,28 +42,22 @@ class ItemCustomCall(Body):
         return json.dumps({"input": self.input}, ensure_ascii=False)
 
 
-class ItemResult(Body):
+class ItemResult(Body, extra="ignore"):
     """The result of an earlier call."""
-
-    model_config = ConfigDict(extra="ignore")
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Id
     output: OneOr[Text, Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]]
 
 
-class ReasoningText(Body):
+class ReasoningText(Body, extra="ignore"):
     """A part of the assistant's reasoning."""
-
-    model_config = ConfigDict(extra="ignore")
 
     text: Text
 
 
-class ItemReasoning(Body):
+class ItemReasoning(Body, extra="ignore"):
     """Earlier reasoning, which belongs to the assistant's item behind it; a summary is for people."""
-
-    model_config = ConfigDict(extra="ignore")
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(max_length=MAX_MESSAGES)] = Field(default_factory=list)
@@ -174,10 +164,8 @@ class ItemNamespace(Body):
     tools: Annotated[list[OwnTool], Field(max_length=MAX_TOOLS)]
 
 
-class ItemHosted(Body):
+class ItemHosted(Body, extra="ignore"):
     """A tool that OpenAI's servers run, or that their models were trained on; it is not offered to the model."""
-
-    model_config = ConfigDict(extra="ignore")
 
     type: Literal[
         "web_search",
@@ -294,11 +282,7 @@ class ResponseRequest(SampledRequest):
         **{"response_format.json_schema.schema": "text.format.schema", "rid": "request_id"},
     }
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {"model": "smollm2-135m-instruct", "input": "What is a radix tree?", "max_output_tokens": 64}
-        }
-    )
+    model_config = example(model="smollm2-135m-instruct", input="What is a radix tree?", max_output_tokens=64)
 
     input: OneOr[Text, Annotated[list[Item], Field(max_length=MAX_MESSAGES)]] = Field(default_factory=list)
     instructions: Text | None = Field(None, description="a system message of this request alone")

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Request, Response
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from runtime.errors import InvalidRequest
 from runtime.reuse.modules.markup import MAX_CHARACTERS
@@ -17,7 +17,7 @@ from server.context import Context, Ctx
 from server.http import examples
 from server.http.answers import JsonAnswer
 from server.http.sse import while_there
-from server.http.wire import CacheSalt, Text
+from server.http.wire import CacheSalt, Text, example
 from server.schemas.store import StoredSchema, make
 
 router = EveryKey(prefix="/v1/schemas", tags=["schemas"])
@@ -28,12 +28,8 @@ Paths = Annotated[list[Text], Field(max_length=1024)]
 class SchemaRequest(Ahead):
     """A schema in PML. `encode` and `pin` compute the KV of all modules now, for requests with the same salt."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            "example": {
-                "pml": '<schema name="cities">You plan trips.<module name="miami">Miami is a city ...</module></schema>'
-            }
-        }
+    model_config = example(
+        pml='<schema name="cities">You plan trips.<module name="miami">Miami is a city ...</module></schema>'
     )
 
     pml: Annotated[Text, Field(max_length=MAX_CHARACTERS)]

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import httpx
@@ -18,6 +19,9 @@ import openai
 import pytest
 
 from tests.runtime.reuse.bicache.models import save_tiny
+
+# Each test has clients of its own, and each of them would read the system's certificates, for 25 ms of the processor.
+httpx._transports.default.create_ssl_context = lru_cache(httpx._transports.default.create_ssl_context)
 
 
 @dataclass
@@ -97,7 +101,7 @@ def stop(server: LiveServer) -> int:
     return server.process.wait(30)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def guarded(tiny_dir, tmp_path_factory) -> Iterator[LiveServer]:
     """A server on a tiny model with the keys of an admin and of alice."""
     directory = tmp_path_factory.mktemp("guarded")

@@ -20,8 +20,8 @@ from tests.server.conftest import start, stop
 LONG = {"text": "Count:", "stream": True, "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
 
 
-def read_stream(url: str, found: list) -> None:
-    with httpx.stream("POST", f"{url}/generate", json=LONG, timeout=60) as answer:
+def read_stream(url: str, found: list, **body) -> None:
+    with httpx.stream("POST", f"{url}/generate", json=LONG | body, timeout=60) as answer:
         found.append([line for line in answer.iter_lines() if line.startswith("data: ")])
 
 
@@ -72,73 +72,43 @@ def test_a_dead_engine_is_restarted_where_that_is_wanted(tiny_dir, tmp_path):
         assert stop(server) == 0
 
 
-def test_a_frozen_engine_is_ended(tiny_dir, tmp_path):
-    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192", "--step-timeout", "1")
-    engine = server.engine_pid()
-
-    def wait_ready(status: int) -> None:
-        deadline = time.monotonic() + 20
-        while httpx.get(f"{server.url}/ready").status_code != status:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    os.kill(engine, signal.SIGSTOP)
-    wait_ready(503)
-    assert httpx.get(f"{server.url}/health").status_code == 200
-    os.kill(engine, signal.SIGCONT)
-    wait_ready(200)
-    threads, found = streams(server, 4)
-    os.kill(engine, signal.SIGSTOP)
-    for thread in threads:
-        thread.join(30)
-    assert [json.loads(lines[-2][6:])["error"]["type"] for lines in found] == ["engine_dead"] * 4
-    assert server.process.wait(20) == 70
-
-
-def test_neither_an_engine_nor_a_socket_outlives_its_server(tiny_dir, tmp_path, monkeypatch):
+def test_too_many_requests_are_told_when_to_come_back_and_nothing_outlives_a_killed_server(
+    tiny_dir, tmp_path, monkeypatch
+):
     (tmp_path / "t").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
-    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "1024")
+    options = ["--model", str(tiny_dir), "--pool-tokens", "4096", "--max-running", "2", "--max-waiting", "1"]
+    server = start(tmp_path / "log", *options)
+    httpx.post(f"{server.url}/pause")  # no machine is too quick for what follows
+    body = {"text": "x", "sampling_params": {"max_new_tokens": 400, "ignore_eos": True, "n": 3}}
+    thread = threading.Thread(target=read_stream, args=(server.url, []), kwargs=body)
+    thread.start()
+    server.wait(lambda state: state["waiting"] == 3)
+    answer = httpx.post(f"{server.url}/generate", json=body, timeout=60)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["type"] == "overloaded_error"
+    assert int(answer.headers["retry-after"]) >= 1
+    body["sampling_params"]["n"] = 4
+    assert httpx.post(f"{server.url}/generate", json=body, timeout=60).status_code == 400
+    httpx.post(f"{server.url}/resume")
+    thread.join(60)
+    server.check_idle()
     engine = server.engine_pid()
     server.process.kill()
     server.process.wait(10)
-    assert not list((tmp_path / "t").glob("*ramet*"))
-    deadline = time.monotonic() + 20
+    assert not list((tmp_path / "t").glob("*ramet*")), "sockets"
+    deadline = time.monotonic() + 60
     stat = Path(f"/proc/{engine}/stat")
     while stat.exists() and stat.read_text().split()[2] != "Z":
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def test_too_many_requests_are_told_when_to_come_back(default_model_dir, tmp_path):
-    options = ["--model", str(default_model_dir), "--max-running", "2", "--max-waiting", "1"]
-    server = start(tmp_path / "log", *options)
-    try:
-        body = {"text": "x", "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True, "n": 3}}
-        with httpx.stream("POST", f"{server.url}/generate", json={**body, "stream": True}, timeout=60) as stream:
-            lines = stream.iter_lines()  # kept: a generator that is let go closes the stream
-            next(lines)
-            answer = httpx.post(f"{server.url}/generate", json=body, timeout=60)
-        assert answer.status_code == 503
-        assert answer.json()["error"]["type"] == "overloaded_error"
-        assert int(answer.headers["retry-after"]) >= 1
-        body["sampling_params"]["n"] = 4
-        assert httpx.post(f"{server.url}/generate", json=body, timeout=60).status_code == 400
-        server.check_idle()
-    finally:
-        assert stop(server) == 0
-
-
 @pytest.mark.parametrize(
     ("options", "code", "words"),
     [
         (["--model", "/no/such/model"], 1, "no such directory"),
-        (["--page-size", "0"], 2, "--page-size"),
-        (["--port", "http"], 2, "--port"),
-        (["--dtype", "int3"], 2, "--dtype"),
         (["--no-such-option"], 2, "unrecognized"),
-        (["--attention-backend", "flashinfer", "--device", "cpu"], 1, "needs CUDA"),
-        (["--pool-memory", "1000000"], 1, "--pool-memory"),
         (["--pool-tokens", "1000000000000"], 1, "--pool-tokens"),
     ],
 )

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 
 import httpx
 import pytest
@@ -132,14 +133,19 @@ def test_pause_and_resume(ask):
 
 
 def test_what_one_key_may_have_under_way(ask, operated):
+    """The engine is paused, so that no machine is too quick: all three are under way until it goes on."""
+    ask("root", "POST", "/pause")
     open_ones = [raw(operated, "alice", json.dumps({**ENDLESS, "stream": True}).encode()) for _ in range(3)]
-    assert all(b"200 OK" in connection.recv(200) for connection in open_ones)
+    while ask("root", "GET", "/server_info").json()["state"]["waiting"] < 3:
+        time.sleep(0.02)
     answer = ask("alice", text="x", sampling_params={"max_new_tokens": 1})
     assert (answer.status_code, answer.json()["error"]["type"]) == (429, "rate_limit_error")
     assert (answer.headers["retry-after"], answer.headers["x-should-retry"]) == ("1", "false")
+    assert ask("alice", "GET", "/health_generate").status_code == 429, "a probe is a request, too"
+    ask("root", "POST", "/resume")
+    assert all(b"200 OK" in connection.recv(200) for connection in open_ones)
     assert ask("bob", text="x", sampling_params={"max_new_tokens": 1}).status_code == 200
-    # A probe is a request, too.
-    assert [ask(who, "GET", "/health_generate").status_code for who in ("alice", "bob")] == [429, 200]
+    assert ask("bob", "GET", "/health_generate").status_code == 200
     for connection in open_ones:
         connection.close()
 
@@ -190,33 +196,38 @@ def test_a_client_that_does_not_read_is_cut(ask, operated):
 
 def test_a_client_that_does_not_send_is_cut(ask, operated):
     host, port = operated.url.removeprefix("http://").split(":")
-    for sent in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea"):
-        with socket.create_connection((host, int(port)), timeout=30) as connection:
+    parts = (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea")
+    with contextlib.ExitStack() as opened:
+        silent = [opened.enter_context(socket.create_connection((host, int(port)), timeout=30)) for _ in parts]
+        for connection, sent in zip(silent, parts, strict=True):
             connection.sendall(sent)
+        half = opened.enter_context(raw(operated, "alice", b'{"text": ', length=100))
+        for connection, sent in zip(silent, parts, strict=True):
             received = b""
-            try:
+            with contextlib.suppress(ConnectionResetError):
                 while chunk := connection.recv(4096):
                     received += chunk
-            except ConnectionResetError:
-                pass
             assert received.count(b"200 OK") == sent.count(b"\r\n\r\n")
-    connection = raw(operated, "alice", b'{"text": ', length=100)
-    assert connection.recv(4096).startswith(b"HTTP/1.1 408")
-    connection.close()
+        assert half.recv(4096).startswith(b"HTTP/1.1 408")
 
 
-@pytest.mark.parametrize("head", ["GET /health", "GET /nope", "POST /generate"])
-def test_a_client_that_goes_on_sending_after_its_answer_is_cut(operated, head):
+def test_a_client_that_goes_on_sending_after_its_answer_is_cut(operated):
     """It holds its connection without a key, and as long as it likes, if nobody looks."""
     host, port = operated.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
-        connection.sendall(f"{head} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+    with contextlib.ExitStack() as opened:
+        sending = []
+        for head in ("GET /health", "GET /nope", "POST /generate"):
+            sending.append(opened.enter_context(socket.create_connection((host, int(port)), timeout=30)))
+            sending[-1].sendall(f"{head} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
         deadline = time.monotonic() + 60
-        with contextlib.suppress(ConnectionError):
-            while True:
-                assert time.monotonic() < deadline
-                connection.sendall(b"1\r\nx\r\n")
-                time.sleep(0.1)
+        while sending:
+            assert time.monotonic() < deadline
+            for connection in list(sending):
+                try:
+                    connection.sendall(b"1\r\nx\r\n")
+                except ConnectionError:
+                    sending.remove(connection)
+            time.sleep(0.1)
 
 
 def test_an_upgrade_is_a_request_like_any_other(ask, operated):
@@ -305,19 +316,26 @@ def test_an_unexpected_failure_is_logged_once(caplog):
     assert not any("\n" in record.getMessage() or len(record.getMessage()) > 400 for record in caplog.records)
 
 
-def test_sigterm_lets_what_runs_end_and_takes_nothing_new(tiny_dir, tmp_path):
+def test_a_signal_lets_what_runs_end_and_takes_nothing_new(tiny_dir, tmp_path):
+    """Sent to the process group, as a terminal sends it: to the engine as well. Those who look are not waited for."""
     options = ["--model", str(tiny_dir), "--pool-tokens", "8192", "--drain-time", "300", "--incremental-output"]
-    server = start(tmp_path / "log", *options)
-    threads, found = streams(server, 4)
-    server.process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + 20
-    while (answer := httpx.get(f"{server.url}/ready")).status_code == 200:
-        assert time.monotonic() < deadline
-    assert httpx.get(f"{server.url}/health").status_code == 200
-    assert answer.headers["retry-after"]
-    refused = httpx.post(f"{server.url}/generate", json=LONG)
-    assert (refused.status_code, refused.json()["error"]["type"]) == (503, "overloaded_error")
-    assert server.process.wait(300) == 0
+    server = start(tmp_path / "log", *options, own_group=True)
+    with httpx.stream("GET", f"{server.url}/dashboard/events", timeout=300) as watched:
+        looking = watched.iter_lines()  # dropped, it would end the stream
+        next(looking)
+        threads, found = streams(server, 4)
+        engine = server.engine_pid()
+        os.kill(engine, signal.SIGSTOP)  # no machine is too quick for what follows
+        os.killpg(server.process.pid, signal.SIGINT)
+        deadline = time.monotonic() + 60
+        while (answer := httpx.get(f"{server.url}/ready")).status_code == 200:
+            assert time.monotonic() < deadline
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert answer.headers["retry-after"]
+        refused = httpx.post(f"{server.url}/generate", json=LONG)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "overloaded_error")
+        os.kill(engine, signal.SIGCONT)
+        assert server.process.wait(120) == 0, "and not for those who look"
     for thread in threads:
         thread.join(20)
     assert len(found) == 4
@@ -329,19 +347,6 @@ def test_sigterm_lets_what_runs_end_and_takes_nothing_new(tiny_dir, tmp_path):
     assert "Traceback" not in server.log.read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_to_the_process_group_lets_what_runs_end(tiny_dir, tmp_path, number):
-    """As systemd and a terminal send it: to the engine as well."""
-    options = ["--model", str(tiny_dir), "--pool-tokens", "8192", "--drain-time", "300"]
-    server = start(tmp_path / "log", *options, own_group=True)
-    threads, found = streams(server, 2)
-    os.killpg(server.process.pid, signal.SIGINT)
-    assert server.process.wait(300) == 0
-    for thread in threads:
-        thread.join(20)
-    assert [json.loads(lines[-2][6:])["meta_info"]["finish_reason"]["type"] for lines in found] == ["length"] * 2
-
-
 def test_the_engine_is_ended_by_its_server_alone(ask, operated):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         os.kill(operated.engine_pid(), number)
@@ -349,9 +354,9 @@ def test_the_engine_is_ended_by_its_server_alone(ask, operated):
     assert answer.json()["meta_info"]["completion_tokens"] == 3
 
 
-def test_a_signal_after_a_shutdown_is_the_first_one(tiny_dir, tmp_path):
+def test_a_signal_after_a_shutdown_is_the_first_one_and_what_runs_for_too_long_is_aborted(tiny_dir, tmp_path):
     """An orchestrator may ask for the one and send the other."""
-    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192", "--drain-time", "2")
+    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192", "--drain-time", "1")
     httpx.post(f"{server.url}/pause")
     found = []
     body = {**LONG, "stream": False}
@@ -359,21 +364,7 @@ def test_a_signal_after_a_shutdown_is_the_first_one(tiny_dir, tmp_path):
     thread.start()
     server.wait(lambda state: state["waiting"] == 1)
     assert httpx.post(f"{server.url}/shutdown").status_code == 202
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(30) == 0
-    thread.join(20)
-    assert found[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
-
-
-def test_what_runs_for_too_long_is_aborted(tiny_dir, tmp_path):
-    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "8192", "--drain-time", "0.1")
-    httpx.post(f"{server.url}/pause")
-    body = {**LONG, "stream": False}
-    found = []
-    thread = threading.Thread(target=lambda: found.append(httpx.post(f"{server.url}/generate", json=body, timeout=60)))
-    thread.start()
-    server.wait(lambda state: state["waiting"] == 1)
-    assert httpx.post(f"{server.url}/shutdown").status_code == 202
+    server.process.send_signal(signal.SIGHUP)
     assert server.process.wait(30) == 0
     thread.join(20)
     assert found[0].json()["meta_info"]["finish_reason"]["type"] == "abort"
@@ -419,36 +410,6 @@ def test_a_signal_while_the_model_is_loaded(tiny_dir, tmp_path, number, code):
     assert "Traceback" not in (tmp_path / "log").read_text()
 
 
-def test_traces_go_to_a_collector(tiny_dir, tmp_path):
-    pytest.importorskip("opentelemetry.instrumentation.asgi")
-    received = []
-
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self):
-            received.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *args):
-            pass
-
-    collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
-    threading.Thread(target=collector.serve_forever, daemon=True).start()
-    endpoint = f"http://127.0.0.1:{collector.server_port}/v1/traces"
-    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "1024", "--otlp-endpoint", endpoint)
-    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
-    headers = {"x-request-id": "traced-1", "traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
-    body = {"text": SECRET, "stream": True, "sampling_params": {"max_new_tokens": 2}}
-    assert httpx.post(f"{server.url}/generate", json=body, headers=headers, timeout=300).status_code == 200
-    assert stop(server) == 0
-    collector.shutdown()
-    sent = b"".join(data for path, data in received if path == "/v1/traces")
-    assert bytes.fromhex(trace) in sent
-    assert b"traced-1" in sent
-    assert SECRET.encode() not in sent
-
-
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
 @pytest.mark.parametrize(
     ("host", "has_keys", "events", "warnings"),
     [
@@ -466,7 +427,21 @@ def test_an_operator_is_told_who_may_ask_and_whom_events_leave_out(caplog, host,
     assert len(caplog.records) == warnings
 
 
-def test_https(tiny_dir, tmp_path):
+class Collector(BaseHTTPRequestHandler):
+    """Of OpenTelemetry's traces: the paths and bodies that it is sent."""
+
+    def do_POST(self):
+        self.server.received.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+def test_https_and_traces_that_go_to_a_collector(tiny_dir, tmp_path):
+    has_traces = find_spec("opentelemetry.instrumentation.asgi") is not None
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     files = ["-keyout", str(tmp_path / "key"), "-out", str(tmp_path / "cert")]
     subprocess.run(
@@ -476,10 +451,23 @@ def test_https(tiny_dir, tmp_path):
     )
     trusted = ssl.create_default_context(cafile=str(tmp_path / "cert"))
     options = ["--ssl-certfile", str(tmp_path / "cert"), "--ssl-keyfile", str(tmp_path / "key")]
+    collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    collector.received = []
+    threading.Thread(target=collector.serve_forever, args=(0.02,), daemon=True).start()
+    if has_traces:
+        options += ["--otlp-endpoint", f"http://127.0.0.1:{collector.server_port}/v1/traces"]
     server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "1024", *options, verify=trusted)
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"x-request-id": "traced-1", "traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
+    body = {"text": SECRET, "stream": True, "sampling_params": {"max_new_tokens": 2}}
     try:
         assert server.url.startswith("https://")
-        body = {"text": "x", "sampling_params": {"max_new_tokens": 2}}
-        assert httpx.post(f"{server.url}/generate", json=body, verify=trusted, timeout=60).status_code == 200
+        answer = httpx.post(f"{server.url}/generate", json=body, headers=headers, verify=trusted, timeout=300)
+        assert answer.status_code == 200
     finally:
         assert stop(server) == 0
+        collector.shutdown()
+    sent = b"".join(data for path, data in collector.received if path == "/v1/traces")
+    assert SECRET.encode() not in sent
+    for told in (bytes.fromhex(trace), b"traced-1"):
+        assert (told in sent) == has_traces

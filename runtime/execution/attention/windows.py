@@ -53,14 +53,21 @@ def within(plan: AttentionPlan, positions: np.ndarray, window: Window, page_size
 
 
 def narrowed(batch: ForwardBatch, windows: Sequence[Window | None], page_size: int) -> ForwardBatch:
-    """The batch of a model whose layers have these windows: its layer groups are cut where the window changes."""
+    """The batch of a model whose layers have these windows: its layer groups are cut where the window changes.
+
+    Layers with one window share a plan; within the window, it is that of layers without one.
+    """
     groups: list[LayerGroup] = []
     for group in batch.groups:
         positions = (batch.positions if group.rows is None else batch.positions[group.rows]).numpy()
         runs = [(window, [*layers]) for window, layers in groupby(group.layers, key=windows.__getitem__)]
+        plans: dict[Window | None, AttentionPlan] = {None: group.attention}
+        last = int(positions.max(initial=0))
         for window, layers in runs:
-            plan = group.attention if window is None else within(group.attention, positions, window, page_size)
-            part = replace(group, layers=range(layers[0], layers[-1] + 1), attention=plan, load=[], save=[])
+            if window is not None and window not in plans:
+                reaches = last >= window.size
+                plans[window] = within(group.attention, positions, window, page_size) if reaches else group.attention
+            part = replace(group, layers=range(layers[0], layers[-1] + 1), attention=plans[window], load=[], save=[])
             groups.append(part)
         groups[-len(runs)].load, groups[-1].save = group.load, group.save
     return replace(batch, groups=groups)

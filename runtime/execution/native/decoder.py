@@ -120,8 +120,10 @@ class NativeDecoder:
         self._handle = library.decoder_create(ctypes.byref(self._model), self.team.handle)
         self._finalizer = weakref.finalize(self, library.decoder_destroy, self._handle)
         self._logits = torch.empty(0, self.spec.vocab_size)
-        self._plan: NativePlan | None = None
-        self._cosines = self._sines = np.empty((0, self.spec.head_dim // 2), dtype=np.float32)
+        self._plans: list[NativePlan] = []
+        self._near_rope = model.near_rope
+        # cos and sin by position, by rotary embedding.
+        self._angles: dict[RotaryEmbedding, tuple[np.ndarray, np.ndarray]] = {}
 
     def _pack_layer(self, layer: llama.Layer, index: int) -> c.Layer:
         pack = self._weights
@@ -131,6 +133,8 @@ class NativeDecoder:
             post_norm=self._norm(layer.post_norm),
             q_norm=self._norm(layer.q_norm),
             k_norm=self._norm(layer.k_norm),
+            o_norm=self._norm(layer.o_norm),
+            down_norm=self._norm(layer.down_norm),
             qkv=pack.add(layer.qkv, layer.qkv_bias, int8=self._int8),
             o=pack.add(layer.o, layer.o_bias, int8=self._int8),
             gate_up=pack.add(layer.gate_up, layer.gate_up_bias, paired=True, int8=self._int8),
@@ -153,6 +157,8 @@ class NativeDecoder:
             vocab=spec.vocab_size,
             num_layers=spec.num_layers,
             eps=spec.rms_norm_eps,
+            embedding_scale=model.embedding_scale,
+            gate=c.GELU if spec.gemma else c.SILU,
             shape=c.Shape(
                 heads=spec.num_heads,
                 kv_heads=spec.num_kv_heads,
@@ -193,7 +199,7 @@ class NativeDecoder:
         groups = (c.Group * len(batch.groups))()
         for to, group in zip(groups, batch.groups, strict=True):
             positions = batch.positions if group.rows is None else batch.positions[group.rows]
-            cosine, sine = self._turns(positions)
+            cosine, sine = self._turns(positions, group.layers.start)
             plan = self._native_plan(group.attention)
             kept.append(plan)
             to.first_layer, to.last_layer = group.layers.start, group.layers.stop
@@ -229,21 +235,24 @@ class NativeDecoder:
             to.layers, to.most_rank, to.first, to.stop = adapter.layers, adapter.most_rank, rows.first, rows.stop
         return several
 
-    def _turns(self, positions: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """`RotaryEmbedding.cos_sin`, out of a table of the positions up to the largest so far."""
-        index = positions.numpy()
-        if (last := int(index.max())) >= len(self._cosines):
-            every = torch.arange(1 << last.bit_length())
-            self._cosines, self._sines = (part.numpy() for part in self.rope.cos_sin(every))
-        return self._cosines[index], self._sines[index]
+    def _turns(self, positions: torch.Tensor, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """`RotaryEmbedding.cos_sin` of a layer, out of a table of the positions up to the largest so far."""
+        is_near = bool(self.spec.windows) and self.spec.windows[layer] is not None
+        rope, index = self._near_rope if is_near else self.rope, positions.numpy()
+        if rope not in self._angles or int(index.max()) >= len(self._angles[rope][0]):
+            every = rope.cos_sin(torch.arange(1 << int(index.max()).bit_length()))
+            self._angles[rope] = every[0].numpy(), every[1].numpy()
+        cosines, sines = self._angles[rope]
+        return cosines[index], sines[index]
 
     def _native_plan(self, plan: AttentionPlan) -> NativePlan:
-        """The plan for the kernels; one that is run again has only grown."""
-        if self._plan is None or self._plan.plan is not plan:
-            self._plan = NativePlan(plan, self.rope)
-        else:
-            self._plan.grow()
-        return self._plan
+        """The plan for the kernels; one that is run again has only grown. Layers with a window have another one."""
+        for known in self._plans:
+            if known.plan is plan:
+                known.grow()
+                return known
+        self._plans = [*self._plans[-1:], NativePlan(plan, self.rope)]
+        return self._plans[-1]
 
     def project(self, layer: int, states: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """See `LlamaModel.project`."""

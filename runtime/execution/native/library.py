@@ -12,7 +12,10 @@ from pathlib import Path
 ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2")
 
 # Result of `ramet_interface` in libraries with these declarations.
-_INTERFACE = 7
+_INTERFACE = 8
+
+# `Into` of gates, in src/gemm.h.
+SILU, GELU = 2, 3
 
 
 def _fields(integers: str = "", pointers: str = "") -> list[tuple[str, type]]:
@@ -54,7 +57,7 @@ class LayerKV(Structure):
 
 class Layer(Structure):
     _fields_ = (
-        *_fields(pointers="input_norm post_norm q_norm k_norm"),
+        *_fields(pointers="input_norm post_norm q_norm k_norm o_norm down_norm"),
         *((name, Matrix) for name in ("qkv", "o", "gate_up", "down")),
         ("kv", LayerKV),
     )
@@ -63,7 +66,8 @@ class Layer(Structure):
 class Model(Structure):
     _fields_ = (
         *_fields("hidden inner vocab num_layers"),
-        *(("eps", c_float), ("shape", Shape), ("layers", POINTER(Layer)), ("norm", c_void_p)),
+        *(("eps", c_float), ("embedding_scale", c_float), ("gate", c_int64), ("shape", Shape)),
+        *(("layers", POINTER(Layer)), ("norm", c_void_p)),
         *(("head", Matrix), ("embedding", c_void_p), ("embedding_is_bf16", c_int64)),
     )
 

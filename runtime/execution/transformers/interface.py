@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,23 +19,19 @@ NAME = "ramet"
 _HARMLESS = {"dropout", "sliding_window", "position_ids", "cache_position", "output_attentions", "is_causal"}
 
 
-class Layers(Protocol):
-    """Takes the attention of all layers of a forward pass."""
+class Layer(NamedTuple):
+    """A layer's call of attention: q [T, heads, dim], k and v [T, kv_heads, dim], rotated if they are to be."""
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        window: Window | None,
-        scores: Scores,
-    ) -> torch.Tensor:
-        """Rows [T, heads, dim of v], of q [T, heads, dim], k and v [T, kv_heads, dim], rotated if they are to be."""
+    module: nn.Module
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    window: Window | None
+    scores: Scores
 
 
-# The pass that runs on this thread.
-layers: ContextVar[Layers] = ContextVar("layers")
+# Of the pass that runs on this thread: rows [T, heads, dim of v] of a layer.
+attention: ContextVar[Callable[[Layer], torch.Tensor]] = ContextVar("attention")
 
 
 def _attend(
@@ -58,7 +55,7 @@ def _attend(
         raise NotImplementedError("its attention is not causal")
     q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
     scores = Scores(q.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux, k.shape[1])
-    return layers.get().attend(module, q, k, v, attention_mask, scores)[None], None
+    return attention.get()(Layer(module, q, k, v, attention_mask, scores))[None], None
 
 
 def _mask(*, config: Any, local_size: int | None = None, **_: Any) -> Window | None:

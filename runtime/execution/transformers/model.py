@@ -22,11 +22,11 @@ from transformers.utils.logging import disable_progress_bar
 from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
 from runtime.config import ModelConfig
 from runtime.errors import ModelError
-from runtime.execution.attention.cpu import CPUAttention, Scores
+from runtime.execution.attention.cpu import CPUAttention
 from runtime.execution.attention.windows import Window, within
 from runtime.execution.transfers import upload
 from runtime.execution.transformers.adapters import Adapters
-from runtime.execution.transformers.interface import NAME, layers
+from runtime.execution.transformers.interface import NAME, Layer, attention
 from runtime.kv.pool import KVPool
 from runtime.models.adapters.lora import LoraAdapter, LowRank
 from runtime.models.spec import ModelSpec, read_generation, read_json, token_ids
@@ -50,21 +50,13 @@ class _Shapes:
     found: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     windows: set[Window] = field(default_factory=set)
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        window: Window | None,
-        scores: Scores,
-    ) -> torch.Tensor:
-        index = getattr(module, "layer_idx", None)
+    def attend(self, layer: Layer) -> torch.Tensor:
+        index, q, k, v = getattr(layer.module, "layer_idx", None), layer.q, layer.k, layer.v
         if index is None or index in self.found:
             raise NotImplementedError("its layers of attention are not numbered one by one")
         self.found[index] = (q.shape[1], k.shape[1], max(k.shape[2], v.shape[2]))
-        if window is not None:
-            self.windows.add(window)
+        if layer.window is not None:
+            self.windows.add(layer.window)
         return v.new_zeros(*q.shape[:2], v.shape[2])
 
 
@@ -88,15 +80,8 @@ class _Step:
     written: torch.Tensor | None
     prepared: dict[Window | None, Any] = field(default_factory=dict)
 
-    def attend(
-        self,
-        module: nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        window: Window | None,
-        scores: Scores,
-    ) -> torch.Tensor:
+    def attend(self, layer: Layer) -> torch.Tensor:
+        module, q, k, v, window, scores = layer
         if window is not None and int(self.positions.max()) < window.size:
             window = None
         if window not in self.prepared:
@@ -104,14 +89,14 @@ class _Step:
             if window is not None:
                 plan = within(plan, self.positions.numpy(), window, self.pool.page_size)
             self.prepared[window] = self.backend.prepare(plan)
-        layer, (kv_heads, head_dim) = self.places[int(module.layer_idx)], self.pool.k.shape[2:]  # type: ignore[arg-type]
+        place, (kv_heads, head_dim) = self.places[int(module.layer_idx)], self.pool.k.shape[2:]  # type: ignore[arg-type]
         dim = v.shape[2]
         k, v = (F.pad(x, (0, head_dim - x.shape[2], 0, kv_heads - x.shape[1])) for x in (k, v))
         if self.written is not None:
             k, v = k[self.written], v[self.written]
-        self.pool.write(layer, self.slots, k, v)
+        self.pool.write(place, self.slots, k, v)
         q = F.pad(q, (0, head_dim - q.shape[2])).contiguous()
-        return self.backend.run(self.prepared[window], q, layer, scores)[..., :dim]
+        return self.backend.run(self.prepared[window], q, place, scores)[..., :dim]
 
 
 class TransformersModel:
@@ -185,13 +170,13 @@ class TransformersModel:
             upload(slots, self._device),
             None if written is None else upload(written, self._device),
         )
-        token = layers.set(step)
+        token = attention.set(step.attend)
         self._adapters.rows, self._adapters.num_rows = batch.adapters, len(batch.tokens)
         try:
             return self._logits(batch.tokens, batch.positions, batch.logits_rows)
         finally:
             self._adapters.rows = ()
-            layers.reset(token)
+            attention.reset(token)
 
     def _logits(self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         tokens, positions, rows = (upload(each, self._device) for each in (tokens, positions, rows))
@@ -203,11 +188,11 @@ class TransformersModel:
     def _probe(self) -> tuple[_Shapes, int]:
         """The layers' shapes, and the number of logits."""
         shapes, rows = _Shapes(), torch.arange(2)
-        token = layers.set(shapes)
+        token = attention.set(shapes.attend)
         try:
             found = self._logits(rows, rows, rows).shape[-1]
         finally:
-            layers.reset(token)
+            attention.reset(token)
         if not shapes.found:
             raise NotImplementedError(_NO_INTERFACE)
         return shapes, found

@@ -16,6 +16,7 @@ import numpy as np
 from xxhash import xxh3_128
 
 from radix import Namespace
+from radix.events import Stored
 
 BlockKey = bytes
 Buffer = bytes | bytearray | memoryview
@@ -53,11 +54,13 @@ class Block(NamedTuple):
         key: its place in the chain of its sequence.
         namespace: of its sequence.
         tokens: its own, int32 little-endian.
+        event: for those who are told of it; no part of the address.
     """
 
     key: BlockKey
     namespace: Namespace
     tokens: bytes
+    event: Stored | None = None
 
 
 class Frame(NamedTuple):
@@ -141,7 +144,7 @@ class Format:
 
     def frame(self, block: Block, num_bytes: int) -> Frame:
         """Room for a block with a payload of `num_bytes`."""
-        begin = _HEAD.size + 16 + len(_utf8(block.namespace.tenant)) + len(block.tokens)
+        begin = _HEAD.size + 16 + len(utf8(block.namespace.tenant)) + len(block.tokens)
         memory = np.empty(begin + num_bytes, np.uint8).data
         return Frame(memory, memory[begin:])
 
@@ -161,7 +164,7 @@ class Format:
             OSError: if the cipher has no key for the tenant and can make none.
         """
         cipher = self.cipher if sealed else None
-        tenant = _utf8(block.namespace.tenant)
+        tenant = utf8(block.namespace.tenant)
         flags = _SEALED if cipher else 0
         lengths = (len(tenant), len(block.tokens), memoryview(payload).nbytes)
         head = _HEAD.pack(
@@ -193,7 +196,7 @@ class Format:
         if head.sealed != (cipher is not None):
             return Mismatch.CIPHER
         if cipher:
-            opened = cipher.open(head.tenant, body, bytes(view[: _HEAD.size]) + _utf8(head.tenant))
+            opened = cipher.open(head.tenant, body, bytes(view[: _HEAD.size]) + utf8(head.tenant))
             if opened is None:
                 return Mismatch.CIPHER
             body = memoryview(opened)
@@ -256,5 +259,6 @@ def _digest(secret: bytes, *parts: bytes) -> bytes:
     return state.digest()
 
 
-def _utf8(name: str) -> bytes:
+def utf8(name: str) -> bytes:
+    """The name of a tenant, which may be no valid Unicode, as bytes."""
     return name.encode("utf-8", "surrogatepass")

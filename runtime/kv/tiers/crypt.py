@@ -17,6 +17,8 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from runtime.errors import ModelError
+from runtime.kv.tiers.block import utf8
+from runtime.kv.tiers.files import replace_file
 
 T = TypeVar("T")
 
@@ -59,7 +61,8 @@ class KeyFile:
     def seal(self, tenant: str, data: bytes, bound: bytes) -> bytes:
         """Nonce, encrypted data and tag; OSError if there is no salt and none can be written."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        key = self._key(tenant) or self._new_key(tenant)
+        name = f"tenant:{tenant}"
+        key = self._key(tenant) or AESGCM(self._derive(name, self._salt(name)))
         return nonce + key.encrypt(nonce, data, bound)
 
     def open(self, tenant: str, sealed: memoryview, bound: bytes) -> bytes | None:
@@ -92,9 +95,6 @@ class KeyFile:
                 self._keys_of = state
             return self._keys.get(tenant)
 
-    def _new_key(self, tenant: str) -> AESGCM:
-        return AESGCM(self._derive(f"tenant:{tenant}", self._salt(f"tenant:{tenant}")))
-
     def _salt(self, name: str) -> str:
         return self._change(lambda salts: salts.setdefault(name, secrets.token_hex(_SALT_BYTES)))
 
@@ -107,7 +107,7 @@ class KeyFile:
             before = dict(salts)
             result = change(salts)
             if salts != before:
-                self._replace(json.dumps(salts, indent=1).encode())
+                replace_file(self._path, json.dumps(salts, indent=1).encode())
             return result
         finally:
             os.close(lock)
@@ -119,15 +119,6 @@ class KeyFile:
         except (AttributeError, TypeError, ValueError) as error:
             raise OSError(f"{self._path} is damaged: {error}") from None
 
-    def _replace(self, data: bytes) -> None:
-        new = self._path.with_name(self._path.name + ".new")
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._path)
-
     def _derive(self, name: str, salt: str) -> bytes:
-        info = b"ramet kv 1 " + name.encode("utf-8", "surrogatepass")
+        info = b"ramet kv 1 " + utf8(name)
         return HKDF(SHA256(), 32, bytes.fromhex(salt), info).derive(self._secret)

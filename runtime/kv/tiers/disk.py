@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import RLock
 
-from runtime.kv.tiers.block import BlockKey, Buffer
+from runtime.kv.tiers.block import BlockKey, Buffer, utf8
 from runtime.kv.tiers.files import LEFT_S, BlockFiles
 from runtime.kv.tiers.store import Entry, Limits, Usage
 
@@ -72,7 +72,7 @@ class _Index:
 
     def put(self, entry: Entry) -> None:
         self.delete([entry.key])
-        self._db.execute("INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?)", (entry.key, _utf8(entry.tenant), *entry[2:]))
+        self._db.execute("INSERT INTO blocks VALUES (?, ?, ?, ?, ?, ?)", (entry.key, utf8(entry.tenant), *entry[2:]))
 
     def delete(self, keys: Iterable[BlockKey]) -> None:
         self._db.executemany("DELETE FROM blocks WHERE key = ?", ([key] for key in keys))
@@ -83,14 +83,14 @@ class _Index:
 
     def totals(self, tenant: str | None = None) -> tuple[int, int]:
         """Bytes and blocks of a tenant, or of all (None)."""
-        where, values = ("", ()) if tenant is None else (" WHERE tenant = ?", (_utf8(tenant),))
+        where, values = ("", ()) if tenant is None else (" WHERE tenant = ?", (utf8(tenant),))
         query = f"SELECT coalesce(sum(size), 0), coalesce(sum(blocks), 0) FROM totals{where}"
         size, blocks = self._db.execute(query, values).fetchone()
         return size, blocks
 
     def oldest(self, excess: int, tenant: str | None = None) -> list[BlockKey]:
         """The least recently used blocks, of a tenant or of all (None), that hold `excess` bytes together."""
-        where, values = ("", ()) if tenant is None else (" WHERE tenant = ?", (_utf8(tenant),))
+        where, values = ("", ()) if tenant is None else (" WHERE tenant = ?", (utf8(tenant),))
         found: list[BlockKey] = []
         if excess > 0:
             for key, size in self._db.execute(f"SELECT key, size FROM blocks{where} ORDER BY used, key", values):
@@ -128,6 +128,7 @@ class DiskStore:
         option: str = "--disk-cache",
         clock: Callable[[], float] = time.time,
     ):
+        self.on_evict: Callable[[Iterable[BlockKey]], None] = lambda keys: None
         self.files = BlockFiles(directory, option)
         self._limits = limits
         self._clock = clock
@@ -229,6 +230,7 @@ class DiskStore:
             more = index.oldest(index.totals()[0] + size - self._limits.capacity)
             index.delete(more)
             index.put(Entry(key, tenant, size, self._clock(), 0, reason))
+        self.on_evict(over + more)
         try:
             for old in over + more:
                 self.files.delete(old)
@@ -289,7 +291,3 @@ def _statements(script: str) -> Iterator[str]:
         if sqlite3.complete_statement(statement):
             yield statement
             statement = ""
-
-
-def _utf8(name: str) -> bytes:
-    return name.encode("utf-8", "surrogatepass")

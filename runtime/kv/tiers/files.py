@@ -23,6 +23,22 @@ _SUFFIX = ".kv"
 NOTES = "resume-"
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file of this user alone, which is as it was until all of it is on the disk. Raises OSError."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except OSError:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
+
+
 class BlockFiles:
     """Reads and writes blocks as files; its methods raise OSError.
 

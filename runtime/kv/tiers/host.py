@@ -27,6 +27,7 @@ class HostStore:
     outlives = False
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.time):
+        self.on_evict: Callable[[Iterable[BlockKey]], None] = lambda keys: None
         self._limits = limits
         self._clock = clock
         self._lock = Lock()
@@ -68,15 +69,19 @@ class HostStore:
         with self._lock:
             self._drop(key)
             while self._bytes[tenant] + size > quota:
-                self._drop(next(iter(self._blocks[tenant])))
+                self._evict(next(iter(self._blocks[tenant])))
             while self._total + size > self._limits.capacity:
-                self._drop(next(iter(self._tenants)))
+                self._evict(next(iter(self._tenants)))
             self._tenants[key] = tenant
             entry = Entry(key, tenant, size, self._clock(), 0, reason)
             self._blocks.setdefault(tenant, OrderedDict())[key] = _Held(data, entry)
             self._bytes[tenant] += size
             self._total += size
         return True
+
+    def _evict(self, key: BlockKey) -> None:
+        self._drop(key)
+        self.on_evict([key])
 
     def _drop(self, key: BlockKey) -> bool:
         if (tenant := self._tenants.pop(key, None)) is None:

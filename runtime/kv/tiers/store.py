@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from runtime.kv.tiers.block import BlockKey, Buffer
 
@@ -67,6 +67,13 @@ class BlockStore(Protocol):
     def entries(self) -> Iterator[Entry]: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Bounded(Protocol):
+    """A store that makes room itself; `on_evict` is called with the keys of the blocks that leave for that."""
+
+    on_evict: Callable[[Iterable[BlockKey]], None]
 
 
 def joined(buffers: Sequence[Buffer]) -> Buffer:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from radix import Namespace, Node, path
+from radix import Namespace, Node, Stored, Watcher, path
+from radix.events import block_hashes
 from radix.node import TOKEN_BYTES
 from radix.stats import Cause
 from runtime.kv.cache import PagedCache
@@ -41,7 +42,7 @@ _CLOSE_S = 5.0
 _MOST_BYTES = 1 << 30
 
 
-class Tiers:
+class Tiers(Watcher):
     """Keeps blocks of what the tree evicts, and of what is used a second time; brings them back.
 
     Borders of blocks lie at fixed multiples of tokens from the root of a namespace. An entry's last block may be
@@ -76,12 +77,6 @@ class Tiers:
         pool.before_write = self._copies.settle
 
     # -- out -------------------------------------------------------------------------------------------------
-
-    def stored(self, node: Node) -> None:
-        """Pages are not written before their second use."""
-
-    def split(self, upper: Node, lower: Node) -> None:
-        """Borders of blocks do not depend on nodes."""
 
     def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
         """Keep the blocks that end in the pages that leave, unless these are to be gone."""
@@ -137,6 +132,12 @@ class Tiers:
         if is_entry and (rest := tokens[len(blocks) * size :]):
             key = form.key(blocks[-1].key if blocks else ROOT, namespace, rest)
             blocks.append(Block(key, namespace, rest))
+        if self._cache.events is not None:
+            hashes = block_hashes(tokens, self._page_bytes, None, namespace)
+            for number, block in enumerate(blocks):
+                at = number * self.block_pages
+                own, parent = hashes[at : at + self.block_pages], hashes[at - 1] if at else None
+                blocks[number] = block._replace(event=Stored(own, parent, block.tokens, namespace))
         return blocks
 
     # -- in --------------------------------------------------------------------------------------------------
@@ -181,10 +182,8 @@ class Tiers:
         return sum(len(block.tokens) for block in blocks) // self._page_bytes
 
     def _bringing(self, key: BlockKey) -> Load | None:
-        for load in self.loads:
-            if any(block.key == key for part in load.parts for block in part.blocks):
-                return load
-        return None
+        mine = (load for load in self.loads for part in load.parts for block in part.blocks if block.key == key)
+        return next(mine, None)
 
     def _start(self) -> None:
         """Begin loads in the order of their requests, as many as memory allows."""

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from runtime.kv.tiers.block import Block, BlockKey, Buffer, Format, Frame, Mismatch
 from runtime.kv.tiers.guard import GuardedStore
-from runtime.kv.tiers.store import BlockStore
+from runtime.kv.tiers.ledger import Ledger
+from runtime.kv.tiers.store import BlockStore, Bounded
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,9 @@ class TierWorker:
 
     No method waits for a device, except for `close`. Blocks from a slower store are kept in the host's memory as well.
 
+    Attributes:
+        ledger: the blocks with an event that the stores are known to hold.
+
     Args:
         form: of the engine's blocks.
         stores: any order; those that end with the process are asked first, then in the order of their attachment.
@@ -106,6 +110,7 @@ class TierWorker:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.form = form
+        self.ledger = Ledger()
         self._queue_bytes = queue_bytes
         self._clock = clock
         self._num_dropped = 0
@@ -133,6 +138,8 @@ class TierWorker:
         """Add a store; ValueError if there is one of its name."""
         if store.name in self._tiers:
             raise ValueError(f"there is a tier {store.name} already")
+        if isinstance(store, Bounded):
+            store.on_evict = partial(self.ledger.removed, store.name)
         tiers = [*self._tiers.values(), _Tier(GuardedStore(store, self._clock), _Lane(store.name, self._queue_bytes))]
         self._tiers = {tier.store.name: tier for tier in sorted(tiers, key=lambda tier: tier.store.outlives)}
 
@@ -142,9 +149,13 @@ class TierWorker:
             return None
         left = self._tiers[name]
         self._tiers = {other: tier for other, tier in self._tiers.items() if other != name}
-        closing = left.lane.run(left.store.close)
+        closing = left.lane.run(partial(self._close, left.store))
         left.lane.end()
         return closing
+
+    def _close(self, store: GuardedStore) -> None:
+        store.close()
+        self.ledger.erased(store.name, None)
 
     def write(
         self,
@@ -181,6 +192,7 @@ class TierWorker:
     def _store(self, store: GuardedStore, block: Block, frame: Frame, stored: memoryview, reason: str) -> None:
         if store.contains_many([block.key])[0]:
             store.touch([block.key])
+            self.ledger.stored(store.name, block)
             return
         try:
             is_sealed = store.outlives and self.form.cipher is not None
@@ -188,7 +200,13 @@ class TierWorker:
         except OSError as error:
             store.fail(error)
         else:
-            store.put(block.key, buffers, block.namespace.tenant, reason)
+            self._put(store, block, buffers, reason)
+
+    def _put(self, store: GuardedStore, block: Block, buffers: Sequence[Buffer], reason: str) -> None:
+        """Tell of a block before others may evict it."""
+        self.ledger.stored(store.name, block)
+        if not store.put(block.key, buffers, block.namespace.tenant, reason):
+            self.ledger.removed(store.name, [block.key])
 
     def load(
         self, blocks: Sequence[Block], num_bytes: int, compute_s: float | None = None, limit_s: float = 10.0
@@ -230,7 +248,9 @@ class TierWorker:
             for host in (tier.store for tier in self._tiers.values() if not tier.store.outlives):
                 keys = keys[: [*host.contains_many(keys), True].index(True)]
         store.count("wanted", len(keys))
-        number = [*store.contains_many(keys), False].index(False)
+        found = store.contains_many(keys)
+        self.ledger.removed(store.name, (key for key, is_there in zip(keys, found, strict=True) if not is_there))
+        number = [*found, False].index(False)
         latency_s, s_per_byte = store.rate.now()
         if compute_s is not None and number and latency_s + number * num_bytes * s_per_byte > number * compute_s:
             store.count("too_slow")
@@ -240,12 +260,14 @@ class TierWorker:
     def _read(self, store: GuardedStore, block: Block) -> tuple[Buffer, memoryview] | None:
         """A stored block and its payload."""
         if (data := store.get(block.key)) is None:
+            self.ledger.removed(store.name, [block.key])
             return None
         payload = self.form.decode(data, block, sealed=store.outlives)
         if isinstance(payload, Mismatch):
             store.count(f"mismatch_{payload}")
-            store.delete([block.key])
+            self._delete(store, [block.key])
             return None
+        self.ledger.stored(store.name, block)
         return data, payload
 
     def _promote(self, block: Block, buffers: Sequence[Buffer], num_erasures: int) -> None:
@@ -253,7 +275,7 @@ class TierWorker:
         for store in (tier.store for tier in self._tiers.values() if not tier.store.outlives):
             with self._promoting:
                 if num_erasures == self._num_erasures:
-                    store.put(block.key, buffers, block.namespace.tenant, "loaded")
+                    self._put(store, block, buffers, "loaded")
 
     def where(self, keys: Sequence[BlockKey | None]) -> Future[list[list[str]]]:
         """The names of the stores that have each block, in their order; a store that does not answer has none."""
@@ -290,9 +312,14 @@ class TierWorker:
         with self._promoting:
             self._num_erasures += 1
         tiers = self._tiers
-        erasing = {name: tier.lane.run(partial(tier.store.erase, tenant)) for name, tier in tiers.items()}
+        erasing = {name: tier.lane.run(partial(self._erase_in, tier.store, tenant)) for name, tier in tiers.items()}
         done, _ = wait(erasing.values(), limit_s)
         return keys | {name: future.result() if future in done else None for name, future in erasing.items()}
+
+    def _erase_in(self, store: GuardedStore, tenant: str | None) -> int | None:
+        erased = store.erase(tenant)
+        self.ledger.erased(store.name, tenant)
+        return erased
 
     def delete(self, name: Callable[[], Iterable[BlockKey]]) -> None:
         """Delete the blocks that `name` names, in another thread, everywhere; those that are queued now, too."""
@@ -300,9 +327,13 @@ class TierWorker:
         def hand_on() -> None:
             keys = list(name())
             for store, lane in self._tiers.values():
-                lane.run(partial(store.delete, keys))
+                lane.run(partial(self._delete, store, keys))
 
         self._gatherer.run(hand_on)
+
+    def _delete(self, store: GuardedStore, keys: Sequence[BlockKey]) -> None:
+        store.delete(keys)
+        self.ledger.removed(store.name, keys)
 
     def drain(self, limit_s: float = 60.0) -> None:
         """Wait until all is written that was queued before, as far as the time allows."""

@@ -7,7 +7,7 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass
 
-from radix import Match, Namespace, Node, RadixTree
+from radix import Match, Namespace, Node, RadixTree, Watcher
 from radix.node import TOKEN_BYTES
 from radix.stats import Cause
 from runtime.reuse.bicache.encoding_index import EncodingIndex
@@ -40,7 +40,7 @@ def encoding_of(key: bytes, namespace: Namespace) -> Namespace:
     return namespace.for_entry("bicache", hashlib.blake2b(key, digest_size=16).hexdigest())
 
 
-class Encodings:
+class Encodings(Watcher):
     """Finds encoded prefixes in the tree. Watches it: an encoding is known from `add` until its first page leaves."""
 
     def __init__(self, tree: RadixTree):
@@ -92,12 +92,6 @@ class Encodings:
         self._keys[encoding] = key = tokens.tobytes()
         self._lengths.setdefault(namespace, Counter())[len(key)] += 1
         self._index.add(namespace, key, encoding)
-
-    def stored(self, node: Node) -> None:
-        """The strategy says what it stores."""
-
-    def split(self, upper: Node, lower: Node) -> None:
-        """The encoding is as whole as before."""
 
     def leaving(self, node: Node, kept_pages: int, cause: Cause) -> None:
         """Forget an encoding of which nothing is left."""

@@ -3,6 +3,18 @@ let messages = [];
 try { messages = JSON.parse(stored(sessionStorage, "ramet-chat")) || []; } catch { messages = []; }
 const EXAMPLES = ["What is a radix tree?", "Name three things that are red.", "Write a short poem about a root and its stems."];
 const DIFFUSION_EXAMPLES = ["What is the capital of France?", "Lily runs 12 km an hour for 4 hours. How far does she run?", "Write one sentence about the sea."];
+// The small diffusion model has learned a few tasks, each in one form: a question, and the system prompt that it is about.
+const TASKS = [
+  ["Remove: whale silver", "Items: plane whale lake baker friend road onion water silver wire guitar river corner map dog table"],
+  ["Values of: whale plane water lake river onion friend baker corner map dog table silver wire", "Pairs: plane coat, whale hill, lake drum, baker dance, friend square, road box, onion queen, water bean, silver hat, wire fish, guitar gold, river child, corner owl, map radio, dog moon, table iron"],
+];
+const examples = () => !served?.diffusion ? EXAMPLES : served.served_model_name.includes("smollm2-135m") ? TASKS : DIFFUSION_EXAMPLES;
+function takeExample(text, about) {
+  $("prompt").value = text;
+  if (about) { $("system").value = about; $("systembox").open = true; $("tokens").value = 16; }
+  keepDraft();
+  $("prompt").focus();
+}
 const system = () => $("system").value.trim() ? [{ role: "system", content: $("system").value }] : [];
 const conversation = (text) => [...system(), ...messages.map(({ role, content }) => ({ role, content })), ...(text ? [{ role: "user", content: text }] : [])];
 function chatBody(text) {
@@ -14,14 +26,13 @@ function chatBody(text) {
 }
 function showChat() {
   $("turns").replaceChildren(...messages.map(showTurn));
-  $("examples").replaceChildren(...(messages.length ? [] : (served?.diffusion ? DIFFUSION_EXAMPLES : EXAMPLES).map((text) => button(text, () => { $("prompt").value = text; keepDraft(); $("prompt").focus(); }))));
+  $("examples").replaceChildren(...(messages.length ? [] : examples().map((one) => [one].flat()).map(([text, about]) => button(text, () => takeExample(text, about)))));
   stored(sessionStorage, "ramet-chat", JSON.stringify(messages));
 }
-function showTurn(message, i) {
+function showTurn(message) {
   const turn = make("div", null, { class: `turn ${message.role}` });
   turn.append(make("span", message.content, { class: "said" }));
   if (message.role === "assistant") turn.append(under(message));
-  else if (i === messages.findLastIndex((m) => m.role === "user")) turn.append(Object.assign(make("div", null, { class: "under" }), { hidden: !!playing }));
   return turn;
 }
 // Below an answer: a bar of the prompt's parts, the reason of a miss, the prompt as the model saw it.
@@ -40,8 +51,9 @@ function under(message) {
       box.append(details);
     }
   }
+  if (playing && message === messages.at(-1)) return box;  // it is being written
   const row = make("div", null, { class: "row" });
-  row.append(button("Copy", (event) => copy(message.content, event.currentTarget)));
+  if (message.content) row.append(button("Copy", (event) => copy(message.content, event.currentTarget)));
   if (message === messages.at(-1)) row.append(button("Take back", () => { const asked = messages.splice(-2)[0]; $("prompt").value = asked.content; keepDraft(); showChat(); }));
   box.append(row);
   return box;
@@ -61,7 +73,6 @@ async function playChat(text, signal) {
   meta.seconds = (performance.now() - began) / 1000;
   if (!$("stream").checked) delete meta.first_s;
   if (meta.prompt) answer.meta = meta;
-  showChat();
 }
 async function causal(body, signal, meta, grow) {
   const answer = await call("/v1/chat/completions", { method: "POST", signal, body: JSON.stringify(body) });
@@ -101,10 +112,12 @@ function showCode(kind) {
   const [path, body] = requestOf(), indented = JSON.stringify(body, null, 2);
   const quoted = `'${indented.replaceAll("'", `'\\''`)}'`;
   const curl = [`curl -sN ${location.origin}${path} -H 'Content-Type: application/json'`, ...(key ? ["-H \"Authorization: Bearer $RAMET_KEY\""] : []), `-d ${quoted}`].join(" \\\n  ");
-  const python = (value) => JSON.stringify(value, null, 4).replace(/\btrue\b(?=,?\n|\s*})/g, "True").replace(/\bfalse\b(?=,?\n|\s*})/g, "False").replace(/\bnull\b(?=,?\n|\s*})/g, "None");
-  const own = key ? "os.environ[\"RAMET_KEY\"]" : "\"none\"", imports = key ? "import os\n\n" : "";
-  const openai = `${imports}from openai import OpenAI\n\nclient = OpenAI(base_url="${location.origin}/v1", api_key=${own})\nanswer = client.chat.completions.create(**${python({ ...body, stream: undefined })})\nprint(answer.choices[0].message.content)`;
-  const plain = `${imports}import httpx\n\nbody = ${python({ ...body, stream: undefined })}\nanswer = httpx.post("${location.origin}${path}", json=body, timeout=600${key ? `, headers={"Authorization": f"Bearer {${own}}"}` : ""})\nprint(answer.json()["text"])`;
+  const names = { true: "True", false: "False", null: "None" };
+  const python = (value) => JSON.stringify(value, null, 4).replace(/"(?:[^"\\]|\\.)*"|true|false|null/g, (part) => names[part] || part);
+  const own = key ? "os.environ[\"RAMET_KEY\"]" : "\"none\"", os = key ? "import os\n" : "";
+  const openai = `${os && `${os}\n`}from openai import OpenAI\n\nclient = OpenAI(base_url="${location.origin}/v1", api_key=${own})\nanswer = client.chat.completions.create(**${python({ ...body, stream: undefined })})\nprint(answer.choices[0].message.content)`;
+  const headers = `{"Content-Type": "application/json"${key ? `, "X-API-Key": ${own}` : ""}}`;
+  const plain = `import json\n${os}from urllib.request import Request, urlopen\n\nbody = ${python({ ...body, stream: undefined })}\nrequest = Request("${location.origin}${path}", json.dumps(body).encode(), ${headers})\nprint(json.load(urlopen(request))["text"])`;
   $("code").textContent = kind === "curl" ? curl : form() === "chat" ? openai : plain;
   $("codebox").hidden = false;
 }

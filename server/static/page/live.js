@@ -5,7 +5,7 @@ async function follow() {
   for (let pause = 1; mine === connection; pause = Math.min(2 * pause, 15)) {
     try {
       const answer = await call("/dashboard/events");
-      $("status").textContent = "live"; $("status").className = "soft"; $("keyform").hidden = !key; pause = 1;
+      $("status").textContent = "live"; $("status").className = "soft"; $("keyform").hidden = !key; $("rooms").hidden = false; pause = 1;
       for await (const event of eventsOf(answer)) {
         if (mine !== connection) return;
         take(event);
@@ -14,9 +14,9 @@ async function follow() {
     } catch (error) {
       if (mine !== connection) return;
       const refused = error.status === 401 || error.status === 403;
-      $("status").textContent = refused ? (error.status === 401 ? "an API key is needed" : error.message) : `not connected: ${error.message}`;
+      $("status").textContent = refused ? (error.status !== 401 ? error.message : key ? "this API key is not known" : "an API key is needed") : `not connected: ${error.message}`;
       $("status").className = "bad";
-      if (refused) { $("keyform").hidden = false; clearLive(); return; }
+      if (refused) { $("keyform").hidden = false; $("rooms").hidden = true; clearLive(); return; }
     }
     await new Promise((wake) => setTimeout(wake, 1000 * pause));
   }
@@ -29,7 +29,7 @@ function take(event) {
     if (event.figures.quota) showQuota(event.figures.quota); else showFigures(event.figures);
     showRequests(event.figures.requests, event.figures.finished);
   }
-  if (event.tree) { tree = event.tree; showTree(); showPins(); showEvictions(); }
+  if (event.tree) { tree = event.tree; showTree(); seekAgain(); showPins(); showEvictions(); }
 }
 function showAsker(told) {
   asker = told;

@@ -115,16 +115,17 @@ function wanted(text) {
 $("stop").addEventListener("click", () => playing?.abort());
 $("play").addEventListener("submit", async (event) => {
   event.preventDefault();
-  playing?.abort();
-  const mine = playing = new AbortController(), text = $("prompt").value;
-  if (!text.trim() && form() === "chat") { playing = null; return; }
-  $("stop").disabled = false; $("told").textContent = ""; $("why").textContent = ""; $("answer").replaceChildren(); $("canvas").hidden = true;
+  const text = $("prompt").value, chat = form() === "chat";
+  if (playing || (chat && !text.trim())) return;
+  const mine = playing = new AbortController();
+  $("send").disabled = true; $("stop").disabled = false; $("told").textContent = ""; $("why").textContent = ""; $("answer").replaceChildren(); $("canvas").hidden = true;
   try {
-    if (form() === "chat") await playChat(text, mine.signal); else await playText(text, mine);
+    if (chat) await playChat(text, mine.signal); else await playText(text, mine);
   } catch (error) {
     if (error.name !== "AbortError") $("told").textContent = error.message;
   } finally {
-    if (playing === mine) { $("stop").disabled = true; playing = null; }
+    playing = null; $("send").disabled = false; $("stop").disabled = true;
+    if (chat) showChat();
   }
 });
 async function playText(text, mine) {
@@ -137,7 +138,7 @@ async function playText(text, mine) {
     const meta = event.meta_info;
     if (!coloured && (!body.pml || meta.reuse)) { coloured = true; if (body.pml) prompt.replaceChildren(...chips(meta.reuse), "\n"); else await colour(prompt, ids, meta.cached_tokens); }
     if (event.canvas) await Canvas.learn(event.canvas);
-    if (playing !== mine) return;
+    if (mine.signal.aborted) return;
     output.textContent = event.text;
     if (event.canvas) canvas.show(event.canvas, meta.denoise_steps);
     $("told").textContent = tell(meta);

@@ -47,12 +47,15 @@ function colouring() {
 }
 // The server searches the whole tree; what it finds stands in a list, and in the shown block that has it or is above it.
 let sought = null, seeking = 0;
+const shape = () => tree?.blocks.map((block) => `${nameOf(block)} ${block.total}`).join();
 async function seek() {
-  const mine = ++seeking, text = $("search").value.trim();
+  const mine = ++seeking, text = $("search").value.trim(), began = performance.now(), of = shape();
   if (!text) { sought = null; showTree(); return; }
-  try { const answer = await ask("/cache/search", { text, limit: 50 }); if (mine === seeking) { sought = { ...answer, text }; showTree(); } }
+  try { const answer = await ask("/cache/search", { text, limit: 50 }); if (mine === seeking) { sought = { ...answer, text, of, again: began + Math.max(5000, 10 * (performance.now() - began)) }; showTree(); } }
   catch (error) { if (mine === seeking) { sought = null; showTree(); $("treefigures").textContent = error.message; } }
 }
+// A tree that has changed is searched again, for at most a tenth of the time.
+const seekAgain = () => { if (sought && performance.now() > sought.again && shape() !== sought.of) { sought.again = Infinity; seek(); } };
 function markFound() {
   const places = new Map(blocks.filter((block) => block.id >= 0).map((block) => [block.id, block]));
   for (const node of sought?.nodes || []) {
@@ -151,6 +154,8 @@ function choose(block) { cursor = nameOf(block); if (block.id >= 0) selected = c
 const depths = ({ depths, similarity }) => Object.entries(depths).sort((a, b) => a[0] - b[0]).map(([ratio, depth]) =>
   `${depth} layers from ${ratio} % of a request` + (similarity[ratio] == null ? "" : ` (similarity ${similarity[ratio]})`)).join(", ");
 const foreseen = (outlook) => outlook ? `${outlook.kind}; ${number(outlook.age)} uses ago; ${number(1000 * outlook.promise, outlook.promise < .01 ? 1 : 0)} hits a page in 1,000 uses` : "–";
+// Only what nothing continues can go next; the age of a node above others is not that of their uses.
+const foreseenOf = (block) => block.outlook && block.total === block.tokens ? foreseen(block.outlook) : "";
 const kindOf = ({ meta, kind }) => meta?.module != null ? `module ${meta.module} of the schema ${meta.schema}, ${number(meta.module_tokens)} tokens` :
   meta?.depths ? `encoded with ${number(meta.encoded_tokens)} tokens, reusable in ${depths(meta)} (depth table ${meta.depth_table})` :
   meta?.document != null ? `document ${meta.document}, ${number(meta.document_tokens)} tokens` : { rows: "behind prompt modules", fused: "behind documents", bicache: "encoding" }[kind];
@@ -158,7 +163,7 @@ function facts(block) {
   const root = block.id < 0, kind = kindOf(block);
   return [root ? `${number(block.total)} tokens in ${inNodes(block.nodes)}` : `${number(block.tokens)} tokens after ${number(block.start)}; ${number(block.total)} in ${inNodes(block.nodes)} from here on`,
     `${number(block.hits)} hits`, `last used ${ago(block.idle_s)} ago`, ownerOf(block) && `of ${ownerOf(block)}`, block.pinned && "pinned", block.locked && "locked by a live request",
-    block.outlook && `foreseen: ${foreseen(block.outlook)}`, kind].filter(Boolean).join("; ");
+    foreseenOf(block) && `foreseen: ${foreseenOf(block)}`, kind].filter(Boolean).join("; ");
 }
 // One stop for the tabulator; arrows go along the tree as it is drawn.
 $("icicle").addEventListener("keydown", (event) => {

@@ -15,6 +15,7 @@ from loadgen.accuracy.rules import TaskSamples
 from loadgen.accuracy.tasks import Source
 from loadgen.accuracy.vocabulary import Vocabulary
 from runtime import Engine
+from runtime.errors import ModelError
 from runtime.reuse.bicache.profile.profiler import paper_depth
 from tests.runtime.reuse.bicache.models import save_tiny
 
@@ -70,12 +71,18 @@ def test_a_second_run_measures_only_what_is_new(model, tmp_path):
 def test_what_is_measured_in_serving_has_a_table_of_its_own(model, tmp_path):
     assert bench_bicache.run(options(model, tmp_path, "--measured", "--groups", "1", "--bound", "1e4")) == 0
     (of_task, of_all) = [part for part in (tmp_path / "table.md").read_text().split("\n\n") if part.startswith("| ")]
-    assert of_task.count("\n| ") == of_all.count("\n| ") == 1 + 8
+    assert of_task.count("\n| ") == of_all.count("\n| ") == 1 + 7
     found = {json.dumps(line["of"]["case"]): line["outcome"] for line in lines(tmp_path)}
-    assert len(found) == 8
+    assert len(found) == 7
     by_measured = [outcome for case, outcome in found.items() if "depth_bound" in case and "cache" not in case]
     assert max(outcome["depth"] for outcome in by_measured) > 2, "deeper than the table"
     assert all(outcome["cpu_s"] > 0 for outcome in found.values())
+
+
+def test_an_adapter_of_the_default_model_in_its_place(default_model_dir, model, tmp_path):
+    (tmp_path / "own.safetensors").write_bytes(b"{}")
+    with pytest.raises(ModelError, match="own"):
+        bench_bicache.run(options(model, tmp_path, "--adapter", str(tmp_path / "own.safetensors")))
 
 
 def test_thresholds_and_rules_come_from_a_profile_of_the_tasks(model, tmp_path):
@@ -90,6 +97,9 @@ def test_thresholds_and_rules_come_from_a_profile_of_the_tasks(model, tmp_path):
     assert depths["tau = 0.9999"] == paper_depth(raw, 0.9999) == 1
     assert depths["the paper's rule, tau = 0.97"] == paper_depth(raw, 0.97)
     assert depths["calibrated, at most 0.001 nats"] == profile["depths"]["75"] <= profile["depths_cosine"]["75"]
+    (measured,) = [name for name in depths if name.startswith("depth measured while serving, at most 0.05 nats")]
+    assert depths[measured] >= 1
+    assert (tmp_path / "rules.png").stat().st_size > 1000
     assert "keep, by tau: r = " in table
     assert (tmp_path / "tau.png").exists()
     assert not (tmp_path / "profile.json.partial").exists()

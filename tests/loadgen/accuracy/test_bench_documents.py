@@ -85,15 +85,15 @@ def test_it_measures_and_writes(tiny_dir, tmp_path):
     bench_documents.add_arguments(parser)
     model = ["--model", str(tiny_dir), "--dtype", "float32", "--methods", "a3", "random", "pie"]
     small = ["--counts", "2", "3", "--at", "3", "--tokens", "40", "--system", "20", "--question", "9"]
-    more = ["--ratios", "0.15", "0.3", "--repeats", "2", "--clients", "2", "--requests", "3", "--output", "2"]
-    times = ["--readers", "3", "--json", str(tmp_path / "times.json")]
+    more = ["--ratios", "0.15", "--repeats", "2", "--clients", "2", "--requests", "2", "--output", "2"]
+    times = ["--readers", "2", "--json", str(tmp_path / "times.json")]
     assert bench_documents.run(parser.parse_args([*model, *small, *more, *times])) == 0
     found = json.loads((tmp_path / "times.json").read_text())
-    assert [len(ways) for ways in found["speed"].values()] == [2 + 3, 2 + 2 * 2 * 2 + 1]
+    assert [len(ways) for ways in found["speed"].values()] == [2 + 3, 2 + 2 * 1 * 2 + 1]
     assert "quality" not in found
     files = {"--json": "d.json", "--markdown": "d.md", "--plot": "d.png"}
     written = [argument for option, name in files.items() for argument in (option, str(tmp_path / name))]
-    quality = ["--no-speed", "--quality", "--items", "3", "--tasks", "lookup", "--ratios", "0.15", "0.3"]
+    quality = ["--no-speed", "--quality", "--items", "2", "--tasks", "lookup", "--ratios", "0.15"]
     assert "a3 0.15, tokens" in found["speed"]["3"]
     merged = ["--merge", str(tmp_path / "times.json"), "--json", str(tmp_path / "times.json")]
     assert bench_documents.run(parser.parse_args([*model, *quality, *merged])) == 0
@@ -103,7 +103,7 @@ def test_it_measures_and_writes(tiny_dir, tmp_path):
     assert both["speed"] == found["speed"]
     assert list(both["quality"]) == ["lookup", "few-shot"]
     for figures in both["quality"].values():
-        assert [len(mine["nll"]) for mine in figures.values()] == [3] * (1 + 2 * 2 * 2 + 1)
+        assert [len(mine["nll"]) for mine in figures.values()] == [2] * (1 + 2 * 1 * 2 + 1)
     assert len(list(sections(both))) == 2 + 1 + 1 + 2
     assert "A3 beside" in (tmp_path / "d.md").read_text()
     assert "3 documents" in costs_of(both)[1]

@@ -58,7 +58,9 @@ def test_what_is_measured_in_serving_is_compared_with_the_table():
 
     clusters = [{BY_TABLE: of(2, 8.0), "measured": of(3, cpu_s)} for cpu_s in (4.0, 2.0, 4.0)]
     rows = {row[0]: row[1:] for row in measured_section("keep", clusters).rows}
-    assert rows[BY_TABLE] == ["6 of 12", "75.0", "", "", "100", "8.0", "", ""]
-    assert rows["measured"][:7] == ["9 of 12", "75.0", "+25.0", "+25.0 to +25.0", "100", "19.2", "2.40"]
-    low, high = (float(bound) for bound in rows["measured"][7].split(" to "))
+    # Wilson's interval of 6 of 12: (0.5 + z^2 / 24 -+ z sqrt(1 / 48 + z^2 / 576)) / (1 + z^2 / 12) = 0.5 -+ 0.2460.
+    assert rows[BY_TABLE] == ["6 of 12", "25 to 75 %", "75.0", "", "", "100", "8.0", "", ""]
+    of_measured = ["9 of 12", "47 to 91 %", "75.0", "+25.0", "+25.0 to +25.0", "100", "19.2", "2.40"]
+    assert rows["measured"][:8] == of_measured
+    low, high = (float(bound) for bound in rows["measured"][8].split(" to "))
     assert 2 <= low < 2.4 < high <= 4

@@ -36,7 +36,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
 @contextmanager
 def server() -> Iterator[Replica]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as one:
-        threading.Thread(target=one.serve_forever).start()
+        threading.Thread(target=one.serve_forever, args=(0.02,)).start()
         yield replica(one.server_address[1])
         one.shutdown()
 
@@ -52,10 +52,10 @@ def ask(url: str, prompt: str = "one two three") -> str:
 
 
 @pytest.mark.parametrize("make", [in_turn, lambda: at_random(0), lambda: Placed(0)])
-def test_a_call_goes_on_to_another_server_where_one_is_dead(make, default_model_dir):
+def test_a_call_goes_on_to_another_server_where_one_is_dead(make, tiny_dir):
     with server() as one, server() as two:
         dead = replica(free_port())
-        with running_proxy(make, default_model_dir, [dead, one]) as proxy:
+        with running_proxy(make, tiny_dir, [dead, one]) as proxy:
             asked = threading.Thread(target=lambda: found.append(ask(proxy.url)))
             found: list[str] = []
             asked.start()

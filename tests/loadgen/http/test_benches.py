@@ -153,7 +153,7 @@ def test_sweep_stops_where_the_service_level_breaks(bench, bad_server, tmp_path)
 
 def with_places(places):
     """A script of a server that answers so many requests at once."""
-    answer = slow(0.2)
+    answer = slow(0.1)
 
     async def script(reader, writer, head):
         if answer.running < places:
@@ -228,13 +228,15 @@ def test_a_server_that_refuses_the_first_request_is_named(bench, bad_server):
 
 
 def test_ctrl_c_on_the_command_writes_what_there_is(bad_server, tmp_path):
-    path = tmp_path / "run.json"
-    command = [sys.executable, "-m", "loadgen", "serve", "--url", bad_server(slow(0.05)).url, "--model", "m",
+    path, server = tmp_path / "run.json", bad_server(slow(0.05))
+    command = [sys.executable, "-m", "loadgen", "serve", "--url", server.url, "--model", "m",
                "--workload", "unique", "--requests", "100000", "--json", str(path),
                "--html", str(tmp_path / "r.html")]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert "closed loop" in process.stdout.readline()
-    time.sleep(1)
+    while server.requests < 20:
+        assert process.poll() is None
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     data = json.loads(path.read_text())

@@ -61,6 +61,7 @@ def test_percentiles_are_numpys_on_what_was_recorded(recorded):
             assert found[f"p{point}"] == near(np.percentile(values, point))
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=60))
 def test_percentiles_are_those_of_the_definition(values):
     """Linear between the two nearest ranks, written out."""

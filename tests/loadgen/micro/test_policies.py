@@ -123,7 +123,7 @@ def test_a_run_prints_and_writes_what_it_found(tmp_path, trace, capsys):
     )
     options = argparse.Namespace(
         traces=[str(path)], capacities=[60, 150], stress=["chats"], seed=0, tokenizer=None,
-        plot=str(tmp_path / "plot.png"), json=str(tmp_path / "found.json"),
+        plot=tmp_path / "plot.png", json=tmp_path / "found.json",
     )  # fmt: skip
     assert run(options) == 0
     printed = capsys.readouterr().out

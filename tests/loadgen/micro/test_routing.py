@@ -63,4 +63,4 @@ def test_the_command_prints_a_row_for_each_router(tmp_path, capsys):
     record = tmp_path / "figures.json"
     assert main(["bench", "routing", str(trace), "--replicas", "2", "--seeds", "1", "--json", str(record)]) == 0
     assert "prefix and work" in capsys.readouterr().out
-    assert record.read_text().count("imbalance") == 6
+    assert record.read_text().count("imbalance") == 7

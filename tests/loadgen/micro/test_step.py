@@ -18,7 +18,7 @@ def test_it_measures_every_part_and_writes(tiny_dir, tmp_path, monkeypatch, draf
     parser = argparse.ArgumentParser()
     bench_step.add_arguments(parser)
     files = [f"--{kind}={tmp_path / 's'}.{kind}" for kind in ("json", "markdown")] + [f"--plot={tmp_path}/s.png"]
-    small = ["--dtype=float32", "--batches", "1", "3", "--steps=3", "--rounds=2", "--threads=1", f"--drafts={drafts}"]
+    small = ["--dtype=float32", "--batches", "1", "3", "--steps=2", "--rounds=1", "--threads=1", f"--drafts={drafts}"]
     assert bench_step.run(parser.parse_args([f"--model={tiny_dir}", *small, *files])) == 0
     cells = json.loads((tmp_path / "s.json").read_text())["cells"]
     assert [(cell["choice"], cell["batch"]) for cell in cells] == [(c, b) for c in bench_step.CHOICES for b in (1, 3)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from radix import Namespace
+from runtime.engine.offline import Engine
+from runtime.errors import InvalidRequest, ModelError
 from runtime.protocol import GetState, LoadAdapter, UnloadAdapter
 from tests.lora import merged, save_lora
 from tests.runtime.engine.driver import Driver, greedy, make_core
@@ -130,6 +133,38 @@ def test_unloaded_while_requests_run(tiny_dir, adapters, prompts, expected):
     assert core.handle(UnloadAdapter(4, "unknown")).result == {"running": 0}
 
 
+def test_without_a_server(tiny_dir, adapters, prompts, expected):
+    """Names as the server's, on a running loop too; one that is replaced serves the request that began with it."""
+    sampling = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
+    options = {"dtype": "float32", "pool_tokens": 2048, "threads": 1, "served_model_name": "tiny"}
+
+    async def without_blocking() -> list[int]:
+        engine.load_adapter("prose", str(adapters[1]))
+        (output,) = await engine.agenerate(prompts[0], sampling, adapter="tiny:prose")
+        return output.token_ids
+
+    with Engine(str(tiny_dir), lora=f"poems={adapters[0]}", **options) as engine:
+        assert [output.token_ids for output in engine.generate(prompts, sampling, adapter="poems")] == expected[1]
+        assert asyncio.run(without_blocking()) == expected[2][0]
+        assert engine.generate(prompts[0], sampling)[0].token_ids == expected[0][0]
+        stream = engine.stream(prompts[1], sampling, adapter="tiny:poems")
+        first = next(stream)
+        with pytest.raises(InvalidRequest, match="is loaded already"):
+            engine.load_adapter("poems", str(adapters[1]))
+        engine.load_adapter("poems", str(adapters[1]), replace=True)
+        assert engine.generate(prompts[1], sampling, adapter="poems")[0].token_ids == expected[2][1]
+        *_, last = [first, *stream]
+        assert last.token_ids == expected[1][1]
+        engine.unload_adapter("prose")
+        for ask in (engine.unload_adapter, lambda name: engine.generate(prompts[0], sampling, adapter=name)):
+            with pytest.raises(InvalidRequest, match="there is no adapter 'prose'"):
+                ask("prose")
+        with pytest.raises(InvalidRequest, match="did you mean 'poems'"):
+            engine.stream(prompts[0], sampling, adapter="poem")
+    with pytest.raises(ModelError, match=r"--lora gone=.*has no adapter_model\.safetensors"):
+        Engine(str(tiny_dir), lora=f"gone={adapters[0].parent}", **options)
+
+
 def _add(driver, rid, prompt, digest):
     taken = []
     handle, driver.core.handle = driver.core.handle, taken.append
@@ -175,14 +210,17 @@ def test_models_that_take_none(tiny_dir, adapters, tmp_path, default_model_dir):
     assert "not served with a diffusion model" in denoiser.handle(LoadAdapter(1, str(adapters[0]))).result["failed"]
 
 
-@pytest.mark.parametrize("architecture", ["Gemma3", "Phi3", "GptOss"])
-def test_other_architectures(architecture, prompts, tmp_path):
-    """In transformers' code: fused projections, windows and sinks."""
+@pytest.mark.parametrize(
+    ("architecture", "code"),
+    [*(("Gemma3", code) for code in CODE), ("Qwen3Moe", "torch"), ("Phi3", "transformers"), ("GptOss", "transformers")],
+)
+def test_other_architectures(architecture, code, prompts, tmp_path):
+    """Norms behind products, windows, experts, fused projections and sinks."""
     path = save_small(architecture, tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-    targets = ("q_proj", "o_proj", "qkv_proj", "gate_up_proj", "down_proj")
+    targets = ("q_proj", "o_proj", "qkv_proj", "gate_proj", "gate_up_proj", "down_proj")
     adapter = save_lora(tmp_path / "adapter", model, seed=3, targets=targets)
-    driver = Driver(make_core(path, model_impl="transformers"))
+    driver = Driver(make_core(path, **CODE[code]))
     asked = [[token % 100 + 3 for token in prompt] for prompt in prompts[:2]]
     found = ask_all(driver, asked, ["", load(driver.core, adapter)])
     assert found == [[greedy(one, prompt, NEW) for prompt in asked] for one in (model, merged(model, adapter))]

@@ -55,12 +55,10 @@ def test_cache_off(uncached, expected):
     assert uncached == expected
 
 
-@pytest.mark.parametrize(
-    ("page_size", "chunk"),
-    [(16, 1 << 20), (16, 7), (1, 64)],
-)
-def test_cold_warm_and_flushed(default_model_dir, prompts, expected, page_size, chunk):
-    core = make_core(default_model_dir, page_size=page_size, chunk_tokens=chunk, step_tokens=1 << 20)
+@pytest.mark.parametrize(("page_size", "chunk", "overlap"), [(16, 1 << 20, "off"), (1, 64, "on")])
+def test_cold_warm_and_flushed(default_model_dir, prompts, expected, page_size, chunk, overlap):
+    options = {"page_size": page_size, "chunk_tokens": chunk, "overlap": overlap}
+    core = make_core(default_model_dir, step_tokens=1 << 20, **options)
     driver = Driver(core)
     assert driver.together(prompts, max_new_tokens=NEW) == expected
     assert core.admin.state()["cached_tokens"] > 0, "prompts with a common beginning share it within one batch"
@@ -113,7 +111,7 @@ def test_bfloat16_logits_are_close(default_model_dir, reference, prompts):
     core = make_core(default_model_dir, dtype="bfloat16")
     half = copy.deepcopy(reference).to(torch.bfloat16)
     ours, theirs = [], []
-    for prompt in prompts[::2]:
+    for prompt in prompts[1::4]:
         seen = {}
         run = core.executor.run
         core.executor.run = lambda batch, run=run, seen=seen: seen.update(logits=run(batch)) or seen["logits"]
@@ -144,9 +142,10 @@ def tiny_prompts():
     ]
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("page_size", [1, 8, 16])
-@pytest.mark.parametrize("chunk", [1, 7, 64, 1 << 20])
+@pytest.mark.parametrize(
+    ("chunk", "page_size", "prefix_cache"),
+    [(1, 8, True), (7, 16, True), (7, 1, False), (64, 1, True), (1 << 20, 8, False)],
+)
 def test_every_architecture(any_tiny_dir, tiny_prompts, tiny_expected, chunk, page_size, prefix_cache):
     core = make_core(any_tiny_dir, page_size=page_size, chunk_tokens=chunk, prefix_cache=prefix_cache, pool_tokens=1024)
     driver = Driver(core)
@@ -167,8 +166,7 @@ def tiny_expected(any_tiny_dir, tiny_prompts):
     return expected
 
 
-@pytest.mark.parametrize("page_size", [1, 8, 16])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("page_size", "seed"), [(1, 0), (8, 1), (16, 2)])
 def test_tiny_pool_evicts_and_retracts(any_tiny_dir, tiny_prompts, tiny_expected, page_size, seed):
     pool = max(len(p) for p in tiny_prompts) + 8 + 2 * page_size
     core = make_core(any_tiny_dir, page_size=page_size, pool_tokens=pool, chunk_tokens=16)

@@ -35,6 +35,8 @@ def batch(executor, positions):
 
 
 def test_positions_with_gaps_up_to_the_last_of_the_context(executor, any_tiny_dir):
+    if executor.has_windows:
+        pytest.skip("windows know no gaps: modules, which have them, are not served with windows")
     positions = [0, 4, 5, 300, CONTEXT - 1]
     theirs = AutoModelForCausalLM.from_pretrained(any_tiny_dir, dtype=torch.float32).eval()
     with torch.inference_mode():

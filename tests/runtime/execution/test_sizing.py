@@ -69,6 +69,16 @@ def test_random_weights_need_no_checkpoint(tiny_dir, tmp_path):
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"pool_memory": 1e6}, "this machine has"), ({"depth_table": "t.json"}, "--depth-table: .* is a causal model")],
+)
+def test_options_that_cannot_be_are_refused_before_the_weights_are_read(tiny_dir, tmp_path, options, said):
+    (tmp_path / "config.json").write_text((tiny_dir / "config.json").read_text())  # and no weights
+    with pytest.raises(ModelError, match=said):
+        EngineCore(make_config(model=str(tmp_path), device="cpu", dtype="float32", **options), tmp_path)
+
+
 def test_flashinfer_is_not_taken_for_float32():
     assert choose_attention(ModelConfig(), CUDA, torch.float32) == "cpu"
     with pytest.raises(ModelError, match=r"no float32|not installed"):

@@ -95,3 +95,17 @@ def test_their_structs_decode_every_event(batch, tmp_path):
     else:
         assert (everybodys.cache_salt, own.cache_salt) == (None, "acme/s#")
     assert (gone.block_hashes, gone.medium) == ([7], "GPU")
+
+
+def test_the_tiers_have_words_of_their_own(batch, tmp_path):
+    publisher = EventPublisher(CacheConfig(kv_events=f"ipc://{tmp_path}/e", page_size=2))
+    for tier in ("host", "disk", "store"):
+        publisher.publish([EVENTS[0], Removed((5,), Namespace()), *EVENTS[1:]], tier)
+    publisher.close()
+    found = [msgspec.msgpack.decode(payload, type=batch).events for _, payload in list(publisher._kept)[1:]]
+    assert [[event.medium for event in events] for events in found] == [
+        ["CPU_PINNED"] * 2,
+        ["DISK"] * 2,
+        ["EXTERNAL"] * 2,
+    ]
+    assert found[0][0].token_ids == [0, 1, 2, 3], "and nothing of a tenant"

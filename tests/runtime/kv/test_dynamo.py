@@ -12,7 +12,7 @@ from socket import socket
 import httpx
 import pytest
 
-from radix import Namespace, Stored
+from radix import Namespace, Removed, Stored
 from radix.events import block_hashes
 from runtime.config import CacheConfig
 from runtime.kv.publisher import EventPublisher
@@ -44,9 +44,11 @@ class Replica:
         }
         self.service = service
 
-    def store(self, tokens: list[int], namespace: Namespace = Namespace()) -> None:
+    def store(self, tokens: list[int], namespace: Namespace = Namespace(), tier: str | None = None) -> Stored:
         key = array("i", tokens).tobytes()
-        self.publisher.publish([Stored(block_hashes(key, 16, None, namespace), None, key, namespace)])
+        event = Stored(block_hashes(key, 16, None, namespace), None, key, namespace)
+        self.publisher.publish([event], tier)
+        return event
 
     def register(self) -> None:
         assert self.service.post("/workers", json=self.worker).status_code == 201
@@ -99,3 +101,38 @@ def test_it_finds_the_replica_with_the_longest_prefix(service):
     assert (reserved["worker_id"], reserved["overlap"]["gpu"]) == (2, 20)
     for replica in replicas:
         replica.publisher.close()
+
+
+def test_a_tier_is_worth_more_than_nothing_and_less_than_the_pool(service):
+    replica = Replica(1, service)
+    stored = replica.store(FIRST)
+    for tier in ("host", "disk"):
+        replica.store(FIRST, tier=tier)
+    replica.register()
+
+    def select() -> tuple[int, int, int]:
+        found = service.post("/select", json={"model_name": "tiny", "token_ids": FIRST}).json()
+        left.append(found["effective_prefill_tokens"])
+        return found["overlap"]["gpu"], found["overlap"]["cpu"], found["overlap"]["disk"]
+
+    def until(expected: tuple[int, int, int]) -> None:
+        deadline = time.monotonic() + 60
+        while select() != expected:
+            assert time.monotonic() < deadline
+            replica.store(LATER)
+            time.sleep(0.02)
+        del left[:-1]
+
+    left: list[int] = []
+    until((40, 40, 40))
+    replica.publisher.publish([Removed(stored.hashes, Namespace())])
+    in_pool = left.pop()
+    until((0, 40, 40))
+    in_memory = left.pop()
+    replica.publisher.publish([Removed(stored.hashes, Namespace())], "host")
+    until((0, 0, 40))
+    on_disk = left.pop()
+    replica.publisher.publish([Removed(stored.hashes, Namespace())], "disk")
+    until((0, 0, 0))
+    assert in_pool < in_memory < on_disk < left.pop() == 40
+    replica.publisher.close()

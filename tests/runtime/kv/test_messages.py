@@ -226,7 +226,7 @@ def test_the_end_waits_for_no_consumer_that_does_not_read(tmp_path):
     wire.replay((0).to_bytes(8, "big"))
     ends = threading.Thread(target=wire.publisher.close, daemon=True)
     ends.start()
-    ends.join(10)
+    ends.join(60)
     assert not ends.is_alive()
     wire.context.destroy(linger=0)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from array import array
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -46,10 +48,14 @@ class Consumer:
                 for value in event["block_hashes"]:
                     del self.blocks[value]
 
-    def drain(self, wait_ms: int = 300) -> None:
-        while self.socket.poll(wait_ms):
-            _, number, payload = self.socket.recv_multipart()
-            self.take(number, payload)
+    def until(self, condition: Callable[[], bool], seconds: float = 60) -> bool:
+        """Read until a condition holds; returns whether it did in that time."""
+        end = time.monotonic() + seconds
+        while not condition() and time.monotonic() < end:
+            if self.socket.poll(50):
+                _, number, payload = self.socket.recv_multipart()
+                self.take(number, payload)
+        return condition()
 
     def tokens(self, last: int) -> list[int]:
         """The tokens up to a block, by its chain."""
@@ -73,34 +79,39 @@ def test_a_consumer_knows_what_the_engine_holds(tiny_dir, tmp_path, context):
     events, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     with Engine(str(tiny_dir), dtype="float32", pool_tokens=512, kv_events=events, kv_events_replay=replay) as engine:
         consumer = Consumer(context, events)
-        consumer.drain()
+        while not consumer.until(lambda: bool(consumer.numbers), 0.2):  # until it has subscribed
+            engine.generate([[7] * 50], {"max_new_tokens": 2})
+            engine.flush_cache()
+        assert consumer.until(lambda: consumer.blocks == {})
         prompt = list(range(50, 114))
         engine.generate([prompt], {"max_new_tokens": 2, "temperature": 0})
-        consumer.drain()
+        assert consumer.until(lambda: len(consumer.blocks) == engine.state()["pages_tree"])
         assert sorted(consumer.tokens(value) for value in consumer.blocks)[-1] == prompt
         for i in range(20):
             engine.generate([[i] * 50], {"max_new_tokens": 2})
-        consumer.drain()
-        assert len(consumer.blocks) == engine.state()["pages_tree"]
+        final = list(range(200, 264))
+        engine.generate([final], {"max_new_tokens": 2})
+        assert consumer.until(lambda: any(tokens == tuple(final[-16:]) for _, tokens in consumer.blocks.values()))
+        held = engine.state()["pages_tree"]
+        assert held < 20 * 3, "some were evicted"
+        assert consumer.until(lambda: len(consumer.blocks) == held)
         engine.flush_cache()
-        consumer.drain()
-        assert consumer.blocks == {}
+        assert consumer.until(lambda: consumer.blocks == {})
 
         late = Consumer(context, events)
         ask = context.socket(zmq.DEALER)
         ask.connect(replay)
-        ask.send_multipart([b"", (0).to_bytes(8, "big")])
         engine.generate([prompt], {"max_new_tokens": 2})
+        ask.send_multipart([b"", (0).to_bytes(8, "big")])
         while True:
-            assert ask.poll(5000)
+            assert ask.poll(60_000)
             _, number, payload = ask.recv_multipart()
             if not payload:
                 break
             late.take(number, payload)
         assert int.from_bytes(number, "big", signed=True) == -1
-        late.drain()
+        assert late.until(lambda: len(late.blocks) == engine.state()["pages_tree"] > 0)
         assert late.numbers == list(range(len(late.numbers))), "no event is missing"
-        assert len(late.blocks) == engine.state()["pages_tree"] > 0
 
 
 def test_an_endpoint_that_cannot_be_bound_is_one_clear_error(tiny_dir):
@@ -119,6 +130,6 @@ def test_a_process_that_published_events_ends(tiny_dir, tmp_path):
 
 def test_the_padding_of_a_module_is_no_token():
     publisher = EventPublisher(CacheConfig(kv_events="inproc://events", page_size=4))
-    wire = publisher._wire(Stored((1, 2), None, array("i", [5, 6, 7, 8, 9, -1, -1, -1]).tobytes(), Namespace()))
+    wire = publisher._wire(Stored((1, 2), None, array("i", [5, 6, 7, 8, 9, -1, -1, -1]).tobytes(), Namespace()), "GPU")
     publisher.close()
     assert (wire.token_ids, wire.block_hashes) == ([5, 6, 7, 8, 9], [1, 2])

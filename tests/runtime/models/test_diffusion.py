@@ -94,7 +94,7 @@ def test_numbers_of_experts_that_do_not_fit_are_refused(tmp_path, changes):
 
 def test_experts_are_not_divided_among_ranks(tmp_path):
     spec = LlamaSpec.load(save_tiny("llada2", tmp_path / "llada2"))
-    with pytest.raises(ModelError, match="experts of LLaDA2MoeModelLM are served by one rank"):
+    with pytest.raises(ModelError, match="layers of LLaDA2MoeModelLM are served by one rank"):
         split_spec(spec, 2)
 
 

@@ -92,7 +92,8 @@ def logits(directory):
 
 
 @pytest.mark.parametrize(
-    ("kind", "architecture"), [("llama", "llama"), ("llama_tied", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")]
+    ("kind", "architecture"),
+    [("llama", "llama"), ("llama_tied_biases", "llama"), ("qwen2", "qwen2"), ("qwen3", "qwen3")],
 )
 def test_a_converted_model_is_its_original(sources, tmp_path, kind, architecture):
     source = sources(kind)

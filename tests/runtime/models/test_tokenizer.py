@@ -77,12 +77,16 @@ def with_template(default_model_dir, tmp_path):
         "{{ messages[9].content }}",
         "{{ messages.__class__.__mro__ }}",
         "{{ 1 / 0 }}",
-        "{% for m in messages %}",
     ],
 )
 def test_a_template_that_fails_is_a_client_error(with_template, template):
     with pytest.raises(InvalidRequest, match="template"):
         with_template(template).apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_a_template_that_is_none_ends_the_start(with_template):
+    with pytest.raises(ModelError, match=r"--chat-template .*: the model's chat template cannot be read"):
+        with_template("{% for m in messages %}")
 
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}"
@@ -192,3 +196,10 @@ def test_a_list_of_templates_and_a_template_file(default_model_dir, tmp_path):
     assert Tokenizer.load(tmp_path).apply_chat_template([]) == "D"
     (tmp_path / "chat_template.jinja").write_text("F")
     assert Tokenizer.load(tmp_path).apply_chat_template([]) == "F"
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ messages | length }}")
+    assert Tokenizer.load(tmp_path, own).apply_chat_template([]) == "0"
+    for mistake, said in ((b"{{ broken", "unexpected end of template"), (b"\xff", "not UTF-8")):
+        own.write_bytes(mistake)
+        with pytest.raises(ModelError, match=rf"--chat-template .*own\.jinja.*{said}"):
+            Tokenizer.load(tmp_path, own)

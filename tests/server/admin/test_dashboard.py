@@ -8,8 +8,6 @@ import time
 import httpx
 import pytest
 
-from tests.server.conftest import start, stop
-
 
 def listen(url, until, headers=None, seconds=60):
     """Events of the live stream until one fulfils a condition; that one."""
@@ -123,7 +121,7 @@ def test_a_node_that_is_gone_or_another_is_refused(client, server):
 
 def test_requests_without_an_end_are_listed_with_the_reason(client, server):
     body = {"text": "Quokkas never", "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
-    assert client.post("/generate", json={**body, "rid": "late", "timeout_s": 0.5}).status_code == 408
+    assert client.post("/generate", json={**body, "rid": "late", "timeout_s": 1.5}).status_code == 408
     far = {"input_ids": [5] * 10_000, "rid": "too-long", "sampling_params": {"max_new_tokens": 1}}
     assert client.post("/generate", json=far).status_code == 400
     with client.stream("POST", "/generate", json={**body, "rid": "left", "stream": True}) as answer:
@@ -140,7 +138,7 @@ def test_requests_without_an_end_are_listed_with_the_reason(client, server):
     late = next(entry for entry in finished if entry["rid"] == "late")
     assert late["output_tokens"] > 0
     assert late["e2e_s"] > 0
-    assert "0.5" in late["error"]
+    assert "1.5" in late["error"]
 
 
 def test_only_so_many_may_look(client, server):
@@ -172,9 +170,8 @@ def test_without_an_admins_key_the_page_stands_and_the_stream_does_not(guarded):
         assert httpx.request(method, guarded.url + path, headers=alice).status_code == 403
     httpx.post(f"{guarded.url}/generate", headers=alice, timeout=60,
                json={"text": SAYING, "sampling_params": {"max_new_tokens": 1}}).raise_for_status()  # fmt: skip
-    told, block = blocks(guarded.url, headers=boss)
+    told, block = blocks(guarded.url, lambda b: b["preview"].startswith("Five lighthouse"), headers=boss)
     assert block["tenant"] == told[block["parent"]]["tenant"] == "alice"
-    assert block["preview"].startswith("Five lighthouse")
 
 
 def test_a_key_sees_its_own_alone(guarded):
@@ -229,11 +226,3 @@ def test_misses_are_counted_by_reason_and_salts_are_named(client, server):
     told, block = blocks(server.url, lambda b: b["preview"].startswith("Five lighthouse"))
     assert block["salt"] == told[block["parent"]]["salt"] == "pepper"
     client.post("/flush_cache")
-
-
-def test_sigterm_does_not_wait_for_those_who_look(tiny_dir, tmp_path):
-    server = start(tmp_path / "log", "--model", str(tiny_dir), "--pool-tokens", "4096")
-    with httpx.stream("GET", f"{server.url}/dashboard/events", timeout=60) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        assert stop(server) == 0

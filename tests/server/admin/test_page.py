@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -66,14 +67,14 @@ def block(page, text):
     return page.locator("#icicle rect[data-name]:not([data-name^='-1@'])").first
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_tree_is_drawn_and_a_node_pinned_unpinned_and_evicted(page, server, scheme):
+def test_the_tree_is_drawn_and_a_node_pinned_unpinned_and_evicted(page, server):
     httpx.post(f"{server.url}/flush_cache")
     generate(server.url, SAYING * 2)
-    page.emulate_media(color_scheme=scheme)
     page.goto(server.url)
-    background = page.locator("body").evaluate("(body) => getComputedStyle(body).backgroundColor")
-    assert (sum(map(int, background[4:-1].split(", "))) > 384) == (scheme == "light")
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        background = page.locator("body").evaluate("(body) => getComputedStyle(body).backgroundColor")
+        assert (sum(map(int, background[4:-1].split(", "))) > 384) == (scheme == "light")
     rect = block(page, "Seven bakers")
     rect.hover()
     assert "Seven bakers argued" in page.locator("#tip").inner_text()
@@ -180,10 +181,8 @@ def test_the_playground_imports_modules_which_the_tree_shows_under_their_schema(
     httpx.delete(f"{server.url}/v1/schemas/page-trips").raise_for_status()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_canvas_is_shown_as_it_denoises(page, denoiser, scheme):
+def test_the_canvas_is_shown_as_it_denoises(page, denoiser):
     httpx.post(f"{denoiser.url}/flush_cache")
-    page.emulate_media(color_scheme=scheme)
     open_plain(page, denoiser.url)
     page.locator("#more").evaluate("(more) => more.open = true")
     page.locator("#steps").wait_for()
@@ -225,11 +224,13 @@ def test_the_canvas_is_shown_as_it_denoises(page, denoiser, scheme):
     parts = [page.locator(f"#answer .{kind}").text_content() for kind in ("reused", "computed")]
     assert "".join(parts) == prompt
     assert len(parts[0]) > 20
-    colours = [
-        page.locator(f"#answer .{kind}").evaluate("(part) => getComputedStyle(part).backgroundColor")
-        for kind in ("reused", "computed")
-    ]
-    assert colours[0] != colours[1]
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        reused, computed = (
+            page.locator(f"#answer .{kind}").evaluate("(part) => getComputedStyle(part).backgroundColor")
+            for kind in ("reused", "computed")
+        )
+        assert reused != computed
     assert page.locator("#canvas").get_attribute("aria-label") == "96 of 96 positions decided"
     page.locator("#stream").set_checked(False)
     page.get_by_role("button", name="Send").click()
@@ -275,10 +276,15 @@ def test_text_is_never_markup(page, server):
 
 
 def test_no_text_without_an_admins_key(page, guarded):
+    httpx.post(f"{guarded.url}/flush_cache", headers={"X-API-Key": "boss-secret-key"}).raise_for_status()
     generate(guarded.url, SAYING, "alice-secret-key")
     page.goto(guarded.url)
     page.locator("#status", has_text="an API key is needed").wait_for()
     assert "bakers" not in page.content()
+    assert page.locator("#rooms").is_hidden(), "no empty boxes"
+    page.locator("#key").fill("no-such-secret-key")
+    page.get_by_role("button", name="Use").click()
+    page.locator("#status", has_text="this API key is not known").wait_for()
     page.locator("#key").fill("alice-secret-key")
     page.get_by_role("button", name="Use").click()
     page.locator("#quota", has_text="Cache of alice").wait_for()
@@ -335,6 +341,7 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
     outlook = {"kind": "turn 2, after less than 64 uses", "age": 40, "promise": 0.0012}
     gone = {"tenant": "alice", "cause": "room", "pages": 1, "kept_pages": 8, "idle_s": 61.4, "outlook": outlook}
     rest[0]["outlook"] = outlook
+    rest[1] |= {"outlook": outlook, "total": 16001}  # above another node
     evictions = [gone | {"outlook": None}, gone]
     tree = {"blocks": [root, *rest], "evictions": evictions, "pins": [], "pinned_tokens": 0, "budget_tokens": 0}
     told_events = ({"history": [before]}, {"figures": figures}, {"tree": tree})
@@ -349,6 +356,8 @@ def test_it_stays_quick_with_a_hundred_thousand_nodes(page, server):
     assert last.split("\t") == ["alice", "room was needed", "1 of 9", "61 s", told]
     page.locator("#icicle rect").nth(1).dispatch_event("mousemove", {"clientX": 9, "clientY": 9})
     assert f"foreseen: {told}" in page.locator("#tip").inner_text()
+    page.locator("#icicle rect").nth(2).dispatch_event("mousemove", {"clientX": 9, "clientY": 9})
+    assert "foreseen" not in page.locator("#tip").inner_text()
     # Blocks narrower than a pixel are not drawn, and what is not shown stands as one.
     assert page.locator("#icicle rect").count() <= 502
     assert page.locator("#icicle rect[data-rest]").count() == 1
@@ -386,8 +395,10 @@ def test_the_tree_is_walked_with_arrow_keys_searched_and_read(page, server):
     page.locator("#crumbs button", has_text="Seven bakers").wait_for()
     page.keyboard.press("Escape")
     page.locator("#crumbs").wait_for(state="hidden")
-    page.locator("#search").fill("no such words")
+    page.locator("#search").fill("words that come later")
     page.locator("#icicle rect.faded").first.wait_for()
+    generate(server.url, "Some words that come later stand in a prompt that is long enough to fill a page of the pool.")
+    page.locator("#found button mark", has_text="words that come later").wait_for()
     page.locator("#search").fill("TWO by two")
     page.locator("#found button mark", has_text="two by two").first.wait_for()
     assert page.locator("#icicle rect.faded").count() == page.locator("#icicle rect[data-name]").count() - 2
@@ -404,10 +415,18 @@ def test_a_chat_shows_what_was_reused_and_why_the_rest_was_not(page, server):
     page.locator("#tokens").fill("6")
     page.locator("#systembox summary").click()
     page.locator("#system").fill(SAYING)
+    held = []
+    page.route("**/v1/chat/completions", lambda route: held.append(route))
     for turn, text in enumerate(("<b>Who</b> rang?", "And then?")):
         page.locator("#prompt").fill(text)
         page.keyboard.press("Control+Enter")
+        while not held:
+            page.wait_for_timeout(10)
+        assert page.locator("#send").is_disabled()
+        assert page.locator(".turn").last.get_by_role("button").count() == 0, "an answer that is not there yet"
+        held.pop().continue_()
         page.locator(".turn .figures").nth(turn).wait_for()
+    page.unroute("**/v1/chat/completions")
     page.locator("#stop:disabled").wait_for()
     first, second = (int(text.split(" ")[0]) for text in page.locator(".turn .figures").all_inner_texts())
     assert first == 0
@@ -434,6 +453,12 @@ def test_a_chat_shows_what_was_reused_and_why_the_rest_was_not(page, server):
     page.get_by_role("button", name="Take back").click()
     assert page.locator(".turn").count() == 2
     assert page.locator("#prompt").input_value() == "And then?"
+    page.get_by_label("plain text").check()
+    body = {"text": 'Is it "true" or {false}?', "sampling_params": {"max_new_tokens": 6, "temperature": 0}}
+    page.locator("#prompt").fill(body["text"])
+    page.get_by_role("button", name="as Python").click()
+    done = subprocess.run([sys.executable, "-c", page.locator("#code").inner_text()], capture_output=True, text=True)
+    assert done.stdout == httpx.post(f"{server.url}/generate", json=body, timeout=60).json()["text"] + "\n", done.stderr
     httpx.post(f"{server.url}/flush_cache")
 
 

@@ -25,7 +25,7 @@ from server.http.generate import GenerateRequest, _answer
 VALUES = st.recursive(st.none() | st.booleans() | st.integers(0, 9) | st.text(), st.lists, max_leaves=5)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.text(), VALUES | st.lists(VALUES).map(tuple)))
 def test_lists_in_slices(answer):
     """Tuples stand for the lists that are encoded before the rest."""

@@ -32,6 +32,7 @@ class Served:
 
     def __init__(self):
         self.release = threading.Event()
+        self.waiting = 0
         self.opened: list[socket.socket] = []
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.socket.setblocking(False)
@@ -47,6 +48,7 @@ class Served:
         self.loop.close()
 
     async def app(self, scope, receive, send):
+        self.waiting += scope["path"] == "/wait"
         while scope["path"] == "/wait" and not self.release.is_set():
             await asyncio.sleep(0.01)
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
@@ -68,6 +70,13 @@ class Served:
         if path:
             ask(self.opened[-1], path)
         return self.opened[-1]
+
+    def wait(self, count):
+        """Until so many requests wait, as the listener takes connections in a thread of its own."""
+        deadline = time.monotonic() + 30
+        while self.waiting < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
     def close(self):
         self.release.set()
@@ -129,12 +138,13 @@ def test_silent_connections_make_room_and_busy_ones_stay(served):
 
 def test_requests_leave_places_for_others_and_for_probes(served):
     busy = [served.open("/wait") for _ in range(7)]
+    served.wait(7)
     refused, body = read(served.open("/wait"))
     assert (refused.status, refused.getheader("retry-after")) == (503, "1")
     assert json.loads(body)["error"]["type"] == "overloaded_error"
     assert status_of(served.open("/health")) == 200
     busy += [served.open("/wait", "127.0.0.2") for _ in range(7)]
-    time.sleep(0.1)
+    served.wait(14)
     for source in ("127.0.0.1", "127.0.0.2", "127.0.0.3"):
         assert status_of(served.open("/generate", source)) == 503, "14 of 16 are busy"
         assert status_of(served.open("/health", source)) == 200

@@ -46,6 +46,7 @@ def test_what_was_before_comes_as_well_and_what_goes_on_is_heard(tmp_path):
     async def scenario() -> None:
         fleet = Fleet(tmp_path)
         fleet.publisher.publish([stored(1, 2, 3), Removed((3,), EVERYBODY)])
+        fleet.publisher.publish([stored(3), Removed((1,), EVERYBODY)], "host")  # a tier is no pool
         follower = fleet.follow()
         await fleet.until({1, 2})
         fleet.publisher.publish([stored(4)])

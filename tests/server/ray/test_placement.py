@@ -93,6 +93,37 @@ def test_a_replica_that_has_left_is_no_matter():
     assert sorted(known.rank([1, 2, 3], REPLICAS)) == list(REPLICAS), "it may still be asked for"
 
 
+def test_a_prompt_that_was_lost_goes_back_to_its_replica():
+    known = placement()
+    prompt = list(range(6))
+    known.index.stored("b", prompt)
+    known.index.stored("a", prompt[:1])
+    known.index.removed("b", prompt[2:])
+    assert known.rank([*prompt, 6], REPLICAS)[0] == "b"
+    known.begin("c", "1", prompt)
+    assert known.loads["c"] == 60, "what is lost is computed"
+    known.begin("b", "2", prompt)
+    assert known.loads["b"] == 40
+    known.end("c", "1")
+    known.end("b", "2")
+    known.index.stored("c", prompt)
+    assert known.rank(prompt, REPLICAS)[0] == "c", "there it is held"
+
+
+def test_a_call_that_another_replica_takes_moves():
+    known = placement()
+    known.begin("a", "1", other(5))
+    known.move("b", "1")
+    assert known.loads == {"a": 0, "b": 50, "c": 0}
+    assert (known._work["a"], known._work["b"]) == (0, 50)
+    assert known.matches(other(5)) == {"b": 50}
+    known.end("a", "1")
+    assert known.loads["b"] == 50, "the end of a try that was refused"
+    known.end("b", "1")
+    known.move("c", "1")
+    assert known.loads == {"a": 0, "b": 0, "c": 0}, "word of it may come after its end"
+
+
 def test_what_many_want_at_once_may_be_copied():
     known = placement(weight=16)
     prompt = list(range(10))
@@ -102,7 +133,7 @@ def test_what_many_want_at_once_may_be_copied():
     known.begin("a", "2", [*prompt, *other(20, 2000)])
     known.begin("b", "3", [*prompt, *other(20, 3000)])
     for number in range(3):
-        known.begin("c", f"{number}", [*prompt, *other(1, 4000 + number)])
+        known.begin("c", f"c{number}", [*prompt, *other(1, 4000 + number)])
     assert known.rank(prompt, REPLICAS)[0] == "c", "six calls have it, so it weighs less than three times 100"
     known.leave("c")
     assert sum(known._hot.values()) == 90, "of the calls that are left"

@@ -32,3 +32,26 @@ def test_the_index_is_a_set_of_blocks_for_each_replica(changes):
     prompt = list(range(10))
     expected = {r: next((n for n in prompt if n not in blocks), 10) for r, blocks in held.items()}
     assert index.match(prompt) == {replica: n for replica, n in expected.items() if n}
+
+
+def test_who_lost_a_block_last_is_remembered_until_somebody_has_it_again():
+    index = PrefixIndex[str](remembered=3)
+    index.stored("a", [1, 2, 3])
+    index.stored("b", [1, 2])
+    index.removed("a", [2, 3])
+    assert index.lost([1, 2, 3, 4]) == ("a", 3)
+    assert index.lost([1, 2]) == (None, 0), "b has it"
+    index.removed("b", [2])
+    assert index.lost([1, 2]) == ("b", 2)
+    assert index.lost([5, 3]) == (None, 0), "the first block of all is unknown"
+    index.stored("c", [3])
+    assert index.lost([1, 2, 3]) == ("b", 2)
+    index.stored("c", [7, 8])
+    index.forget("c")
+    assert index.lost([7, 8]) == (None, 0), "c is no more"
+    index.removed("a", [1])
+    index.removed("b", [1])
+    index.stored("c", [4, 5, 6])
+    index.removed("c", [4, 5, 6])
+    assert index.lost([1, 2]) == (None, 0), "three are remembered"
+    assert index.lost([4, 5, 6]) == ("c", 3)

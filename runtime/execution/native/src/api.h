@@ -11,7 +11,7 @@
 #define RAMET_API extern "C" __attribute__((visibility("default")))
 
 // Version of the structures and functions that the Python side declares: libraries of other versions are not used.
-RAMET_API int64_t ramet_interface() { return 7; }
+RAMET_API int64_t ramet_interface() { return 8; }
 
 // Whether this processor has the instruction sets that the library was compiled for.
 RAMET_API int64_t ramet_supported() {

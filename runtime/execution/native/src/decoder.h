@@ -10,6 +10,8 @@ struct Layer {
     const float* post_norm;   // [hidden]
     const float* q_norm;      // [dim], null: none
     const float* k_norm;      // [dim]
+    const float* o_norm;      // [hidden], of the product before the residual is added; null: none
+    const float* down_norm;   // [hidden]
     Matrix qkv;
     Matrix o;
     Matrix gate_up;  // paired
@@ -45,6 +47,8 @@ struct Model {
     int64_t vocab;
     int64_t num_layers;
     float eps;
+    float embedding_scale;
+    Into gate;
     Shape shape;
     const Layer* layers;
     const float* norm;  // [hidden]
@@ -222,6 +226,9 @@ class Decoder {
             } else {
                 std::copy_n(static_cast<const float*>(model_.embedding) + token * hidden, hidden, to);
             }
+            if (model_.embedding_scale != 1) {
+                for (int64_t i = 0; i < hidden; ++i) to[i] *= model_.embedding_scale;
+            }
         });
     }
 
@@ -236,6 +243,20 @@ class Decoder {
                              rows.stop - rows.first, out + rows.first * ld_out, ld_out, scratch);
             }
         };
+        // x += the product, behind its norm if it has one.
+        auto add_product = [&](const Matrix& w, const Buffer<float>& in, int64_t ld_in, const float* norm,
+                               LowRank AdapterLayer::* product) {
+            float* out = norm == nullptr ? x : normed_.data();
+            multiply({in.data(), ld_in, m, &w, out, ld_hidden_, ld_hidden_,
+                      norm == nullptr ? Into::kAdd : Into::kStore}, scratch);
+            adapt(product, in, ld_in, out, ld_hidden_);
+            if (norm == nullptr) return;
+            each_row(m, [&](int64_t row) {
+                float *from = out + row * ld_hidden_, *to = x + row * ld_hidden_;
+                normalise_row(from, norm, model_.hidden, from);
+                for (int64_t i = 0; i < model_.hidden; ++i) to[i] += from[i];
+            });
+        };
         normalise(x, nullptr, m, layer.input_norm);
         multiply({normed_.data(), ld_hidden_, m, &layer.qkv, qkv_.data(), ld_qkv_, ld_qkv_, Into::kStore}, scratch);
         adapt(&AdapterLayer::qkv, normed_, ld_hidden_, qkv_.data(), ld_qkv_);
@@ -249,8 +270,7 @@ class Decoder {
             attention_.merge(team_, attended_.data(), ld_attention_);
             team_.barrier();
         }
-        multiply({attended_.data(), ld_attention_, m, &layer.o, x, ld_hidden_, ld_hidden_, Into::kAdd}, scratch);
-        adapt(&AdapterLayer::o, attended_, ld_attention_, x, ld_hidden_);
+        add_product(layer.o, attended_, ld_attention_, layer.o_norm, &AdapterLayer::o);
         normalise(x, nullptr, m, layer.post_norm);
         if (group.num_adapted) {
             multiply({normed_.data(), ld_hidden_, m, &layer.gate_up, gates_.data(), ld_gates_, ld_gates_,
@@ -259,10 +279,9 @@ class Decoder {
             each_row(m, [&](int64_t row) { close_gates(layer.gate_up.panels(), row); });
         } else {
             multiply({normed_.data(), ld_hidden_, m, &layer.gate_up, inner_.data(), ld_inner_, ld_inner_,
-                      Into::kSilu}, scratch);
+                      model_.gate}, scratch);
         }
-        multiply({inner_.data(), ld_inner_, m, &layer.down, x, ld_hidden_, ld_hidden_, Into::kAdd}, scratch);
-        adapt(&AdapterLayer::down, inner_, ld_inner_, x, ld_hidden_);
+        add_product(layer.down, inner_, ld_inner_, layer.down_norm, &AdapterLayer::down);
     }
 
     // out [m, ...] += b (a in): two phases.
@@ -274,12 +293,13 @@ class Decoder {
         multiply({low_rank_.data(), ld, m, &added.b, out, ld_out, ld_out, Into::kAdd}, scratch);
     }
 
-    // What `Into::kSilu` does, of a row of gates_.
+    // What `model_.gate` does, of a row of gates_.
     void close_gates(int64_t panels, int64_t row) {
         const float* gates = gates_.data() + row * ld_gates_;
         float* out = inner_.data() + row * ld_inner_;
         for (int64_t p = 0; p < panels; ++p, gates += kPanel) {
-            store(out + p * kLanes, mul(silu(load(gates)), load(gates + kLanes)));
+            const Vec gate = load(gates);
+            store(out + p * kLanes, mul(model_.gate == Into::kGelu ? gelu(gate) : silu(gate), load(gates + kLanes)));
         }
     }
 

@@ -247,6 +247,7 @@ enum class Into : int64_t {
     kStore,  // c = product + bias
     kAdd,    // c += product + bias: the residual
     kSilu,   // c = silu(gate) * up, of a paired matrix
+    kGelu,   // c = gelu(gate) * up
 };
 
 // One matrix product: c [m, columns] from a [m, k]. Rows of `a` must hold a finite number behind an odd k.
@@ -280,6 +281,8 @@ template <int R>
         Vec v0 = add(tile[r][0], bias0), v1 = add(tile[r][1], bias1);
         if (product.into == Into::kSilu) {
             put(c, panel * kLanes, mul(silu(v0), v1));
+        } else if (product.into == Into::kGelu) {
+            put(c, panel * kLanes, mul(gelu(v0), v1));
         } else {
             put(c, panel * kPanel, v0);
             put(c, panel * kPanel + kLanes, v1);

@@ -277,10 +277,18 @@ inline float power_of_two(float n) { return n < -125 ? 0 : std::bit_cast<float>(
 
 constexpr float kLog2E = 1.44269504f;
 
-inline Vec silu(Vec x) {
+// x / (1 + e^-y): SiLU for y = x.
+inline Vec gated(Vec x, Vec y) {
     // 2^128 is infinity already; an infinite exponent would make the series undefined.
-    Vec power = exp2(min(mul(x, set1(-kLog2E)), set1(128)), zero());
+    Vec power = exp2(min(mul(y, set1(-kLog2E)), set1(128)), zero());
     return div(x, add(set1(1), power));
+}
+
+inline Vec silu(Vec x) { return gated(x, x); }
+
+// By its tanh, as (1 + tanh y) / 2 = 1 / (1 + e^-2y): 2 sqrt(2 / pi) (x + 0.044715 x^3).
+inline Vec gelu(Vec x) {
+    return gated(x, mul(x, fma(mul(x, x), set1(0.0713548163f), set1(1.5957691216f))));
 }
 
 inline int64_t round_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }

@@ -90,9 +90,11 @@ def profile(config: Config, settings: ProfileSettings, arguments: argparse.Names
 
 
 def _print(table: dict[str, Any], title: str) -> None:
-    print(f"ratio %  cosine  table{title}")
+    print(f"ratio %  cosine of all tokens  token by token  table{title}")
+    both = [part["depths"] for part in table["by_cosine"].values()]
     for ratio, depth in table["depths"].items():
-        print(f"{ratio:7}  {table['depths_cosine'][ratio]:6}  {depth:5}")
+        if ratio:
+            print(f"{ratio:7}  {both[0][ratio]:20}  {both[1][ratio]:14}  {depth:5}")
 
 
 def _read(path: Path | None) -> str:

@@ -40,27 +40,26 @@ class Probe:
         cache = PagedCache(executor.pool, CacheConfig())
         self._strategy = BiCache(DiffusionConfig(), NO_TABLE, executor.spec, cache)
 
-    def similarity(self, sample: Sample, per_token: bool) -> list[float]:
-        """Cosine similarity of the prefix's keys and values, alone and in the full input at the first step, by layer.
+    def similarity(self, sample: Sample) -> tuple[list[float], list[float]]:
+        """Cosine similarities of the prefix's keys and values, alone and in the full input at the first step, by layer.
 
-        Args:
-            sample: the request.
-            per_token: the mean of the tokens' similarities; else that of all tokens as one vector (equation 3).
+        Of all tokens as one vector (equation 3), and the means of the tokens' own.
         """
         self._run(self._alone(sample))
         self._run(self._full(sample))
         n = len(sample.prefix)
         pool, full = self.executor.pool, sample.encoded + sample.length
-        found = []
+        of_all, of_tokens = [], []
         for layer in range(self.executor.spec.num_layers):
             alone, whole = (
-                torch.cat((pool.k[layer, at : at + n].flatten(1), pool.v[layer, at : at + n].flatten(1)), dim=1).float()
+                torch.cat(
+                    (pool.k[layer, at : at + n].flatten(1), pool.v[layer, at : at + n].flatten(1)), dim=1
+                ).double()
                 for at in (0, full)
             )
-            if not per_token:
-                alone, whole = alone.reshape(1, -1), whole.reshape(1, -1)
-            found.append(float(F.cosine_similarity(alone.double(), whole.double(), dim=1).mean()))
-        return found
+            of_all.append(float(F.cosine_similarity(alone.flatten(), whole.flatten(), dim=0)))
+            of_tokens.append(float(F.cosine_similarity(alone, whole, dim=1).mean()))
+        return of_all, of_tokens
 
     def divergence(self, sample: Sample, depth: int, steps: int) -> float:
         """KL divergence in nats of the masks' distributions with reuse from those without, the mean over masks.

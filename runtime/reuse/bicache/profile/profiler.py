@@ -52,22 +52,25 @@ class Profiler:
             "truncated": dict(zip(settings.kept, truncated, strict=True)),
         }
 
-    def _similarities(self, kept: int, ratio: int, bar: tqdm) -> list[list[float]]:
+    def _similarities(self, kept: int, ratio: int, bar: tqdm) -> list[list[list[float]]]:
+        """For each sample both cosines by layer, see `Probe.similarity`."""
         found = []
         for number in range(self.settings.samples):
             key = ["similarity", kept, ratio, number]
             value = self.records.get(key)
             if value is None:
                 self._before()
-                value = self.probe.similarity(self.samples.sample(ratio, number, kept), self.settings.per_token)
+                value = [*self.probe.similarity(self.samples.sample(ratio, number, kept))]
                 self.records.put(key, value)
             found.append(value)
             bar.update()
         return found
 
-    def _part(self, kept: int, raw: dict[int, list[list[float]]], bar: tqdm) -> dict[str, Any]:
+    def _part(self, kept: int, both: dict[int, list[list[list[float]]]], bar: tqdm) -> dict[str, Any]:
         """Depths and measurements for encodings of which `kept` percent match."""
-        cosine = {ratio: paper_depth(rows, self.settings.threshold) for ratio, rows in raw.items()}
+        by_cosine = [{ratio: [pair[i] for pair in pairs] for ratio, pairs in both.items()} for i in (0, 1)]
+        depths = [{n: paper_depth(rows, self.settings.threshold) for n, rows in raw.items()} for raw in by_cosine]
+        raw, cosine = by_cosine[self.settings.per_token], depths[self.settings.per_token]
         chosen, divergence = cosine, {}
         if self.settings.rule == "kl":
             found = {ratio: self._calibrate(kept, ratio, depth, bar) for ratio, depth in cosine.items()}
@@ -77,7 +80,11 @@ class Profiler:
             # Below the smallest ratio the first layer is exact all the same.
             "depths": {0: 1, **chosen},
             "depths_cosine": {0: 1, **cosine},
-            "similarity": {ratio: np.mean(rows, axis=0).round(5).tolist() for ratio, rows in raw.items()},
+            "by_cosine": {
+                name: {"depths": of, "similarity": {n: _mean(rows) for n, rows in each.items()}}
+                for name, of, each in zip(("all tokens", "token by token"), depths, by_cosine, strict=True)
+            },
+            "similarity": {ratio: _mean(rows) for ratio, rows in raw.items()},
             "divergence": divergence,
             "raw_similarity": {ratio: np.round(rows, 5).tolist() for ratio, rows in raw.items()},
         }
@@ -115,6 +122,10 @@ class Profiler:
         return float(np.mean(found))
 
 
+def _mean(rows: list[list[float]]) -> list[float]:
+    return np.mean(rows, axis=0).round(5).tolist()
+
+
 def paper_depth(similarities: list[list[float]], threshold: float) -> int:
     """Mean over samples, rounded down, of the number of leading layers with at least `threshold`; 1 at least."""
     shallow = np.logical_and.accumulate(np.array(similarities) >= threshold, axis=1)
@@ -122,6 +133,6 @@ def paper_depth(similarities: list[list[float]], threshold: float) -> int:
 
 
 def header(spec: ModelSpec, settings: ProfileSettings, prefix: Path | None, prompts: Path | None) -> dict[str, Any]:
-    """The settings that a profile's measurements depend on; thresholds, which are applied afterwards, do not count."""
-    kept = settings.model_dump(exclude={"threshold", "rule", "kl_bound"})
+    """The settings that a profile's measurements depend on; those that are applied afterwards do not count."""
+    kept = settings.model_dump(exclude={"threshold", "per_token", "rule", "kl_bound"})
     return {"model": spec.identity, "settings": kept, "prefix": str(prefix), "prompts": str(prompts)}

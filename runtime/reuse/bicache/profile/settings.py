@@ -24,7 +24,7 @@ class ProfileSettings(BaseModel):
     length: int = Field(512, ge=8, description="tokens of a request: prefix, prompt and masks")
     gen_length: int = Field(64, ge=1, description="masks of a request, at most half of what is not shared")
     threshold: float = Field(0.97, gt=0, le=1, description="least cosine similarity of a layer that is reused")
-    per_token: bool = Field(False, description="mean of the tokens' similarities instead of that of all as one vector")
+    per_token: bool = Field(False, description="depths by the mean of the tokens' similarities, not that of all")
     rule: Literal["kl", "cosine"] = Field("kl", description="kl lowers the paper's depths, cosine keeps them")
     kl_bound: float = Field(0.05, gt=0, description="most divergence of the outputs with and without reuse, in nats")
     kl_samples: int = Field(8, ge=1, description="requests at each ratio whose divergence is measured")

@@ -121,10 +121,9 @@ def test_results_are_the_references(device, page_size, kind):
     world.check(kind(world))
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("seed", range(30))
-def test_random_plans(device, seed, page_size):
-    world = World(device, page_size, seed=seed)
+def test_random_plans(device, seed):
+    world = World(device, [1, 16][seed % 2], seed=seed)
     world.check(random_plan(world.pages, int(world.pages.random.integers(1, 20)), 150))
 
 

@@ -1,5 +1,6 @@
 """A whole native step against `LlamaModel.forward`, in every architecture."""
 
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -82,18 +83,22 @@ def fewer_rows_later(layers):
     return ForwardBatch(torch.randint(0, 49152, (12,)), torch.arange(12), groups, torch.tensor([11, 0, 5]))
 
 
-@pytest.mark.parametrize("make_batch", [mixed_batch, fewer_rows_later])
-@pytest.mark.parametrize("threads", [1, 2])
+@cache
+def read_plainly(path, storage, make_batch):
+    """A batch, and torch's logits and pool for it with the weights widened."""
+    reference = make_model(path, storage, torch.float32)
+    batch, pool = make_batch(reference.spec.num_layers), make_pool(reference.spec, torch.float32)
+    return batch, reference.forward(batch, pool, CPUAttention(pool, reference.rope)), pool
+
+
+@pytest.mark.parametrize(("make_batch", "threads"), [(mixed_batch, 2), (fewer_rows_later, 1)])
 @pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16])
 def test_every_architecture(library, any_tiny_dir, storage, threads, make_batch):
-    """Close to torch with the weights widened: the arithmetic is float32 but for the roundings of `NativeDecoder`."""
-    reference = make_model(any_tiny_dir, storage, torch.float32)
-    spec = reference.spec
-    batch = make_batch(spec.num_layers)
-    pool, native_pool = make_pool(spec, torch.float32), make_pool(spec, storage)
-    native = NativeDecoder(library, make_model(any_tiny_dir, storage), native_pool, threads)
-    wanted = reference.forward(batch, pool, CPUAttention(pool, reference.rope))
-    got = native.forward(batch)
+    """Close to torch: the arithmetic is float32 but for the roundings of `NativeDecoder`."""
+    batch, wanted, pool = read_plainly(any_tiny_dir, storage, make_batch)
+    model = make_model(any_tiny_dir, storage)
+    native_pool = make_pool(model.spec, storage)
+    got = NativeDecoder(library, model, native_pool, threads).forward(batch)
     # New keys and values are rounded to the pool's dtype; the avx512bf16 variant rounds more.
     tolerance = 1e-5 if storage == torch.float32 else 3e-2
     assert _distance(got, wanted) < tolerance

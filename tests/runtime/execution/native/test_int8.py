@@ -25,16 +25,20 @@ def log_probabilities(core, ids):
     return core.executor.run(ForwardBatch(torch.tensor(ids), here, [group], here)).log_softmax(-1)
 
 
-@pytest.mark.parametrize("book", ["darwin", "carroll"])
-def test_distributions_stay_near(default_model_dir, book):
+@pytest.fixture(scope="module")
+def cores(default_model_dir):
+    """In float32, and with weights of 8 bits."""
     library = load_best()
     if library is None or not library.has_int8():
         pytest.skip("this processor does not multiply bytes, or the kernels were not built")
-    exact = make_core(default_model_dir)
-    rounded = make_core(default_model_dir, quantization="int8")
+    return make_core(default_model_dir), make_core(default_model_dir, quantization="int8")
+
+
+@pytest.mark.parametrize("book", ["darwin", "carroll"])
+def test_distributions_stay_near(default_model_dir, cores, book):
     text = (files("loadgen.http.corpus") / f"{book}.txt").read_text("utf-8")[:8000]
     ids = Tokenizer.load(default_model_dir).encode(text)[-ROWS:]
-    p, q = log_probabilities(exact, ids), log_probabilities(rounded, ids)
+    p, q = (log_probabilities(core, ids) for core in cores)
     divergence = (p.exp() * (p - q)).sum(-1)
     following = torch.tensor(ids[1:])[:, None]
     losses = [-side[:-1].gather(1, following).mean() for side in (p, q)]

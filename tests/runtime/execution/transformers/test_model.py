@@ -21,7 +21,7 @@ FOREIGN = {"model_impl": "transformers"}
 
 @pytest.fixture(scope="module")
 def gemma(tmp_path_factory):
-    return save_small("Gemma3", tmp_path_factory.mktemp("gemma3"))
+    return save_small("Gemma2", tmp_path_factory.mktemp("gemma2"))
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_pickles_and_quantised_and_incomplete_weights_are_refused(copy):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"model_impl": "ramet"}, "architecture is Gemma3ForCausalLM; supported are"),
+        ({"model_impl": "ramet"}, "architecture is Gemma2ForCausalLM; supported are"),
         ({"tensor_parallel": 2}, "--tensor-parallel is 2"),
         ({"document_reuse": "cacheblend"}, "--document-reuse cacheblend"),
         ({"reasoning_cache": True}, "--reasoning-cache"),
@@ -122,7 +122,7 @@ def test_options_that_it_has_not_are_refused(gemma, options, words):
 def test_the_model_says_whose_code_computes_it(gemma, tmp_path, caplog):
     caplog.set_level("INFO", "ramet.engine")
     assert open_small(gemma).info.model_impl == "transformers"
-    assert "transformers' code, at its speed, computes Gemma3ForCausalLM" in caplog.text
+    assert "transformers' code, at its speed, computes Gemma2ForCausalLM" in caplog.text
     llama = save_small("Llama", tmp_path)
     assert open_small(llama, random_weights=False).info.model_impl == "ramet"
     core = open_small(llama, random_weights=False, **FOREIGN)

@@ -39,25 +39,25 @@ def options(plain):
     return {**setting(plain), "algorithm": algorithm}
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_depth_and_interval_are_the_papers(any_dir, any_plain, native):
+def test_depth_and_interval_are_the_papers(any_dir, any_plain):
     """Cold, then warm, each depth and interval; layers reused too many or too few give other tokens."""
-    core = make_core(any_dir, native_kernels=native)
-    driver = DenoiseDriver(core)
+    drivers = [DenoiseDriver(make_core(any_dir, native_kernels=native)) for native in (False, True)]
     seen = {}
     for depth in range(any_plain.layers + 1):
         for interval in (1, 5):
             wanted = [plainly(any_plain, PlainBiCache(any_plain, 48, depth, interval), prompt) for prompt in PROMPTS]
-            got = [driver.one(p, **options(any_plain), depth=depth, refresh_interval=interval) for p in PROMPTS]
-            assert got == wanted, (depth, interval)
-            seen[depth, interval] = tuple(map(tuple, got))
+            same = {**options(any_plain), "depth": depth, "refresh_interval": interval}
+            for driver in drivers:
+                assert [driver.one(prompt, **same) for prompt in PROMPTS] == wanted, (depth, interval)
+            seen[depth, interval] = tuple(map(tuple, wanted))
     no_cache = tuple(tuple(plainly(any_plain, any_plain, prompt)) for prompt in PROMPTS)
     assert seen[0, 1] == no_cache, "d = 0, R = 1 is no cache"
     assert seen[1, 1] == no_cache, "the first layer's KV depends on nothing else"
     assert seen[any_plain.layers, 1] == tuple(tuple(plainly(any_plain, naive(any_plain, 48), p)) for p in PROMPTS)
     assert len({seen[depth, 1] for depth in range(1, any_plain.layers + 1)}) == any_plain.layers
     assert seen[2, 1] != seen[2, 5]
-    assert core.counters["encoded_prefixes"] == 1, "one prefix, whatever the depth"
+    counters = [driver.core.counters["encoded_prefixes"] for driver in drivers]
+    assert counters == [1, 1], "one prefix, whatever the depth"
 
 
 def test_without_a_table_reuse_is_exact(any_dir, any_plain):
@@ -88,8 +88,7 @@ def test_reuse_is_off_where_it_is_not_wanted(any_dir, any_plain):
     assert driver.core.admin.state()["pages_tree"] == off.core.admin.state()["pages_tree"] == 0
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("boundary_memory", [0.25, 0])
+@pytest.mark.parametrize(("native", "boundary_memory"), [(False, 0), (True, 0.25)])
 def test_a_mixed_batch_says_what_each_says_alone(any_dir, any_plain, native, boundary_memory):
     """Different prefixes, depths, intervals, lengths and caches share every step; they come and go."""
     other = [draw.randrange(EOS) for _ in range(32)]

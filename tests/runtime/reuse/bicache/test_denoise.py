@@ -31,8 +31,7 @@ def expected(plain, setting, prompt):
     return dream(plain, prompt, setting["gen_length"], setting["steps"], setting["algorithm"], 1e-3)
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("native", "page_size"), [(False, 1), (True, 16)])
 def test_tokens_are_the_references(any_dir, any_plain, native, page_size):
     driver = DenoiseDriver(make_core(any_dir, native_kernels=native, page_size=page_size))
     wanted = []
@@ -125,11 +124,11 @@ def test_logits_that_are_no_numbers_end_their_request_alone(any_dir, monkeypatch
     core, decoding = driver.core, driver.core.decoding
     book, batch_sizes, run = decoding.book, [], core.executor.run
 
-    def poisoned(work, logits, places, *chosen):
+    def poisoned(work, found):
         if work.request.rid == "bad" and work.request.canvas.num_steps == 1:
-            logits = logits.clone()
-            logits[places[0].start, 7] = value
-        return book(work, logits, places, *chosen)
+            found = found._replace(logits=found.logits.clone())
+            found.logits[found.places[0].start, 7] = value
+        return book(work, found)
 
     def counted(batch):
         batch_sizes.append(len(core.scheduler.running))

@@ -23,8 +23,7 @@ def undeclared(plain):
     return {name: value for name, value in options(plain).items() if name != "prefix_tokens"}
 
 
-@pytest.mark.parametrize("native", [False, True])
-@pytest.mark.parametrize("boundary_memory", [0.25, 0])
+@pytest.mark.parametrize(("native", "boundary_memory"), [(False, 0.25), (True, 0)])
 def test_tokens_are_a_plain_readings(any_dir, any_plain, native, boundary_memory):
     """Of 48 encoded tokens 32 match; each depth and interval, with the boundary cold and warm."""
     core = make_core(any_dir, native_kernels=native, boundary_memory=boundary_memory)

@@ -44,8 +44,7 @@ def test_similarity_is_equation_3(any_dir, any_plain, native):
         flat.append(float(F.cosine_similarity(a.flatten(), b.flatten(), dim=0)))
         per_token.append(float(F.cosine_similarity(a, b, dim=1).mean()))
     probe = make_probe(any_dir, native_kernels=native)
-    assert probe.similarity(SAMPLE, per_token=False) == pytest.approx(flat, abs=1e-4)
-    assert probe.similarity(SAMPLE, per_token=True) == pytest.approx(per_token, abs=1e-4)
+    assert probe.similarity(SAMPLE) == (pytest.approx(flat, abs=1e-4), pytest.approx(per_token, abs=1e-4))
     assert flat[0] == pytest.approx(1)
     assert min(flat) < 0.99
 
@@ -76,7 +75,7 @@ def test_beginnings_are_measured_as_they_are_served(any_dir, any_plain):
         for pair in zip(encoded, any_plain.hidden(tokens)[1], strict=True)
     ]
     probe = make_probe(any_dir)
-    assert probe.similarity(sample, per_token=False) == pytest.approx(flat, abs=1e-4)
+    assert probe.similarity(sample)[0] == pytest.approx(flat, abs=1e-4)
     assert flat[0] == pytest.approx(1)
     without = any_plain.logits(tokens)[-sample.gen_length :].clamp_min(-1e4).log_softmax(-1)
     for depth in (1, 2, 4):
@@ -128,12 +127,12 @@ def test_an_interrupted_profile_goes_on(deep_dir, tmp_path):
         count = 0
         similarity = type(probe).similarity
 
-        def counted(sample, per_token):
+        def counted(sample):
             nonlocal count
             count += 1
             if count == fail_after:
                 raise Interrupted
-            return similarity(probe, sample, per_token)
+            return similarity(probe, sample)
 
         probe.similarity = counted
         return Profiler(probe, samples, settings, Records(path, {"settings": 1})).run(), count
@@ -150,6 +149,14 @@ def test_an_interrupted_profile_goes_on(deep_dir, tmp_path):
     with pytest.raises(ModelError, match="other settings"):
         Records(tmp_path / "parts", {"settings": 2})
     assert all(whole["depths"][r] <= whole["depths_cosine"][r] for r in (0, 50, 90))
+    assert whole["by_cosine"]["all tokens"] == {
+        "depths": {r: whole["depths_cosine"][r] for r in (50, 90)},
+        "similarity": whole["similarity"],
+    }
+    other = settings.model_copy(update={"per_token": True})
+    by_token = Profiler(probe, samples, other, Records(tmp_path / "parts", {"settings": 1})).run()
+    assert by_token["by_cosine"] == whole["by_cosine"]
+    assert by_token["similarity"] == whole["by_cosine"]["token by token"]["similarity"] != whole["similarity"]
     for ratio, by_depth in whole["divergence"].items():
         assert by_depth.get(whole["depths"][ratio], 0) <= 0.01
         assert all(value > 0.01 for depth, value in by_depth.items() if depth > whole["depths"][ratio])
@@ -169,7 +176,8 @@ def test_the_command_writes_a_table_that_the_engine_takes(default_model_dir, tmp
         "80",
     ]
     assert main([*command, "--samples", "2", "--rule", "cosine", "--threshold", "0.5", "--kept", "50,80"]) == 0
-    assert "where 80 % of an encoding match" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "cosine of all tokens  token by token  table  where 80 % of an encoding match" in shown
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "t.json.partial").exists()
     table = json.loads((tmp_path / "t.json").read_text())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.runtime.reuse.fusion.reference import Reference
 from tests.tiny import save_tiny
@@ -27,12 +26,3 @@ def references(rope_dirs) -> dict[str, Reference]:
 def reference(references) -> Reference:
     """Of the model of `tiny_dir`."""
     return references["llama"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Matrices of 48 columns gain nothing from a second thread, and threads wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-import torch
 
 from tests.runtime.execution.attention.stand_in import options_of
 from tests.runtime.reuse.modules.plain import (
@@ -19,15 +18,6 @@ from tests.runtime.reuse.modules.plain import (
 )
 
 OUTPUTS = (2, 24, 48)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Matrices of 48 columns gain nothing from a second thread, and threads wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
