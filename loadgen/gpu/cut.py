@@ -24,7 +24,7 @@ def cut_model(source: Path, target: Path, layers: int, vocabulary: int) -> None:
     tensors: dict[str, Any] = {}
     for file in sorted(source.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118: no dict
+            for name in opened.keys():  # noqa: SIM118
                 if _is_in(name, config["num_hidden_layers"]):
                     tensor = opened.get_tensor(name)
                     rows = config["vocab_size"] if name in _EMBEDDINGS else len(tensor)

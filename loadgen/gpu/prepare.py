@@ -123,8 +123,8 @@ def missing(
     queue, there = [Requirement(line) for line in wanted], dict(there)
     for requirement in queue:
         name = canonicalize_name(requirement.name)
-        own = name in ("ramet", *_UNUSED) or not (requirement.marker is None or requirement.marker.evaluate(environment))
-        if own or (name in there and there[name] is None):
+        applies = requirement.marker is None or requirement.marker.evaluate(environment)
+        if not applies or name in ("ramet", *_UNUSED) or (name in there and there[name] is None):
             continue
         if name in there:
             if requirement.specifier.contains(str(there[name]), prereleases=True):
