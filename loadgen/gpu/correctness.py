@@ -148,12 +148,13 @@ def greedy(model: Path | None, device: str, directory: Path, dtype: str, more: d
 
     path = model or _random_model(directory)
     prompts = _prompts(path)
-    theirs = _transformers(path, device, getattr(torch, dtype), prompts)
-    torch.cuda.empty_cache()
     cold, warm = _ours(path, {"device": device, "dtype": dtype, **more}, prompts)
+    theirs, gap = _transformers(path, device, getattr(torch, dtype), prompts, cold)
+    torch.cuda.empty_cache()
     return {
-        "as transformers": _agreement(cold, theirs), "cached as uncached": _agreement(warm, cold),
-        "tokens": len(prompts) * _NEW, "model": "at random" if model is None else model.name,
+        "as transformers": _agreement(cold, theirs), "logits apart where they part": gap,
+        "cached as uncached": _agreement(warm, cold), "tokens": len(prompts) * _NEW,
+        "model": "at random" if model is None else model.name,
     }  # fmt: skip
 
 
@@ -189,30 +190,40 @@ def _ours(path: Path, options: dict[str, Any], prompts: list[list[int]]) -> tupl
         drive.close()
 
 
-def _transformers(path: Path, device: str, dtype: torch.dtype, prompts: list[list[int]]) -> list[list[int]]:
+def _transformers(
+    path: Path, device: str, dtype: torch.dtype, prompts: list[list[int]], ours: list[list[int]]
+) -> tuple[list[list[int]], float]:
+    """Greedy tokens; and where `ours` part from them, by how much the logit of ours is lower there, the largest."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     model = model.to(device).eval()
-    found = []
+    found, gap = [], 0.0
     with torch.inference_mode():
-        for prompt in prompts:
+        for prompt, mine in zip(prompts, ours, strict=True):
             ids = torch.tensor([prompt], device=device)
             out = model.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=_NEW, min_new_tokens=_NEW,
                 pad_token_id=0,
             )  # fmt: skip
-            found.append(out[0, len(prompt) :].tolist())
-    return found
+            theirs = out[0, len(prompt) :].tolist()
+            same = _common(mine, theirs)
+            if same < len(theirs):
+                logits = model(out[:, : len(prompt) + same]).logits[0, -1].float()
+                gap = max(gap, float(logits[theirs[same]] - logits[mine[same]]))
+            found.append(theirs)
+    return found, gap
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """Tokens up to the first that differs."""
+    return next((i for i, (x, y) in enumerate(zip(one, other, strict=True)) if x != y), len(one))
 
 
 def _agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
     """Share of tokens up to the first that differs."""
-    same = 0
-    for a, b in zip(ours, theirs, strict=True):
-        same += next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
-    return same / sum(map(len, theirs))
+    return sum(_common(a, b) for a, b in zip(ours, theirs, strict=True)) / sum(map(len, theirs))
 
 
 def _random_model(directory: Path) -> Path:

@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Iterable, Iterator
 from importlib.metadata import distributions
 from pathlib import Path
-from zipfile import ZipFile
+from zipfile import ZIP_DEFLATED, ZipFile
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
@@ -30,6 +30,7 @@ from runtime.models.resolve import resolve_model
 _ROOT = Path(__file__).parents[2]
 # FlashInfer declares these, and Ramet's calls of it use none of them: 1 GB.
 _UNUSED = frozenset({"cuda-python", "cuda-tile", "nccl4py", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl"})
+_COMPILERS = tuple(f"flashinfer/data/{library}/" for library in ("cutlass", "cccl", "spdlog"))
 # The compiler, and headers that FlashInfer's sources include.
 _TOOLKIT = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
 _CURAND = "nvidia-curand>=10.4,<11"
@@ -67,6 +68,9 @@ def main() -> int:
     there.add_argument("--arch", default="9.0a", help="compute capability of its GPU (default: 9.0a, Hopper)")
     parser.add_argument("--cuda", default="13.0", help="version of the compiler, where this machine has none")
     parser.add_argument("--flashinfer", default="0.6.18.post1", help="default: 0.6.18.post1")
+    parser.add_argument(
+        "--slim", action="store_true", help="FlashInfer without its sources, so that nothing is compiled there"
+    )
     parser.add_argument("--kernels", nargs="*", default=[""], metavar="NAME", help="only those with this in their name")
     parser.add_argument("--layers", type=int, default=3, help="of the default model, taken along; 0: no model")
     parser.add_argument("--vocabulary", type=int, default=4096, help="of its tokens (default: 4096)")
@@ -76,8 +80,7 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     collect(arguments, out / "wheels")
     carry_model(arguments, out)
-    (out / "measure").write_text(_MEASURE, encoding="utf-8")
-    (out / "measure").chmod(0o755)
+    write_script(out)
     code = compile_kernels(arguments, out) if arguments.kernels else 0
     print_sizes(out)
     return code
@@ -96,7 +99,19 @@ def collect(arguments: argparse.Namespace, wheels: Path) -> None:
     tags += ["--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64"]
     target = ["--implementation=cp", f"--python-version={arguments.python}", *tags]
     for wheel in missing(wanted, versions(lines), arguments.python, wheels, target):
+        if arguments.slim and wheel.name.startswith("flashinfer_python-"):
+            _leave_sources(wheel)
         print(f"{wheel.name}: {wheel.stat().st_size / (1 << 20):.1f} MiB", flush=True)
+
+
+def _leave_sources(wheel: Path) -> None:
+    """Rewrite FlashInfer's wheel without the libraries that only its compiler reads: half of it."""
+    half = wheel.with_suffix(".part")
+    with ZipFile(wheel) as whole, ZipFile(half, "w", ZIP_DEFLATED, compresslevel=9) as rest:
+        for entry in whole.infolist():
+            if not entry.filename.startswith(_COMPILERS):
+                rest.writestr(entry, whole.read(entry), ZIP_DEFLATED, 9)
+    half.rename(wheel)
 
 
 def versions(lines: Iterable[str]) -> dict[str, Version | None]:
@@ -170,6 +185,12 @@ def pip(arguments: list[str]) -> None:
     subprocess.run(command, check=True)
 
 
+def write_script(out: Path) -> None:
+    """Write `measure`."""
+    (out / "measure").write_text(_MEASURE, encoding="utf-8")
+    (out / "measure").chmod(0o755)
+
+
 def carry_model(arguments: argparse.Namespace, out: Path) -> None:
     """Write a part of the default model to `model`, and its tokenizer to `tokenizer`."""
     if not arguments.layers:
@@ -187,13 +208,13 @@ def compile_kernels(arguments: argparse.Namespace, out: Path) -> int:
     site = out / "build" / "site"
     site.mkdir(parents=True, exist_ok=True)
     # FlashInfer runs here, too, to describe its kernels: for this Python, beside the torch of this environment.
-    here = {canonicalize_name(one.metadata["Name"]): Version(one.version) for one in distributions()}
-    python = "{}.{}".format(*sys.version_info)
-    flashinfer = [f"flashinfer-python=={arguments.flashinfer}", "filelock", "ninja"]
-    here = {name: version for name, version in here.items() if name not in ("flashinfer-python", "apache-tvm-ffi")}
+    here = versions(f"{one.metadata['Name']}=={one.version}" for one in distributions())
+    for name in ("flashinfer-python", "apache-tvm-ffi"):  # of the version that is asked for, in any case
+        here.pop(name, None)
     wheels = out / "build" / "wheels"
     wheels.mkdir(exist_ok=True)
-    found = list(missing(flashinfer, dict(here), python, wheels, []))
+    wanted = [f"flashinfer-python=={arguments.flashinfer}", "filelock", "ninja"]
+    found = list(missing(wanted, here, "{}.{}".format(*sys.version_info), wheels, []))
     if not (site / ".complete").exists():
         pip(["install", "--no-deps", "--upgrade", "--target", str(site), *map(str, found)])
         (site / ".complete").touch()

@@ -24,6 +24,7 @@ _METHODS = ("a3", "cacheblend", "prophetkv", "legolink", "pie")
 
 def modules(path: Path, device: str) -> Iterator[Item]:
     """Time to the first token of prompts of modules, and decoding of many that share some."""
+    lengths: tuple[int, ...]
     if device == "cuda":
         lengths, shared = (1024, 4096), 4096
         given = argparse.Namespace(modules=8, new=64, arguments=[0, 10], together=32, steps=24, repeats=5)
