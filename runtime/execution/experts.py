@@ -64,11 +64,15 @@ class Experts:
             if not count:
                 continue
             these = slice(start, start + count)
-            inner = self._gated(_product(x[rows[these]], self.gate_up, self.gate_up_bias, expert))
-            out = _product(inner, self.down, self.down_bias, expert)
+            out = self._expert(x[rows[these]], expert)
             total.index_add_(0, rows[these], out.float() * weights[these])
             start += count
         return total.to(x.dtype)
+
+    def _expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """[n, hidden] of rows [n, hidden]."""
+        inner = self._gated(_product(x, self.gate_up, self.gate_up_bias, expert))
+        return _product(inner, self.down, self.down_bias, expert)
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         limit = self.spec.limit

@@ -1,0 +1,60 @@
+"""Mixtures of experts whose products are the native kernels'; the rest of a layer stays torch's."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from runtime.execution.experts import Experts
+from runtime.execution.native import library as c
+from runtime.execution.native.decoder import PackedWeights, Team, describe, packed_bytes
+
+
+class NativeExperts(Experts):
+    """The experts of one layer on a CPU, in float32 or bfloat16."""
+
+    __slots__ = ("_down", "_gate_up", "_team")
+
+    def __init__(self, experts: Experts, team: Team):
+        """Take the weights of `experts`, which has none afterwards. Raises MemoryError."""
+        gate_up, down = experts.gate_up, experts.down
+        super().__init__(experts.spec, experts.ops, experts.router, gate_up[:0], down[:0], experts.bias)
+        self.router_bias, self._team = experts.router_bias, team
+        is_paired = self.spec.limit is None
+        one = (packed_bytes(team.library, describe(weight[0])) for weight in (gate_up, down))
+        packed = PackedWeights(team, self.spec.count * sum(one))
+        self._gate_up = _Stack(packed, gate_up, experts.gate_up_bias, is_paired)
+        self._down = _Stack(packed, down, experts.down_bias)
+        experts.gate_up, experts.down = gate_up[:0], down[:0]
+
+    def _expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        inner = self._gate_up.multiply(x.float(), expert)
+        return self._down.multiply(inner if self.spec.limit is None else self._gated(inner), expert)
+
+
+class _Stack:
+    """A weight of each expert; `paired`: their product is SiLU(gate) * up."""
+
+    def __init__(self, packed: PackedWeights, weight: torch.Tensor, bias: torch.Tensor | None, paired: bool = False):
+        biases = [None] * len(weight) if bias is None else bias
+        self._packed = packed
+        self._matrices = [packed.add(one, b, paired) for one, b in zip(weight, biases, strict=True)]
+        self._columns, self._into = weight.shape[1] // (2 if paired else 1), c.SILU if paired else 0
+
+    def multiply(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """float32 [n, out] of contiguous float32 rows [n, in]."""
+        out = x.new_empty(len(x), self._columns)
+        product = c.Product(
+            a=x.data_ptr(),
+            lda=x.shape[1],
+            m=len(x),
+            w=ctypes.pointer(self._matrices[expert]),
+            c=out.data_ptr(),
+            ldc=self._columns,
+            columns=self._columns,
+            into=self._into,
+        )
+        team = self._packed.team
+        team.library.multiply(team.handle, ctypes.byref(product))
+        return out
