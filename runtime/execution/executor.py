@@ -20,8 +20,7 @@ from runtime.execution.attention.windows import Window, narrowed
 from runtime.execution.device import choose_attention, choose_device, choose_dtype, is_out_of_memory
 from runtime.execution.graphs import DecodeGraphs
 from runtime.execution.llama import LlamaModel
-from runtime.execution.native.decoder import NativeDecoder, Team
-from runtime.execution.native.experts import NativeExperts
+from runtime.execution.native.decoder import NativeDecoder
 from runtime.execution.native.library import Library, load_best
 from runtime.execution.ops import FlashInferOps, Ops
 from runtime.execution.parallel.group import Group
@@ -145,7 +144,6 @@ class Executor:
             torch.set_num_threads(1)
         else:
             torch.set_num_threads(config.engine.threads or ALL_THREADS)
-            self._pack_experts(config, model)
             attention = self._make_backend(backend, model, share.num_heads)
             self.backend_name = attention.name
             self.least_saved_tokens = attention.least_saved_tokens
@@ -177,7 +175,8 @@ class Executor:
 
     def _choose_kernels(self, config: Config, spec: LlamaSpec) -> Library | None:
         torch_only = not config.model.native_kernels or self._group is not None or config.cache.kv_dtype == "fp8"
-        if self.device.type != "cpu" or torch_only or spec.experts is not None:
+        shares = spec.experts is not None and spec.experts.shared
+        if self.device.type != "cpu" or torch_only or shares:
             return None
         library = load_best()
         if library is None:
@@ -186,15 +185,6 @@ class Executor:
                 "torch computes instead, several times slower"
             )
         return library
-
-    def _pack_experts(self, config: Config, model: LlamaModel) -> None:
-        """Let the native kernels compute the products of experts, where they are there."""
-        if self.device.type != "cpu" or not config.model.native_kernels or (library := load_best()) is None:
-            return
-        team = Team(library, config.engine.threads or ALL_THREADS)
-        for layer in model.layers:
-            if layer.experts is not None:
-                layer.experts = NativeExperts(layer.experts, team)
 
     def _graph_sizes(self, config: Config) -> list[int]:
         """Batch sizes of the graphs; none with several ranks, and for models without decode steps or with experts."""

@@ -1,4 +1,4 @@
-"""Mixtures of experts whose products are the native kernels'; the rest of a layer stays torch's."""
+"""Mixtures of experts whose products are the native kernels'."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from runtime.execution.experts import Experts
 from runtime.execution.native import library as c
-from runtime.execution.native.decoder import PackedWeights, Team, describe, packed_bytes
+from runtime.execution.native.packed import PackedWeights, Team, describe, packed_bytes
 
 
 class NativeExperts(Experts):
@@ -16,16 +16,16 @@ class NativeExperts(Experts):
 
     __slots__ = ("_down", "_gate_up", "_team")
 
-    def __init__(self, experts: Experts, team: Team):
+    def __init__(self, experts: Experts, team: Team, int8: bool):
         """Take the weights of `experts`, which has none afterwards. Raises MemoryError."""
         gate_up, down = experts.gate_up, experts.down
         super().__init__(experts.spec, experts.ops, experts.router, gate_up[:0], down[:0], experts.bias)
         self.router_bias, self._team = experts.router_bias, team
         is_paired = self.spec.limit is None
-        one = (packed_bytes(team.library, describe(weight[0])) for weight in (gate_up, down))
-        packed = PackedWeights(team, self.spec.count * sum(one))
-        self._gate_up = _Stack(packed, gate_up, experts.gate_up_bias, is_paired)
-        self._down = _Stack(packed, down, experts.down_bias)
+        described = describe(gate_up[0], is_paired, int8), describe(down[0], int8=int8)
+        packed = PackedWeights(team, self.spec.count * sum(packed_bytes(team.library, one) for one in described))
+        self._gate_up = _Stack(packed, gate_up, experts.gate_up_bias, is_paired, int8)
+        self._down = _Stack(packed, down, experts.down_bias, False, int8)
         experts.gate_up, experts.down = gate_up[:0], down[:0]
 
     def _expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
@@ -36,10 +36,12 @@ class NativeExperts(Experts):
 class _Stack:
     """A weight of each expert; `paired`: their product is SiLU(gate) * up."""
 
-    def __init__(self, packed: PackedWeights, weight: torch.Tensor, bias: torch.Tensor | None, paired: bool = False):
+    def __init__(
+        self, packed: PackedWeights, weight: torch.Tensor, bias: torch.Tensor | None, paired: bool, int8: bool
+    ):
         biases = [None] * len(weight) if bias is None else bias
         self._packed = packed
-        self._matrices = [packed.add(one, b, paired) for one, b in zip(weight, biases, strict=True)]
+        self._matrices = [packed.add(one, b, paired, int8) for one, b in zip(weight, biases, strict=True)]
         self._columns, self._into = weight.shape[1] // (2 if paired else 1), c.SILU if paired else 0
 
     def multiply(self, x: torch.Tensor, expert: int) -> torch.Tensor:
