@@ -99,8 +99,8 @@ def take_fused(weights: dict[str, torch.Tensor], mlp: str, spec: ExpertSpec, lik
     def product(name: str) -> torch.Tensor:
         """[count, out, in]."""
         name = f"experts.{name}_proj"
-        if spec.packed:
-            return unpack(weights.pop(f"{mlp}{name}_blocks"), weights.pop(f"{mlp}{name}_scales"), like.dtype)
+        if (blocks := weights.pop(f"{mlp}{name}_blocks", None)) is not None:
+            return unpack(blocks, weights.pop(f"{mlp}{name}_scales"), like.dtype)
         return weights.pop(mlp + name).transpose(1, 2)
 
     def parted(by_turns: torch.Tensor) -> torch.Tensor:

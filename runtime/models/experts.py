@@ -72,7 +72,10 @@ class ExpertSpec:
         return shapes
 
     def _fused_tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {"mlp.router.weight": (self.count, hidden), "mlp.router.bias": (self.count,)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "mlp.router.weight": (self.count, hidden),
+            "mlp.router.bias": (self.count,),
+        }
         for name, columns, rows in (("gate_up", hidden, 2 * self.inner), ("down", self.inner, hidden)):
             name = f"mlp.experts.{name}_proj"
             shapes[f"{name}_bias"] = (self.count, rows)

@@ -298,7 +298,9 @@ def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
 
 def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
     """The sliding window of each layer; an absent one has the published default, null means none."""
-    active = family in ("Mistral", "Gemma3", "GptOss") or (family != "Llama" and bool(config.get("use_sliding_window", False)))
+    active = family in ("Mistral", "Gemma3", "GptOss") or (
+        family != "Llama" and bool(config.get("use_sliding_window", False))
+    )
     if not active or config.get("sliding_window", 4096) is None:
         return ()
     window, layers = _size(config, "sliding_window", 4096), range(_size(config, "num_hidden_layers"))

@@ -25,6 +25,7 @@ from runtime.models.adapters.lora import LoraAdapter
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.spec import LlamaSpec
 
+
 class NativeDecoder:
     """The decoder stack and head over a paged pool on the CPU.
 
