@@ -38,7 +38,7 @@ class Experts:
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts int64 [T, chosen] of rows [T, hidden], and their weights, float32 [T, chosen]."""
         spec = self.spec
-        scores = F.linear(x.float(), self.router, self.router_bias)
+        scores = self._scores(x)
         scores = scores.sigmoid() if spec.sigmoid else scores.softmax(-1)
         ranks = scores if self.bias is None else scores + self.bias
         if spec.groups > 1:
@@ -68,6 +68,10 @@ class Experts:
             total.index_add_(0, rows[these], out.float() * weights[these])
             start += count
         return total.to(x.dtype)
+
+    def _scores(self, x: torch.Tensor) -> torch.Tensor:
+        """The router's, float32 [n, count]."""
+        return F.linear(x.float(), self.router, self.router_bias)
 
     def _expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         """[n, hidden] of rows [n, hidden]."""

@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss, Gemma 3, SmolLM2 and LLaDA2, driven by a `ForwardBatch`."""
+"""The decoder of Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss, Gemma 3, SmolLM2 and LLaDA2, by `ForwardBatch`es."""
 
 from __future__ import annotations
 

@@ -46,3 +46,17 @@ def test_eight_bits(library):
     wanted = experts(x)
     error = NativeExperts(experts, Team(library, 1), True)(x) - wanted
     assert 0 < float(error.norm() / wanted.norm()) < 0.02
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("limit", [None, 2.0])
+def test_rows_get_the_same_bits_in_any_company(library, limit, int8):
+    if library.isa != "avx512bf16":
+        pytest.skip("only pairs of bfloat16 are summed in one order")
+    experts = random_experts(limit)
+    experts.gate_up, experts.down = experts.gate_up.bfloat16(), experts.down.bfloat16()
+    native = NativeExperts(experts, Team(library, 2), int8)
+    x = torch.randn(70, HIDDEN, generator=torch.Generator().manual_seed(2))
+    wanted = native(x)
+    for start, stop in ((0, 1), (1, 9), (9, 70), (33, 34)):
+        assert torch.equal(native(x[start:stop]), wanted[start:stop])
