@@ -83,6 +83,7 @@ def test_a_plan_that_grows_is_the_plan_made_anew(tiny_dir, monkeypatch, drafts):
     monkeypatch.setattr(core.planner, "plan", compare)
     monkeypatch.setattr(core.drafter, "propose", propose)
     assert drive(core).keys() >= known.keys()
+    assert not core.counters["failed_steps"], "the plans of some step differed"
     assert len(grown) > 10
     assert core.counters["steps"] - len(grown) > 10
     assert (core.counters["drafted_tokens"] > 0) == drafts
