@@ -1,4 +1,4 @@
-"""What is taken to a machine without internet: wheels by what is there, kernels, a part of a model, a script."""
+"""Files for a machine without internet: wheels by what is there, kernels, a part of a model, a script."""
 
 from __future__ import annotations
 
