@@ -117,7 +117,8 @@ class Executor:
         self.spec = spec
         share = spec if group is None else split_spec(spec, group.size)
         # FlashInfer's operations take norms in half precision, one rotary embedding for all layers, and no sinks.
-        backend = "cpu" if spec.gemma or spec.sinks else choose_attention(config.model, self.device, self.dtype)
+        torch_only = spec.gemma or spec.sinks
+        backend = "cpu" if torch_only else choose_attention(config.model, self.device, self.dtype, spec.head_dim)
         self.context_length = _context_length(config, spec)
         if spec.near_rope or any(size is not None and size < self.context_length for size in spec.windows):
             self._windows = [None if size is None else Window(size) for size in spec.windows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -257,8 +258,12 @@ class NativeDecoder:
         logits = logits.contiguous()
         out = np.empty(len(logits), dtype=np.int64)
         self.library.argmax(self.team.handle, logits.data_ptr(), *logits.shape, out.ctypes.data)
-        # numpy: between two steps, an operation of torch begins with cold caches and takes a tenth of a millisecond.
-        out[~np.isfinite(logits.numpy()[np.arange(len(out)), out])] = -1
+        # One by one: between two steps, an operation of torch or numpy begins with cold caches, and takes as long as a
+        # few dozen of these.
+        rows = logits.numpy()
+        for row, token in enumerate(out.tolist()):
+            if not math.isfinite(rows.item(row, token)):
+                out[row] = -1
         return torch.from_numpy(out)
 
 

@@ -597,9 +597,9 @@ class Attention {
 
     // Scores [R, padded] become weights 2^(score - the row's top), as pairs if values are multiplied so; `padded` is a
     // multiple of kPanel. Tops, which are whole, and sums [R, kLanes] are updated; decay [R] is the factor of earlier
-    // results.
+    // results. Not inline: or the compiler, which has the tile to keep, would spill here.
     template <int R, bool Pairs>
-    static void weigh(float* scores, int64_t stride, int64_t padded, float* tops, float* sums, float* decay) {
+    [[gnu::noinline]] static void weigh(float* scores, int64_t stride, int64_t padded, float* tops, float* sums, float* decay) {
         Vec highest[kLanes];
 #pragma GCC unroll 16
         for (int r = 0; r < kLanes; ++r) {
