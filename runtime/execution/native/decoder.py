@@ -1,4 +1,4 @@
-"""`LlamaModel.forward` by the native kernels: packed weights, and one call a step."""
+"""`LlamaModel.forward` by the native kernels: packed weights, and one call a step, or a layer if it has experts."""
 
 from __future__ import annotations
 
