@@ -13,8 +13,10 @@ from runtime.sampling.drafts.pace import LEAST_GAIN, Acceptance, Pace, share_out
 
 # Most drafted rows of a request and of all, in a step.
 LONGEST, _ROWS = 32, 64
-# Most requests that decode beside drafts: with more, a further row costs a processor about what a request's own costs.
-_MOST_REQUESTS = 16
+# Most requests that decode beside drafts.
+_MOST_REQUESTS = 32
+# Where a look has found nothing that pays, so many lookups are worth a step's wait.
+_LOOKUPS = 8
 # Tokens that are read from the tree at a time.
 _TREE_TOKENS = 256
 # Equal tokens before a place that make it likely that the text goes on there, even behind another token.
@@ -60,6 +62,7 @@ class Drafter:
         self._recent = Recent()
         self._pace = Pace()
         self._rates: dict[Hashable, Acceptance] = {}
+        self._idle = 0  # steps to come that do without a look
 
     def propose(self, requests: Sequence[Request], room: int, beside: int) -> dict[Request, array[int]]:
         """Drafts for requests that decode; `room`: rows that the step may have more; `beside`: those of prompts."""
@@ -82,7 +85,11 @@ class Drafter:
         rows = sum([item.num_rows for item in work])
         if not 0 < len(decoding) <= _MOST_REQUESTS or rows >= step_tokens:
             return
+        if self._idle:
+            self._idle -= 1
+            return
         proposed = self.propose([item.request for item in decoding], step_tokens - rows, _rows_of_prompts(work))
+        self._idle = 0 if proposed else len(decoding) // _LOOKUPS
         for item in decoding if proposed else ():
             draft = proposed.get(item.request)
             if draft and item.request.strategy.grow(item.request, ahead=len(draft)):
