@@ -68,10 +68,9 @@ class Drafter:
         """Drafts for requests that decode; `room`: rows that the step may have more; `beside`: those of prompts."""
         found = [(request, draft) for request in requests if (draft := self._find(request))]
         seconds = self._pace.seconds(len(requests), min(room, _ROWS), beside) if found else None
-        if seconds is None:
-            return {}
         drafts = [(self._rate(request).rate, len(draft)) for request, draft in found]
-        lengths, gain = share_out(drafts, len(requests), seconds)
+        lengths, gain = share_out(drafts, len(requests), seconds) if seconds else ([], 1.0)
+        self._idle = 0 if gain >= LEAST_GAIN else len(requests) // _LOOKUPS
         if gain < LEAST_GAIN or (not beside and self._pace.due(len(requests), gain)):
             return {}
         return {request: draft[:n] for (request, draft), n in zip(found, lengths, strict=True) if n}
@@ -89,7 +88,6 @@ class Drafter:
             self._idle -= 1
             return
         proposed = self.propose([item.request for item in decoding], step_tokens - rows, _rows_of_prompts(work))
-        self._idle = 0 if proposed else len(decoding) // _LOOKUPS
         for item in decoding if proposed else ():
             draft = proposed.get(item.request)
             if draft and item.request.strategy.grow(item.request, ahead=len(draft)):
