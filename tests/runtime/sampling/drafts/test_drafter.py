@@ -22,9 +22,9 @@ class Room:
 
 @pytest.mark.parametrize(("requests", "pause"), [(1, 0), (7, 0), (8, 1), (32, 4), (33, None)])
 def test_the_more_requests_the_longer_looks_pause_where_nothing_was_found(requests, pause):
-    drafter, tokens, looks = Drafter(RadixTree(16)), count(), []
+    drafter, tokens, looks, steps = Drafter(RadixTree(16)), count(), [], []
     find = drafter._find
-    drafter._find = lambda request: looks.append(step) or find(request)
+    drafter._find = lambda request: looks.append(len(steps)) or find(request)
     running = [
         Request(
             f"{i}",
@@ -45,10 +45,11 @@ def test_the_more_requests_the_longer_looks_pause_where_nothing_was_found(reques
             request.sequence.num_computed = len(request.tokens) - 1
             work.append(Work(request, request.sequence.num_computed, 1, 1))
         drafter.extend(work, 256)
+        steps.append(work)
         drafter.note_step(work, 1.0 + 0.001 * sum(len(item.draft) for item in work))
         return work
 
-    for step in range(20):
+    for _ in range(20):
         assert not any(item.draft for item in one_step())
         for request in running:
             request.tokens.append(next(tokens))
@@ -58,7 +59,7 @@ def test_the_more_requests_the_longer_looks_pause_where_nothing_was_found(reques
         return
     for request in running:  # from here on, all say what they have said
         request.tokens.extend(request.tokens[:10])
-    for step in range(20, 40):
+    for _ in range(20):
         drafted = one_step()
         for item in drafted:
             item.request.tokens.extend(item.request.tokens[-21:][: 1 + len(item.draft)])
