@@ -25,7 +25,6 @@ from loadgen.http.tables import make_table, markdown_table, wide_console
 from loadgen.micro.intervals import centred, shown
 from radix import Namespace
 from runtime.engine.offline import Engine, make_submissions
-from runtime.sampling.drafts.drafter import Drafter
 
 _COLUMNS = (
     "task",
@@ -139,10 +138,9 @@ def run(arguments: argparse.Namespace) -> int:
     draw, found = random.Random(a.seed), []
     prose = Prose(draw)
     with Engine(a.model, dtype=a.dtype, drafts="auto") as engine:
-        ways = {"off": None, "auto": engine.core.drafter}
         cells = [(task, clients) for task in a.tasks for clients in a.clients]
         for task, clients in track(cells, description="drafts"):
-            found.append(_measure(engine, ways, draw, prose, task, clients, a))
+            found.append(measure(engine, draw, prose, task, clients, a))
             write_files(a, {"cells": found})
     rows = [_row(cell) for cell in found]
     wide_console().print(make_table(f"drafts, {engine.info.dtype}", _COLUMNS, rows, left=1))
@@ -150,15 +148,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(
-    engine: Engine,
-    ways: dict[str, Drafter | None],
-    draw: random.Random,
-    prose: Prose,
-    task: str,
-    clients: int,
-    a: argparse.Namespace,
+def measure(
+    engine: Engine, draw: random.Random, prose: Prose, task: str, clients: int, a: argparse.Namespace
 ) -> dict[str, Any]:
+    """Rates of each round with the engine's drafter and without, in turns, and what it drafted."""
+    ways = {"off": None, "auto": engine.core.drafter}
     cell: dict[str, Any] = {"task": task, "clients": clients, "drafted": 0, "accepted": 0, "output": 0}
     cell |= {name: [] for name in (*ways, *(f"{name} by CPU" for name in ways))}
     for number in range(a.rounds + 1):
@@ -175,6 +169,7 @@ def _measure(
                 cell["output"] += sum(output.completion_tokens for output in outputs)
                 cell["drafted"] += sum(output.drafted for output in outputs)
                 cell["accepted"] += sum(output.accepted for output in outputs)
+    engine.core.drafter = ways["auto"]
     return cell
 
 

@@ -145,7 +145,7 @@ class Drafter:
         return state.source_at + len(new) if state.source_at >= 0 and (right or state.equal >= _SURE) else -1
 
     def _from_tree(self, request: Request, state: _Draft, new: array[int]) -> array[int]:
-        """What follows in the tree, which was known before the text's `new` tokens."""
+        """Tokens behind this place in the tree, as known before the text's `new` tokens."""
         if state.ahead:
             state.ahead = state.ahead[len(new) :] if state.ahead[: len(new)] == new else _NONE
         state.paused += 1

@@ -105,9 +105,10 @@ def _lines(known: Sequence[tuple[int, float]], first: int, most: int) -> list[fl
     (least, time), points = known[0], list(known)
     if first < least:
         points.insert(0, (first, max(time - slopes[0] * (least - first), time * first / least)))
-    for price, rows in ((_HOPED, _TRIED), (_UNKNOWN, first + most)):
-        points.append((points[-1][0] + rows, points[-1][1] + max(slopes[-1], price * time) * rows))
-    found: list[float] = np.interp(range(first, first + most + 1), *zip(*points, strict=True)).tolist()
+    for price, more in ((_HOPED, _TRIED), (_UNKNOWN, first + most)):
+        points.append((points[-1][0] + more, points[-1][1] + max(slopes[-1], price * time) * more))
+    rows, seconds = zip(*points, strict=True)
+    found: list[float] = np.interp(np.arange(first, first + most + 1), rows, seconds).tolist()
     return found
 
 
