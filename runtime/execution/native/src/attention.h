@@ -37,6 +37,7 @@ struct Shape {
 struct LayerKV {
     void* k;
     void* v;
+    const float* sinks;  // [heads], a score of each head whose value is 0; null: none
 };
 
 // A plan, cut into pieces that threads take: some rows of an edge, one kv head, some of the span's keys.
@@ -152,7 +153,7 @@ class Attention {
     bool merges() const { return merges_; }
 
     // This thread's share of merging partial results, one phase of a team. A row without visible keys gets zeros.
-    void merge(Team& team, float* out, int64_t ldo) {
+    void merge(Team& team, const LayerKV& kv, float* out, int64_t ldo) {
         constexpr int64_t kRun = 4;
         const int64_t heads = shape_.heads, size = partial_size();
         std::vector<float> all(size);
@@ -169,7 +170,7 @@ class Attention {
                         while (++p < last && !begins_section_[p]) add_part(section, parts + p * heads * size);
                         add_part(all.data(), section);
                     }
-                    finish(all.data(), out + row * ldo, head);
+                    finish(all.data(), kv, head, out + row * ldo);
                 }
             }
         }
@@ -241,8 +242,10 @@ class Attention {
     }
 
     // A head's part of a row's result `out` [heads, dim].
-    void finish(float* all, float* out, int64_t head) const {
-        const float sum = reduce_add(load(all)), scale = sum > 0 ? 1 / sum : 0;
+    void finish(float* all, const LayerKV& kv, int64_t head, float* out) const {
+        const float sum = reduce_add(load(all)), base = all[kLanes + shape_.dim];
+        const float sink = kv.sinks != nullptr && sum > 0 ? std::exp2(kv.sinks[head] * kLog2E - base) : 0;
+        const float scale = sum > 0 ? 1 / (sum + sink) : 0;
         float* const values = all + kLanes;
         for (int64_t d = 0; d < shape_.dim; ++d) values[d] *= scale;
         if (gives_pairs_) {
@@ -328,7 +331,7 @@ class Attention {
         });
         for (int64_t f = 0; f < folded; ++f) {
             const int64_t row = edge.rows[piece.from + f / group_];
-            if (row_parts_[row + 1] - row_parts_[row] == 1) finish(all + f * size, out + row * ldo, head_of(f));
+            if (row_parts_[row + 1] - row_parts_[row] == 1) finish(all + f * size, kv, head_of(f), out + row * ldo);
         }
     }
 
