@@ -197,6 +197,9 @@ class SchedulerConfig(Section):
     max_timeout: float | None = Field(
         None, gt=0, description="timeout of a request in seconds, and the most for its timeout_s"
     )
+    stream_interval: int = Field(
+        1, ge=1, description="tokens of an event of a stream behind its first; more leave the cores more time for steps"
+    )
 
     @property
     def max_open(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -110,6 +111,17 @@ class SamplingParams(BaseModel):
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0 or self.top_k == 1
+
+    @cached_property
+    def takes_best(self) -> bool:
+        """Whether every token is the one with the highest logit, as the model has it."""
+        changed = bool(self.logit_bias) or self.penalised or self.min_new_tokens > 0 or self.constrained
+        return self.greedy and not changed
+
+    @property
+    def penalised(self) -> bool:
+        """Whether tokens count that were there before."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1)
 
     @property
     def divisor(self) -> float:

@@ -256,8 +256,7 @@ class Work:
     @property
     def samples(self) -> bool:
         """Whether the last of these rows gives a new token."""
-        sequence = self.request.sequence
-        return self.start + self.count == len(sequence.tokens) + self.ahead + len(self.draft)
+        return self.start + self.count == len(self.request.sequence.tokens) + self.ahead + len(self.draft)
 
     def add(self, draft: array[int]) -> None:
         """Verify a draft as well."""
@@ -273,4 +272,6 @@ class Work:
     @property
     def prefills(self) -> bool:
         """Whether these rows are part of a prompt, or of what was retracted, rather than of decoding."""
-        return self.request.num_remaining > 1 or not self.request.num_output
+        sequence = self.request.sequence
+        num_tokens = len(sequence.tokens)
+        return num_tokens - sequence.num_computed + self.request.owed > 1 or num_tokens == self.request.prompt_len

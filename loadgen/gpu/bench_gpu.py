@@ -13,13 +13,14 @@ from pathlib import Path
 
 import torch
 
-from loadgen.gpu import bicache, correctness, kernels, serving, shapes, speed
+from loadgen.gpu import bicache, correctness, kernels, report, reuse, serving, shapes, speed
 from loadgen.gpu.figures import Item, describe_machine, measure
 from runtime.config import make_config
 from runtime.errors import ModelError
 from runtime.models.resolve import resolve_model
 
-PARTS = ("kernels", "correctness", "speed", "bicache", "server")
+# In the order in which they teach.
+PARTS = ("correctness", "kernels", "speed", "server", "bicache", "modules", "documents", "drafts")
 _RESULTS = Path(__file__).parents[1] / "results"
 
 
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=_RESULTS, help=f"directory of the results; default: {_RESULTS}")
     parser.add_argument("--limit", type=float, default=480, help="seconds after which nothing begins (default: 480)")
     parser.add_argument("--model", help="for correctness; default: the default model, else one with random weights")
-    parser.add_argument("--tokenizer", type=Path, help="for server: a directory; default: the default model's")
+    parser.add_argument("--tokenizer", type=Path, help="directory, for server and drafts; default: the default model's")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help=argparse.SUPPRESS)
 
 
@@ -45,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         for part in arguments.parts or PARTS:
             items = _items(part, arguments, Path(directory))
             done = measure(arguments.out / f"gpu-{part}.jsonl", items, arguments.limit, machine) and done
+    report.write_page(arguments.out, PARTS)
     return 0 if done else 3
 
 
@@ -61,10 +63,16 @@ def _items(part: str, arguments: argparse.Namespace, directory: Path) -> Iterato
         cases = bicache.TINY if tiny else bicache.FULL
         return bicache.items(shapes.write_shape(cases.shape, directory), device, cases)
     path = shapes.write_shape("llama-tiny" if tiny else "llama-8b", directory)
+    if part == "modules":
+        return reuse.modules(path, device)
+    if part == "documents":
+        return reuse.documents(path, device)
     source = arguments.tokenizer or _model(None)
     if source is None:
-        raise FileNotFoundError("the server needs a tokenizer: --tokenizer DIRECTORY")
+        raise FileNotFoundError(f"the part {part} needs a tokenizer: --tokenizer DIRECTORY")
     serving.with_tokenizer(path, source)
+    if part == "drafts":
+        return reuse.drafts(path, device)
     return serving.items(path, device, directory, (2,) if tiny else (32, 256), 0.1 if tiny else 1.0)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from loadgen.gpu.drive import OneAtATime
 from loadgen.gpu.figures import Figures, Item
 from loadgen.micro.cost_model import modelled_passes
 from loadgen.micro.drive import Drive
@@ -42,17 +44,12 @@ def items(path: Path, device: str, sizes: Sizes) -> Iterator[Item]:
         options["depth_table"] = table
     if device == "cpu":
         options |= {"pool_tokens": 8192, "native_kernels": False}
-    opened: list[_Denoise] = []
-
-    def case(prefix: int, batch: int, name: str) -> Figures:
-        if not opened:
-            opened.append(_Denoise(path, sizes, options))
-        return opened[0].case(prefix, batch, name)
-
-    for prefix in sizes.prefixes:
-        for batch in sizes.batches:
-            for name in CASES:
-                yield f"{prefix} shared, batch {batch}: {name}", partial(case, prefix, batch, name)
+    with closing(OneAtATime(lambda: _Denoise(path, sizes, options))) as engine:
+        for prefix in sizes.prefixes:
+            for batch in sizes.batches:
+                for name in CASES:
+                    case = partial(_Denoise.case, prefix=prefix, batch=batch, name=name)
+                    yield f"{prefix} shared, batch {batch}: {name}", partial(engine.call, case)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -60,6 +57,8 @@ CASES: dict[str, dict[str, Any]] = {
     "naive": {"depth": -1},
     "d = 0": {"depth": 0},
     "BiCache": {},
+    "adaptive depth": {"depth_bound": 0.05},
+    "refresh on drift": {"refresh": "drift"},
     "Fast-dLLM": {"reuse": False, "cache": "dual"},
     "both": {"cache": "dual"},
 }

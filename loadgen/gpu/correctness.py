@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from functools import partial
@@ -21,7 +22,14 @@ _LENGTHS = (5, 40, 131, 300)
 _NEW = 32
 # Heads, key-value heads and their size, as of Llama-3.1-8B and of SmolLM2.
 HEADS = ((32, 8, 128), (9, 3, 64))
-_KINDS = ("decode", "prefill", "cascade", "not causal", "masked", "fp8 cascade", "fp8 decode")
+_KINDS = ("decode", "prefill", "cascade", "not causal", "shifted", "masked", "thinned", "fp8 cascade", "fp8 decode")
+# Options of two engines whose tokens should be the same. `shared`: `Executor.least_saved_tokens`.
+_PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "one step ahead as in step": ({"overlap": "on"}, {"overlap": "off"}),
+    "shared pages read once as by each": ({"shared": 1}, {"shared": 1 << 60}),
+    "with graphs as without": ({}, {"cuda_graph_batches": "0"}),
+    "pages of 1 as of 16": ({"page_size": 1}, {"page_size": 16}),
+}
 
 
 def items(model: Path | None, device: str, directory: Path) -> Iterator[Item]:
@@ -37,6 +45,9 @@ def items(model: Path | None, device: str, directory: Path) -> Iterator[Item]:
         settings |= {"bfloat16, without graphs": {"cuda_graph_batches": "0"}, "bfloat16, fp8 KV": {"kv_dtype": "fp8"}}
     for name, more in settings.items():
         yield f"greedy tokens in {name}", partial(greedy, model, device, directory, name.split(",")[0], more)
+    for name, (one, other) in _PAIRS.items():
+        if device == "cuda" or "graphs" not in name:
+            yield f"greedy tokens {name}", partial(pair, model, device, directory, one, other)
 
 
 def attention(kind: str, page_size: int, heads: tuple[int, int, int]) -> Figures:
@@ -86,6 +97,7 @@ class _Pages:
 
 def _plan(kind: str, pages: _Pages) -> AttentionPlan:
     import numpy as np
+    import torch
 
     from runtime.batch import AttentionPlan, causal_visible
 
@@ -102,6 +114,15 @@ def _plan(kind: str, pages: _Pages) -> AttentionPlan:
     elif kind == "not causal":
         for _ in range(5):
             add(draw(1, 300), draw(1, 1500))
+    elif kind in ("shifted", "thinned"):
+        for _ in range(5):
+            rows = draw(1, 40)
+            plan.add(slice(plan.num_rows, plan.num_rows + rows), pages.span(draw(1, 900)))
+            if kind == "shifted":
+                plan.spans[-1].shift = draw(-2000, 2000)
+            else:
+                plan.spans[-1].keep = torch.rand(plan.spans[-1].length) < 0.5
+            add(rows, rows + 3, causal_visible(rows + 3, rows))
     elif kind == "masked":
         add(33, 777, np.random.default_rng(0).integers(500, 778, size=33).astype(np.int32))
         plan.spans[0].shift = 321
@@ -126,50 +147,83 @@ def greedy(model: Path | None, device: str, directory: Path, dtype: str, more: d
     import torch
 
     path = model or _random_model(directory)
-    draw = random.Random(1)
-    prompts = [[draw.randrange(3, 4000) for _ in range(length)] for length in _LENGTHS]
-    theirs = _transformers(path, device, getattr(torch, dtype), prompts)
-    torch.cuda.empty_cache()
+    prompts = _prompts(path)
     cold, warm = _ours(path, {"device": device, "dtype": dtype, **more}, prompts)
+    theirs, gap = _transformers(path, device, getattr(torch, dtype), prompts, cold)
+    torch.cuda.empty_cache()
     return {
-        "as transformers": _agreement(cold, theirs), "cached as uncached": _agreement(warm, cold),
-        "tokens": len(prompts) * _NEW, "model": "at random" if model is None else model.name,
+        "as transformers": _agreement(cold, theirs), "logits apart where they part": gap,
+        "cached as uncached": _agreement(warm, cold), "tokens": len(prompts) * _NEW,
+        "model": "at random" if model is None else model.name,
     }  # fmt: skip
+
+
+def pair(model: Path | None, device: str, directory: Path, one: dict[str, Any], other: dict[str, Any]) -> Figures:
+    """Share of greedy tokens of two engines that are the same, up to the first difference."""
+    path = model or _random_model(directory)
+    prompts = _prompts(path)
+    options = {"device": device, "dtype": "bfloat16" if device == "cuda" else "float32"}
+    found = [_ours(path, {**options, **more}, prompts) for more in (one, other)]
+    return {
+        "cold": _agreement(found[0][0], found[1][0]), "warm": _agreement(found[0][1], found[1][1]),
+        "tokens": len(prompts) * _NEW,
+    }  # fmt: skip
+
+
+def _prompts(path: Path) -> list[list[int]]:
+    """Random tokens; the last two prompts share their first 96."""
+    draw, vocabulary = random.Random(1), json.loads((path / "config.json").read_text("utf-8"))["vocab_size"]
+    prompts = [[draw.randrange(3, min(4000, vocabulary)) for _ in range(length)] for length in _LENGTHS]
+    prompts[-1][:96] = prompts[-2][:96]
+    return prompts
 
 
 def _ours(path: Path, options: dict[str, Any], prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
     options = {"native_kernels": False, "pool_tokens": 4096, **options}
+    shared = options.pop("shared", None)
     drive = Drive(path, **options)
+    if shared is not None:
+        drive.core.executor.least_saved_tokens = shared
     try:
         return drive.tokens(prompts, _NEW), drive.tokens(prompts, _NEW)
     finally:
         drive.close()
 
 
-def _transformers(path: Path, device: str, dtype: torch.dtype, prompts: list[list[int]]) -> list[list[int]]:
+def _transformers(
+    path: Path, device: str, dtype: torch.dtype, prompts: list[list[int]], ours: list[list[int]]
+) -> tuple[list[list[int]], float]:
+    """Greedy tokens; and where `ours` part from them, by how much the logit of ours is lower there, the largest."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     model = model.to(device).eval()
-    found = []
+    found, gap = [], 0.0
     with torch.inference_mode():
-        for prompt in prompts:
+        for prompt, mine in zip(prompts, ours, strict=True):
             ids = torch.tensor([prompt], device=device)
             out = model.generate(
                 ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=_NEW, min_new_tokens=_NEW,
                 pad_token_id=0,
             )  # fmt: skip
-            found.append(out[0, len(prompt) :].tolist())
-    return found
+            theirs = out[0, len(prompt) :].tolist()
+            same = _common(mine, theirs)
+            if same < len(theirs):
+                logits = model(out[:, : len(prompt) + same]).logits[0, -1].float()
+                gap = max(gap, float(logits[theirs[same]] - logits[mine[same]]))
+            found.append(theirs)
+    return found, gap
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """Tokens up to the first that differs."""
+    return next((i for i, (x, y) in enumerate(zip(one, other, strict=True)) if x != y), len(one))
 
 
 def _agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
     """Share of tokens up to the first that differs."""
-    same = 0
-    for a, b in zip(ours, theirs, strict=True):
-        same += next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
-    return same / sum(map(len, theirs))
+    return sum(_common(a, b) for a, b in zip(ours, theirs, strict=True)) / sum(map(len, theirs))
 
 
 def _random_model(directory: Path) -> Path:

@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from loadgen.micro.drive import ClockedDrive
+from loadgen.gpu.figures import Figures
+from loadgen.micro.drive import ClockedDrive, Drive
+
+D = TypeVar("D", bound=Drive)
+
+
+class OneAtATime(Generic[D]):
+    """Opens an engine when a figure needs it, in place of one with other options: a GPU has room for one."""
+
+    def __init__(self, opening: Callable[..., D]):
+        self._opening = opening
+        self._open: D | None = None
+        self._options: dict[str, Any] = {}
+
+    def call(self, measuring: Callable[[D], Figures], **options: Any) -> Figures:
+        """Measure with the engine of these options."""
+        if self._open is None or self._options != options:
+            self.close()
+            self._open, self._options = self._opening(**options), options
+        return measuring(self._open)
+
+    def close(self) -> None:
+        """Close the engine, if one is open."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.close()
 
 
 class WatchedDrive(ClockedDrive):

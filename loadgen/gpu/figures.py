@@ -45,8 +45,8 @@ def measure(path: Path, items: Iterable[Item], limit_s: float, machine: Figures)
             started = time.monotonic()
             found = run()
             records.put(name, found)
-            shown = ", ".join(f"{key} {_shown(value)}" for key, value in found.items())
-            print(f"{name} ({time.monotonic() - started:.1f} s): {shown}", flush=True)
+            line = ", ".join(f"{key} {shown(value)}" for key, value in found.items())
+            print(f"{name} ({time.monotonic() - started:.1f} s): {line}", flush=True)
         figures[name] = found
         path.with_suffix(".md").write_text(markdown({**about, **machine}, figures))
     return True
@@ -56,7 +56,7 @@ def markdown(about: Figures, figures: dict[str, Figures]) -> str:
     """Tables of the items, in their order; a new one begins where the figures have other names."""
     parts = ["".join(f"- {key}: {value}\n" for key, value in about.items())]
     for columns, rows in groupby(figures.items(), lambda item: list(item[1])):
-        parts.append(markdown_table(["", *columns], ([name, *map(_shown, row.values())] for name, row in rows)))
+        parts.append(markdown_table(["", *columns], ([name, *map(shown, row.values())] for name, row in rows)))
     return "\n".join(parts)
 
 
@@ -78,5 +78,6 @@ def describe_machine(device: str) -> Figures:
     return found
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A figure in a table."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

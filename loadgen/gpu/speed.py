@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from loadgen.gpu.drive import WatchedDrive
+from loadgen.gpu.drive import OneAtATime, WatchedDrive
 from loadgen.gpu.figures import Figures, Item
 from loadgen.gpu.gaps import profile_gaps
 from loadgen.micro.drive import matrix_weights
@@ -43,32 +44,26 @@ def items(path: Path, device: str, sizes: Sizes) -> Iterator[Item]:
     options = {"device": device, "random_weights": True, "max_running": running, "dtype": "bfloat16"}
     if device == "cpu":
         options |= {"pool_tokens": 8192, "native_kernels": False}
-    opened: list[Speed] = []
 
-    def on(call: Callable[[Speed], Figures], **more: object) -> Figures:
-        """Call with the engine of these options, opened in place of one with others."""
-        if not opened or opened[0].options != more:
-            while opened:
-                opened.pop().close()
-            opened.append(Speed(path, sizes, more, options))
-        return call(opened[0])
+    def opening(**more: Any) -> Speed:
+        return Speed(path, sizes, {**options, **more})
 
-    for batch in sizes.batches:
-        name = f"decode, {batch} x {sizes.context}"
-        yield name, partial(on, partial(Speed.decode, batch=batch))
-        yield f"{name}, eager", partial(on, partial(Speed.eager, batch=batch))
-        yield f"{name}, in step and one step ahead", partial(on, partial(Speed.ahead, batch=batch))
-    yield "warm and cold", partial(on, Speed.ttft)
-    name = f"{sizes.shared_batch} behind {sizes.prefix} shared"
-    yield name, partial(on, partial(Speed.shared, eager=False))
-    yield f"{name}, eager", partial(on, partial(Speed.shared, eager=True))
-    for chunk in sizes.chunks:
-        yield f"prefill, {chunk} rows a step", partial(on, Speed.prefill, step_tokens=chunk)
-    for batch in sizes.batches:
-        yield (
-            f"decode, {batch} x {sizes.context}, fp8 KV",
-            partial(on, partial(Speed.decode, batch=batch), kv_dtype="fp8"),
-        )
+    with closing(OneAtATime(opening)) as engine:
+        on = engine.call
+        for batch in sizes.batches:
+            name = f"decode, {batch} x {sizes.context}"
+            yield name, partial(on, partial(Speed.decode, batch=batch))
+            yield f"{name}, eager", partial(on, partial(Speed.eager, batch=batch))
+            yield f"{name}, in step and one step ahead", partial(on, partial(Speed.ahead, batch=batch))
+        yield "warm and cold", partial(on, Speed.ttft)
+        name = f"{sizes.shared_batch} behind {sizes.prefix} shared"
+        yield name, partial(on, partial(Speed.shared, eager=False))
+        yield f"{name}, eager", partial(on, partial(Speed.shared, eager=True))
+        for chunk in sizes.chunks:
+            yield f"prefill, {chunk} rows a step", partial(on, Speed.prefill, step_tokens=chunk)
+        for batch in sizes.batches:
+            eighth = partial(on, partial(Speed.decode, batch=batch), kv_dtype="fp8")
+            yield f"decode, {batch} x {sizes.context}, fp8 KV", eighth
 
 
 def bounds(device: str) -> Figures:
@@ -98,9 +93,9 @@ _BYTES_S, _FLOP_S = 4.3e12, 780e12
 class Speed(WatchedDrive):
     """The measurements of one engine."""
 
-    def __init__(self, path: Path, sizes: Sizes, more: dict[str, object], options: dict[str, object]):
-        super().__init__(path, **{**options, **more})
-        self.sizes, self.options = sizes, more
+    def __init__(self, path: Path, sizes: Sizes, options: dict[str, Any]):
+        super().__init__(path, **options)
+        self.sizes = sizes
         spec = self.core.executor.spec
         self._body, self._head = matrix_weights(spec)
         self._row_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim

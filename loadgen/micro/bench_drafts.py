@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         cells = [(task, clients) for task in a.tasks for clients in a.clients]
         for task, clients in track(cells, description="drafts"):
-            found.append(_measure(engines, draw, prose, task, clients, a))
+            found.append(measure(engines, draw, prose, task, clients, a))
             write_files(a, {"cells": found})
     finally:
         for engine in engines.values():
@@ -148,9 +148,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(
+def measure(
     engines: dict[str, Engine], draw: random.Random, prose: Prose, task: str, clients: int, a: argparse.Namespace
 ) -> dict[str, Any]:
+    """Rates of each round, by engine, and what the engine `auto` drafted; the engines take turns."""
     cell: dict[str, Any] = {"task": task, "clients": clients, "drafted": 0, "accepted": 0, "output": 0}
     cell |= {name: [] for name in (*engines, *(f"{name} by CPU" for name in engines))}
     for number in range(a.rounds + 1):

@@ -30,7 +30,8 @@ from runtime.execution.attention.paged_index import rows_of
 from runtime.execution.executor import ALL_THREADS
 from runtime.execution.llama import LlamaModel
 from runtime.execution.native import library as c
-from runtime.execution.native.decoder import NativeDecoder, PackedWeights, describe, packed_bytes
+from runtime.execution.native.decoder import NativeDecoder
+from runtime.execution.native.packed import PackedWeights, describe, packed_bytes
 from runtime.kv.pool import KVPool
 from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights

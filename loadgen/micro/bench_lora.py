@@ -28,6 +28,7 @@ _CODE: dict[str, dict[str, Any]] = {
     "native": {},
     "native, int8": {"quantization": "int8"},
     "torch": {"native_kernels": False},
+    "transformers": {"model_impl": "transformers"},
 }
 _LABELS = {0: "the model alone", 1: "one adapter"}
 
@@ -42,9 +43,10 @@ class Cell(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the benchmark's options."""
-    parser.add_argument("--model", help="of Ramet's own code; default: the default model")
+    parser.add_argument("--model", help="of Ramet's own code, unless --adapters is 0; default: the default model")
+    parser.add_argument("--random-weights", action="store_true", help="of a model without safetensors")
     parser.add_argument("--dtype", default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--code", nargs="+", choices=_CODE, default=[*_CODE], help="default: all")
+    parser.add_argument("--code", nargs="+", choices=_CODE, default=[*_CODE][:3], help="default: all of Ramet's own")
     parser.add_argument("--rank", type=int, default=16, help="of the adapters, of every linear layer (default: 16)")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8], help="that run together (default: 1 8)")
     parser.add_argument("--adapters", type=int, nargs="+", default=[0, 1, 4], help="default: 0 1 4")
@@ -64,7 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
         drives, digests = {}, {}
         for code in a.code:
             pool = 2 * max(a.requests) * (a.prompt + a.steps + 32)
-            drives[code] = drive = Drive(path, dtype=a.dtype, threads=1, pool_tokens=pool, **_CODE[code])
+            options = {"dtype": a.dtype, "random_weights": a.random_weights, "pool_tokens": pool, **_CODE[code]}
+            drives[code] = drive = Drive(path, threads=1, **options)
             stack.callback(drive.close)
             found = [drive.core.admin.handle(LoadAdapter(1, str(adapter))).result for adapter in adapters]
             digests[code] = [one["digest"] for one in found]

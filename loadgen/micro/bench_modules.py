@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    bench = Modules(arguments)
+    bench = Modules(model_path(arguments.model), arguments, dtype=arguments.dtype, pool_memory=2.0)
     figures: dict[str, Any] = {"backend": bench.core.info.attention_backend, "dtype": bench.core.info.dtype}
     figures["first"] = {n: bench.first(n) for n in track(arguments.lengths, description="time to first token")}
     figures["together"] = bench.together(arguments.shared)
@@ -65,12 +65,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Modules(Drive):
-    """An engine core, and requests that import modules, or have their tokens as text."""
+    """An engine core, and requests that import modules, or have their tokens as text.
 
-    def __init__(self, arguments: argparse.Namespace):
+    Args:
+        path: the model's directory.
+        arguments: as of the bench.
+        options: as of `ramet serve`.
+    """
+
+    def __init__(self, path: Path, arguments: argparse.Namespace, **options: Any):
         self._given = arguments
-        options = {"dtype": arguments.dtype, "max_running": max(arguments.together, 1), "pool_memory": 2.0}
-        super().__init__(model_path(arguments.model), **options)
+        super().__init__(path, max_running=max(arguments.together, 1), **options)
 
     @property
     def page_mib(self) -> float:

@@ -12,6 +12,9 @@ from runtime.errors import ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+# FlashInfer merges partial results of heads of these sizes.
+_HEAD_DIMS = (64, 128, 256)
+
 
 def choose_device(config: ModelConfig) -> torch.device:
     """The device of `--device`. Raises ModelError if it does not exist."""
@@ -39,8 +42,8 @@ def choose_dtype(config: ModelConfig, device: torch.device, native: bool) -> tor
     return torch.bfloat16 if native or device.type == "cuda" or _cpu_multiplies_bfloat16() else torch.float32
 
 
-def choose_attention(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend of `--attention-backend`; auto is FlashInfer if it is installed, on CUDA, except in float32."""
+def choose_attention(config: ModelConfig, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """The backend of `--attention-backend`; auto is FlashInfer if it is installed, on CUDA, where it can compute."""
     installed = find_spec("flashinfer") is not None
     if config.attention_backend == "flashinfer":
         if device.type != "cuda":
@@ -49,9 +52,11 @@ def choose_attention(config: ModelConfig, device: torch.device, dtype: torch.dty
             raise ModelError("--attention-backend flashinfer: FlashInfer is not installed; pip install ramet[cuda]")
         if dtype == torch.float32:
             raise ModelError("--attention-backend flashinfer has no float32; take --dtype bfloat16")
+        if head_dim not in _HEAD_DIMS:
+            raise ModelError(f"--attention-backend flashinfer has heads of 64, 128 or 256; the model's have {head_dim}")
         return "flashinfer"
-    automatic = config.attention_backend == "auto" and device.type == "cuda" and dtype != torch.float32 and installed
-    return "flashinfer" if automatic else "cpu"
+    automatic = config.attention_backend == "auto" and device.type == "cuda" and installed
+    return "flashinfer" if automatic and dtype != torch.float32 and head_dim in _HEAD_DIMS else "cpu"
 
 
 def choose_overlap(config: Config, device: torch.device) -> bool:

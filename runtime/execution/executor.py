@@ -14,7 +14,7 @@ from runtime.batch import ForwardBatch
 from runtime.config import Config, ModelCode, unusable
 from runtime.errors import EngineDead, ModelError
 from runtime.execution.attention.backend import AttentionBackend
-from runtime.execution.attention.cpu import CPUAttention
+from runtime.execution.attention.cpu import CPUAttention, Scores
 from runtime.execution.attention.flashinfer import FlashInferAttention
 from runtime.execution.attention.windows import Window, narrowed
 from runtime.execution.device import choose_attention, choose_device, choose_dtype, is_out_of_memory
@@ -81,7 +81,8 @@ class Executor:
         spec = own_spec(config.model, path)
         if given := unusable(config, is_diffusion := spec is not None and spec.diffusion is not None):
             raise ModelError(f"--{given}: {path.name} is {'a diffusion' if is_diffusion else 'a causal'} model")
-        if spec is not None and spec.gemma and config.model.attention_backend == "flashinfer":
+        torch_only = spec is not None and (spec.gemma or spec.sinks)
+        if spec is not None and torch_only and config.model.attention_backend == "flashinfer":
             raise ModelError(f"--attention-backend flashinfer is not served with {spec.architecture}")
         self.implementation: ModelCode = "transformers" if spec is None else "ramet"
         library = None if spec is None else self._choose_kernels(config, spec)
@@ -115,8 +116,9 @@ class Executor:
         group = self._group
         self.spec = spec
         share = spec if group is None else split_spec(spec, group.size)
-        # FlashInfer's operations take norms in half precision, and one rotary embedding for all layers.
-        backend = "cpu" if spec.gemma else choose_attention(config.model, self.device, self.dtype)
+        # FlashInfer's operations take norms in half precision, one rotary embedding for all layers, and no sinks.
+        torch_only = spec.gemma or spec.sinks
+        backend = "cpu" if torch_only else choose_attention(config.model, self.device, self.dtype, spec.head_dim)
         self.context_length = _context_length(config, spec)
         if spec.near_rope or any(size is not None and size < self.context_length for size in spec.windows):
             self._windows = [None if size is None else Window(size) for size in spec.windows]
@@ -174,7 +176,8 @@ class Executor:
 
     def _choose_kernels(self, config: Config, spec: LlamaSpec) -> Library | None:
         torch_only = not config.model.native_kernels or self._group is not None or config.cache.kv_dtype == "fp8"
-        if self.device.type != "cpu" or torch_only or spec.experts is not None:
+        shares = spec.experts is not None and spec.experts.shared
+        if self.device.type != "cpu" or torch_only or shares:
             return None
         library = load_best()
         if library is None:
@@ -194,7 +197,7 @@ class Executor:
 
     def _make_backend(self, name: str, model: LlamaModel, num_heads: int) -> AttentionBackend:
         if name == "cpu":
-            return CPUAttention(self.pool, model.rope)
+            return CPUAttention(self.pool, model.rope, [Scores(sinks=layer.sinks) for layer in model.layers])
         return FlashInferAttention(self.pool, model.rope, num_heads, self.dtype)
 
     def load_adapter(self, adapter: LoraAdapter) -> None:

@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 from runtime.execution.ops import Ops
 from runtime.models.experts import ExpertSpec
+from runtime.models.mxfp4 import unpack
 
 
+@dataclass(slots=True)
 class Experts:
-    """The experts of one layer."""
+    """The experts of one layer, on one device.
 
-    def __init__(
-        self,
-        spec: ExpertSpec,
-        router: torch.Tensor,
-        bias: torch.Tensor | None,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        ops: Ops,
-    ):
-        """Take weights on one device.
+    Attributes:
+        router: float32 [count, hidden].
+        gate_up: [count, 2 * inner, hidden], gates above.
+        down: [count, hidden, inner].
+        bias: float32 [count], on the scores by which experts are chosen.
+        router_bias: float32 [count].
+        gate_up_bias, down_bias: [count, 2 * inner] and [count, hidden].
+    """
 
-        Args:
-            spec: number of experts, and of those that a row takes.
-            router: [count, hidden].
-            bias: float32 [count], on the scores by which experts are chosen.
-            gate_up: [count, 2 * inner, hidden].
-            down: [count, hidden, inner].
-            ops: small operations.
-        """
-        self.spec, self.ops = spec, ops
-        self.router, self.bias = router.float(), bias
-        self.gate_up, self.down = gate_up, down
+    spec: ExpertSpec
+    ops: Ops
+    router: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    bias: torch.Tensor | None = None
+    router_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts int64 [T, chosen] of rows [T, hidden], and their weights, float32 [T, chosen]."""
         spec = self.spec
-        scores = F.linear(x.float(), self.router)
+        scores = self._scores(x)
         scores = scores.sigmoid() if spec.sigmoid else scores.softmax(-1)
         ranks = scores if self.bias is None else scores + self.bias
         if spec.groups > 1:
@@ -64,7 +64,62 @@ class Experts:
             if not count:
                 continue
             these = slice(start, start + count)
-            inner = self.ops.silu_and_mul(F.linear(x[rows[these]], self.gate_up[expert]))
-            total.index_add_(0, rows[these], F.linear(inner, self.down[expert]).float() * weights[these])
+            out = self._expert(x[rows[these]], expert)
+            total.index_add_(0, rows[these], out.float() * weights[these])
             start += count
         return total.to(x.dtype)
+
+    def _scores(self, x: torch.Tensor) -> torch.Tensor:
+        """The router's, float32 [n, count]."""
+        return F.linear(x.float(), self.router, self.router_bias)
+
+    def _expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """[n, hidden] of rows [n, hidden]."""
+        inner = self._gated(_product(x, self.gate_up, self.gate_up_bias, expert))
+        return _product(inner, self.down, self.down_bias, expert)
+
+    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        limit = self.spec.limit
+        if limit is None:
+            return self.ops.silu_and_mul(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * (gate * self.spec.alpha).sigmoid() * (up + 1)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
+    return F.linear(x, weight[expert], None if bias is None else bias[expert])
+
+
+def take_fused(weights: dict[str, torch.Tensor], mlp: str, spec: ExpertSpec, like: torch.Tensor, ops: Ops) -> Experts:
+    """The experts of gpt-oss, whose tensors begin with `mlp`; leaves a shared one that has no columns.
+
+    `like`: any weight of the model, in its dtype and on its device.
+    """
+
+    def take(name: str) -> torch.Tensor:
+        return weights.pop(mlp + name).to(like.device)
+
+    def product(name: str) -> torch.Tensor:
+        """[count, out, in]."""
+        name = f"experts.{name}_proj"
+        if (blocks := weights.pop(f"{mlp}{name}_blocks", None)) is not None:
+            return unpack(blocks, weights.pop(f"{mlp}{name}_scales"), like.dtype)
+        return weights.pop(mlp + name).transpose(1, 2)
+
+    def parted(by_turns: torch.Tensor) -> torch.Tensor:
+        return torch.cat((by_turns[:, ::2], by_turns[:, 1::2]), dim=1).to(like.device)
+
+    hidden = like.shape[-1]
+    for name, shape in (("gate", (0, hidden)), ("up", (0, hidden)), ("down", (hidden, 0))):
+        weights[f"{mlp}shared_experts.{name}_proj.weight"] = like.new_empty(shape)
+    return Experts(
+        spec,
+        ops,
+        take("router.weight").float(),
+        parted(product("gate_up")),
+        product("down").contiguous().to(like.device),
+        router_bias=take("router.bias").float(),
+        gate_up_bias=parted(take("experts.gate_up_proj_bias")),
+        down_bias=take("experts.down_proj_bias"),
+    )

@@ -1,4 +1,4 @@
-"""The decoder of Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma 3, SmolLM2 and LLaDA2, driven by a `ForwardBatch`."""
+"""The decoder of Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, gpt-oss, Gemma 3, SmolLM2 and LLaDA2, by `ForwardBatch`es."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from runtime.batch import AdapterRows, ForwardBatch, LayerGroup
 from runtime.execution.adapters import Adapted, FusedAdapter, add, fuse, rows_within
 from runtime.execution.attention.backend import AttentionBackend
-from runtime.execution.experts import Experts
+from runtime.execution.experts import Experts, take_fused
 from runtime.execution.ops import Ops
 from runtime.execution.transfers import upload
 from runtime.kv.pool import KVPool
@@ -45,6 +45,7 @@ class Layer:
     down_bias: torch.Tensor | None
     down_norm: torch.Tensor | None
     experts: Experts | None
+    sinks: torch.Tensor | None
 
 
 @dataclass(slots=True)
@@ -293,6 +294,7 @@ def _take_layer(weights: dict[str, torch.Tensor], index: int, model: LlamaModel)
         down_bias=one(mlp + "down_proj.bias"),
         down_norm=one("post_feedforward_layernorm.weight"),
         experts=experts,
+        sinks=one(attention + "sinks"),
     )
 
 
@@ -309,7 +311,9 @@ def _take_experts(weights: dict[str, torch.Tensor], prefix: str, spec: ExpertSpe
         hidden = model.spec.hidden_size
         for name, shape in (("gate", (0, hidden)), ("up", (0, hidden)), ("down", (hidden, 0))):
             weights[f"{mlp}shared_experts.{name}_proj.weight"] = model.embedding.new_empty(shape)
+    if spec.limit is not None:
+        return take_fused(weights, mlp, spec, model.embedding, model.ops)
     bias = weights.pop(f"{mlp}gate.expert_bias", None)
     router = weights.pop(f"{mlp}gate.weight").to(device)
     bias = None if bias is None else bias.float().to(device)
-    return Experts(spec, router, bias, stacked("gate", "up"), stacked("down"), model.ops)
+    return Experts(spec, model.ops, router.float(), stacked("gate", "up"), stacked("down"), bias)

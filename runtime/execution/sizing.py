@@ -23,7 +23,8 @@ def check_weights(
     if device.type != "cuda":
         return
     free, total = torch.cuda.mem_get_info(device)
-    needed = sum(math.prod(shape) // share_of(name, num_ranks) for name, shape in spec.expected_tensors().items())
+    expected = spec.unpacked.expected_tensors()
+    needed = sum(math.prod(shape) // share_of(name, num_ranks) for name, shape in expected.items())
     needed *= dtype.itemsize
     usable = int(free - (1 - fraction) * total)
     if needed > usable:

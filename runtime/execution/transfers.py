@@ -41,13 +41,13 @@ class Download:
     """A transfer of tensors to the host, through pinned memory, in the order of their stream."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device):
-        """Start; `tensors` are on `device`, and work launched later may overwrite them."""
+        """Start; `tensors` are on `device`. On a GPU, work launched later may overwrite them."""
         if device.type == "cuda":
             self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
             for host, tensor in zip(self._host, tensors, strict=True):
                 host.copy_(tensor, non_blocking=True)
         else:
-            self._host = [tensor.clone() for tensor in tensors]
+            self._host = list(tensors)
         self._mark = Mark(device)
         self._mark.set()
 

@@ -7,6 +7,9 @@ from typing import Any
 
 from runtime.errors import ModelError
 
+# Values that share a scale.
+MXFP4_BLOCK = 32
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
@@ -21,6 +24,10 @@ class ExpertSpec:
         normalized: whether the weights of the chosen ones are made to sum to 1.
         groups, chosen_groups: experts are chosen from the groups whose two best scores sum to most.
         scale: factor on the weights.
+        limit: bound of gate and up; None: there is none. Experts that have one are those of gpt-oss: with biases, in
+            one tensor for all, gate and up by turns.
+        alpha: factor within their SiLU.
+        packed: whether the checkpoint has their weights in MXFP4.
     """
 
     layers: tuple[int, ...]
@@ -33,6 +40,9 @@ class ExpertSpec:
     groups: int = 1
     chosen_groups: int = 1
     scale: float = 1.0
+    limit: float | None = None
+    alpha: float = 1.0
+    packed: bool = False
 
     def __post_init__(self) -> None:
         """Raises ModelError."""
@@ -48,6 +58,8 @@ class ExpertSpec:
 
     def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Names and shapes of a layer's tensors, from the layer on."""
+        if self.limit is not None:
+            return self._fused_tensors(hidden)
         shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (self.count, hidden)}
         if self.sigmoid:
             shapes["mlp.gate.expert_bias"] = (self.count,)
@@ -59,9 +71,26 @@ class ExpertSpec:
             shapes[f"{name}.down_proj.weight"] = (hidden, inner)
         return shapes
 
+    def _fused_tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {
+            "mlp.router.weight": (self.count, hidden),
+            "mlp.router.bias": (self.count,),
+        }
+        for name, columns, rows in (("gate_up", hidden, 2 * self.inner), ("down", self.inner, hidden)):
+            name = f"mlp.experts.{name}_proj"
+            shapes[f"{name}_bias"] = (self.count, rows)
+            if self.packed:
+                blocks = (self.count, rows, columns // MXFP4_BLOCK)
+                shapes |= {f"{name}_blocks": (*blocks, MXFP4_BLOCK // 2), f"{name}_scales": blocks}
+            else:
+                shapes[name] = (self.count, columns, rows)
+        return shapes
+
 
 def expert_spec(config: dict[str, Any], architecture: str) -> ExpertSpec | None:
     """The experts of a configuration, if its architecture has some. Raises KeyError, ModelError."""
+    if architecture == "GptOssForCausalLM":
+        return _gpt_oss(config)
     if architecture not in ("Qwen3MoeForCausalLM", "SDARMoeForCausalLM", "LLaDA2MoeModelLM"):
         return None
     # The newer key of transformers, and the published one.
@@ -83,4 +112,16 @@ def expert_spec(config: dict[str, Any], architecture: str) -> ExpertSpec | None:
         groups=config["n_group"],
         chosen_groups=config["topk_group"],
         scale=float(config["routed_scaling_factor"]),
+    )
+
+
+def _gpt_oss(config: dict[str, Any]) -> ExpertSpec:
+    return ExpertSpec(
+        tuple(range(config["num_hidden_layers"])),
+        config["num_local_experts"],
+        config["num_experts_per_tok"],
+        config["intermediate_size"],
+        limit=float(config.get("swiglu_limit", 7.0)),
+        alpha=float(config.get("swiglu_alpha", 1.702)),
+        packed=bool(config.get("quantization_config")),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -20,8 +20,15 @@ from runtime.models.diffusion import (
 )
 from runtime.models.experts import ExpertSpec, expert_spec
 
-_CAUSAL = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3")
+_CAUSAL = ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe", "Gemma3", "GptOss")
 SUPPORTED = (*(f"{family}ForCausalLM" for family in _CAUSAL), *FAMILIES)
+# Families whose configurations say whether q, k, v and o have biases.
+_ATTENTION_BIAS = ("Llama", "Qwen3", "Gemma3", "GptOss")
+# The published values of what a configuration may leave out.
+_GPT_OSS = {
+    **{"rope_theta": 150000.0, "sliding_window": 128, "attention_bias": True, "rms_norm_eps": 1e-5},
+    "rope_scaling": {"type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
+}
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -94,6 +101,7 @@ class LlamaSpec(ModelSpec):
             too, embeddings are scaled, and the gate is a GELU.
         near_rope: of the layers with a window, if it is another one.
         query_scale: factor on queries, beside head_dim ** -0.5.
+        sinks: whether each head of a layer has a score of its own without a key, as in gpt-oss.
     """
 
     intermediate_size: int
@@ -110,6 +118,12 @@ class LlamaSpec(ModelSpec):
     gemma: bool = False
     near_rope: RopeSpec | None = None
     query_scale: float = 1.0
+    sinks: bool = False
+
+    @property
+    def unpacked(self) -> LlamaSpec:
+        """This model with a checkpoint in one of the float types."""
+        return self if self.experts is None else replace(self, experts=replace(self.experts, packed=False))
 
     @classmethod
     def load(cls, directory: Path) -> LlamaSpec:
@@ -153,6 +167,8 @@ class LlamaSpec(ModelSpec):
                 if bias:
                     shapes[f"{prefix}{name}.bias"] = (rows,)
             shapes |= {f"{prefix}{name}.weight": (size,) for name, size in norms.items()}
+            if self.sinks:
+                shapes[f"{prefix}self_attn.sinks"] = (self.num_heads,)
             if experts is not None:
                 shapes |= {prefix + name: shape for name, shape in experts.tensors(hidden).items()}
         shapes["model.norm.weight"] = (hidden,)
@@ -197,18 +213,21 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
     if is_llada2:
         config = as_qwen3(config)
     family = FAMILIES.get(architecture) or architecture.removesuffix("ForCausalLM").removesuffix("Moe")
+    is_gemma, is_gpt_oss, query_scale = family == "Gemma3", family == "GptOss", 1.0
+    if is_gpt_oss:
+        config = {**_GPT_OSS, **config}
     attention_bias = bool(config.get("attention_bias", False))
     diffusion = diffusion_spec(config, architecture)
     attended = diffusion.attended or 1 if diffusion else 1
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
     head_dim = _size(config, "head_dim", hidden // heads)
-    is_gemma, query_scale = family == "Gemma3", 1.0
     if is_gemma:
         rope, near_rope = _gemma_ropes(config)
         query_scale = (head_dim / config.get("query_pre_attn_scalar", 256)) ** 0.5
     else:
         rope, near_rope = _rope(config, head_dim if is_llada2 else None), None
-    experts = expert_spec(config, architecture)
+    experts, windows = expert_spec(config, architecture), _windows(config, family)
+    others = [one for one in (experts, near_rope, windows) if one]
     spec = LlamaSpec(
         architecture=architecture,
         model_type=config.get("model_type") or "",
@@ -221,21 +240,22 @@ def _from_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaSpe
         vocab_size=_size(config, "vocab_size"),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         tie_embeddings=bool(config.get("tie_word_embeddings", is_gemma)),
-        qkv_bias=family == "Qwen2" or (family in ("Llama", "Qwen3", "Gemma3") and attention_bias),
-        o_bias=family in ("Llama", "Qwen3", "Gemma3") and attention_bias,
+        qkv_bias=family == "Qwen2" or (family in _ATTENTION_BIAS and attention_bias),
+        o_bias=family in _ATTENTION_BIAS and attention_bias,
         mlp_bias=family == "Llama" and bool(config.get("mlp_bias", False)),
         qk_norm=family in ("Qwen3", "Gemma3"),
         context_length=_size(config, "max_position_embeddings") // attended * attended,
         eos_token_ids=token_ids(config.get("eos_token_id"), generation.get("eos_token_id")),
         rope=rope,
-        fingerprint=repr((rope, experts or near_rope)) if experts or near_rope else repr(rope),
-        windows=_windows(config, family),
+        fingerprint=repr((rope, *others)) if others else repr(rope),
+        windows=windows,
         fused_qkv=is_llada2,
         experts=experts,
         diffusion=diffusion,
         gemma=is_gemma,
         near_rope=near_rope,
         query_scale=query_scale,
+        sinks=is_gpt_oss,
     )
     if spec.windows and spec.diffusion is not None:
         raise ModelError("the model has a sliding window; supported are diffusion models without one")
@@ -260,6 +280,8 @@ def _refuse_unsupported(config: dict[str, Any], architecture: str) -> None:
             raise Unsupported(f"config.json has {name} {config[name]!r}; supported are models without it")
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        if (architecture, method) == ("GptOssForCausalLM", "mxfp4"):
+            return
         raise ModelError(
             f"the checkpoint is quantised with {method!r}; supported are float32, bfloat16 and float16 weights"
         )
@@ -276,7 +298,9 @@ def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:
 
 def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
     """The sliding window of each layer; an absent one has the published default, null means none."""
-    active = family in ("Mistral", "Gemma3") or (family != "Llama" and bool(config.get("use_sliding_window", False)))
+    active = family in ("Mistral", "Gemma3", "GptOss") or (
+        family != "Llama" and bool(config.get("use_sliding_window", False))
+    )
     if not active or config.get("sliding_window", 4096) is None:
         return ()
     window, layers = _size(config, "sliding_window", 4096), range(_size(config, "num_hidden_layers"))
@@ -285,6 +309,8 @@ def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
     if family == "Gemma3":
         every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
         near = [bool((i + 1) % every) for i in layers]
+    elif family == "GptOss":
+        near = [i % 2 == 0 for i in layers]
     else:
         near = [i >= config.get("max_window_layers", 28) for i in layers]
     types = config.get("layer_types") or ["sliding_attention" if one else "full_attention" for one in near]

@@ -18,13 +18,15 @@ _BAR_FROM_BYTES = 1 << 30
 _DIGESTED_BYTES = 1 << 24
 # Other types (float8, integers) are quantised and need scales.
 _DTYPES = ("F32", "BF16", "F16", "F64")
+# Of packed experts.
+_BYTES = ("_blocks", "_scales")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def load_weights(
     directory: Path, spec: LlamaSpec, dtype: torch.dtype, shard: Shard | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of `spec.expected_tensors()`, under these names, in `dtype`, on the CPU.
+    """The tensors of `spec.expected_tensors()`, under these names, in `dtype`, on the CPU; packed ones as they are.
 
     With a shard, its part of each, and an `lm_head.weight` even for a tied model, since only the head is sharded.
     Peak memory is the result and one tensor; a stored `lm_head` of a tied model is not read.
@@ -86,8 +88,8 @@ def random_weights(
 ) -> dict[str, torch.Tensor]:
     """Random tensors in place of `load_weights`, the same in every call, on `device`; norms are 1 and biases 0."""
     weights = {}
-    for name, shape in spec.expected_tensors().items():
-        if len(shape) == 1:
+    for name, shape in spec.unpacked.expected_tensors().items():
+        if len(shape) == 1 or name.endswith("bias"):
             tensor = torch.full(shape, float(name.endswith("norm.weight")), dtype=dtype, device=device)
         else:
             generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
@@ -103,11 +105,14 @@ def _read(file: safe_open, path: Path, name: str, shape: tuple[int, ...], dtype:
         stored = file.get_slice(name)
         if tuple(stored.get_shape()) != shape:
             raise ModelError(f"{path}: {name} has shape {stored.get_shape()}; config.json requires {list(shape)}")
-        if stored.get_dtype() not in _DTYPES:
-            raise ModelError(f"{path}: {name} is stored as {stored.get_dtype()}; supported are {', '.join(_DTYPES)}")
+        supported = ("U8",) if name.endswith(_BYTES) else _DTYPES
+        if stored.get_dtype() not in supported:
+            raise ModelError(f"{path}: {name} is stored as {stored.get_dtype()}; supported are {', '.join(supported)}")
         tensor = file.get_tensor(name)
     except SafetensorError as error:
         raise ModelError(f"{path}: {name} cannot be read, although the checkpoint's index names it: {error}") from None
+    if name.endswith(_BYTES):
+        dtype = torch.uint8
     # The clone of an unconverted tensor releases the file's mapping.
     return tensor.clone() if tensor.dtype == dtype else tensor.to(dtype)
 

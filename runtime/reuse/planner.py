@@ -31,6 +31,8 @@ class Planned(NamedTuple):
 class Planner:
     """Plans steps. Where all requests decode on, the last plan is kept, in which only lengths have grown.
 
+    It outlives a step between that verifies drafts, whose plan is made anew.
+
     A kept plan is changed in place: whoever runs it is done with it when the next step is planned.
     """
 
@@ -47,6 +49,7 @@ class Planner:
         last, self._last = self._last, None  # until this one is planned: a step that fails is planned anew
         made = last if last is not None and last.grow(work) else self._plan(work)
         if isinstance(made, Planned):
+            self._last = last
             return made
         self._last = made
         return made.planned
@@ -91,26 +94,29 @@ class _Steady:
         """Turn it into the plan of the requests' next rows; False, with nothing changed, if that needs another one."""
         if len(work) != len(self._work):
             return False
+        grown = []
         for item, before, segments in zip(work, self._work, self._segments, strict=True):
             request = item.request
-            follows = request is before.request and item.start == before.start + 1 and request.segments is segments
+            follows = request is before.request and item.start > before.start and request.segments is segments
             if not follows or item.num_rows != 1 or item.ahead or item.start + 1 != len(request.sequence.tokens):
                 return False
+            grown.append(item.start - before.start)
         batch, each = self.planned.batch, self.planned.row_layers // len(work)
         group, tokens = batch.groups[0], np.empty(len(work), dtype=np.int64)
-        slots, positions = group.kv_write.numpy(), batch.positions.numpy()
-        slots += 1
-        positions += 1
-        for row, item in zip(self._order, work, strict=True):
+        slots = group.kv_write.numpy()
+        slots[self._order] += grown
+        batch.positions.numpy()[self._order] += grown
+        for row, item, more in zip(self._order, work, grown, strict=True):
             request, span = item.request, self._tails[row]
             request.row_layers += each
             sequence = request.sequence
             tokens[row] = sequence.tokens[-1]
-            span.length += 1
+            span.length += more
             page, rest = divmod(item.start - sequence.start, self._page_size)
-            if not rest:
-                span.pages = np.append(span.pages, np.int32(sequence.pages[page]))
-                slots[row] = sequence.pages[page] * self._page_size
+            if rest < more:
+                fresh = sequence.pages[page - (more - rest - 1) // self._page_size : page + 1]
+                span.pages = np.append(span.pages, np.frombuffer(fresh, dtype=np.int32))
+                slots[row] = sequence.pages[page] * self._page_size + rest
         batch.tokens = torch.from_numpy(tokens)
         self._work = work
         return True

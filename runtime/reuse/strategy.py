@@ -141,9 +141,10 @@ class Strategy(ABC):
     def grow(self, request: Request, ahead: int = 0) -> bool:
         """Make room for the next token's KV, and for `ahead` more; False if memory does not suffice."""
         sequence = request.sequence
-        missing = self.cache.pages_for(sequence.num_computed - sequence.start + ahead + 1) - len(sequence.pages)
-        if missing <= 0:
+        rows = sequence.num_computed - sequence.start + ahead + 1
+        if rows <= len(sequence.pages) * self.cache.page_size:
             return True
+        missing = self.cache.pages_for(rows) - len(sequence.pages)
         fresh = self.cache.allocate(missing, self._behind(request), request.owner)
         if fresh is None:
             return False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -104,12 +103,18 @@ class Decoding(ABC):
         )
 
 
+# Rows of the logits, None for all of them in order; their requests; `InFlight.expected`.
+_Asking = tuple[list[int] | None, list[Request], list[int | None]]
+
+
 class NextToken(Decoding):
     """Causal models: the last row of a sequence gives its next token."""
 
     def __init__(self, sampler: Sampler):
         super().__init__()
         self._sampler = sampler
+        self._places: Sequence[Sequence[slice]] = []
+        self._asking: _Asking = None, [], []
 
     def wanted(self, work: Work) -> np.ndarray:
         """The last row if it gives a token; more rows for log-probabilities of the prompt."""
@@ -126,21 +131,12 @@ class NextToken(Decoding):
     def choose(
         self, work: Sequence[Work], places: Sequence[Sequence[slice]], logits: torch.Tensor
     ) -> tuple[list[Request], Sampled | None, list[int | None]]:
-        asking = [
-            (place[0].stop - 1 - len(item.draft), item)
-            for item, place in zip(work, places, strict=True)
-            if item.samples and place[0].start < place[0].stop
-        ]
-        if not asking:
+        if places is not self._places:  # else the requests are those of the step before, one row each
+            self._places, self._asking = places, _asking(work, places, len(logits))
+        index, requests, expected = self._asking
+        if not requests:
             return [], None, []
-        index: list[int] = []
-        requests: list[Request] = []
-        expected: list[int | None] = []
-        for first, item in sorted(asking, key=itemgetter(0)):
-            index += range(first, first + 1 + len(item.draft))
-            requests += [item.request] * (1 + len(item.draft))
-            expected += [None, *item.draft]
-        if index != list(range(len(logits))):
+        if index is not None:
             logits = logits[upload(torch.tensor(index), logits.device)]
         return requests, self._sampler.sample(logits, requests, work[0].ahead, expected), expected
 
@@ -152,7 +148,9 @@ class NextToken(Decoding):
 
     def book(self, work: Work, found: Found) -> TokenEvent | None:
         request, tokens = work.request, found.tokens
-        prompt_logprobs = self._prompt_logprobs(work, found.logits, found.places[0])
+        prompt_logprobs = None
+        if request.prompt_logprobs_from is not None:
+            prompt_logprobs = self._prompt_logprobs(work, found.logits, found.places[0])
         is_read = work.samples and not request.wants_tokens
         if is_read:
             tokens = []  # one was chosen to see that the logits are numbers
@@ -189,3 +187,21 @@ class NextToken(Decoding):
         if len(request.tokens) >= request.max_tokens:
             return Finish("length")
         return None
+
+
+def _asking(work: Sequence[Work], places: Sequence[Sequence[slice]], num_logits: int) -> _Asking:
+    """The rows that give tokens, in the order of the logits."""
+    firsts = sorted(
+        (place[0].stop - 1 - len(item.draft), at)
+        for at, (item, place) in enumerate(zip(work, places, strict=True))
+        if place[0].start < place[0].stop and item.samples
+    )
+    index: list[int] = []
+    requests: list[Request] = []
+    expected: list[int | None] = []
+    for first, at in firsts:
+        item = work[at]
+        index += range(first, first + 1 + len(item.draft))
+        requests += [item.request] * (1 + len(item.draft))
+        expected += [None, *item.draft]
+    return None if index == list(range(num_logits)) else index, requests, expected

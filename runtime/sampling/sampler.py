@@ -122,8 +122,10 @@ class Sampler:
             ahead: number of tokens of each request that the host has not read yet.
             expected: for the rows of drafts, see `InFlight`.
         """
-        aheads = _aheads(len(requests), ahead, expected)
         tokens = best = self._argmax(logits)
+        if all([request.sampling.takes_best for request in requests]):
+            return Sampled(best, {}, *self._measure(logits, best, requests))
+        aheads = _aheads(len(requests), ahead, expected)
         adjusts = [_adjusts(request, at) for request, at in zip(requests, aheads, strict=True)]
         alone = [i for i, adjusted in enumerate(adjusts) if adjusted]
         drawing = [i for i, r in enumerate(requests) if not r.sampling.greedy and not adjusts[i]]
@@ -217,7 +219,7 @@ class Sampler:
         if params.logit_bias:
             biases = upload(torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype), self.device)
             logits.index_add_(0, self._index(list(params.logit_bias)), biases)
-        if _penalised(params):
+        if params.penalised:
             self._penalise(logits, request)
         forbidden = None if request.grammar is None else request.grammar.forbidden(len(logits))
         if forbidden is not None:
@@ -351,10 +353,6 @@ def _mix(seed: int, place: int) -> int:
     return (z ^ (z >> 31)) >> 1
 
 
-def _penalised(params: SamplingParams) -> bool:
-    return bool(params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1)
-
-
 def _aheads(rows: int, ahead: int, expected: Sequence[int | None] | None) -> list[int]:
     """For each row, the number of its request's tokens that stand between the last known one and its own."""
     aheads = [ahead] * rows
@@ -375,6 +373,6 @@ def _adjusts(request: Request, ahead: int) -> bool:
     return (
         bool(params.logit_bias)
         or request.grammar is not None
-        or _penalised(params)
+        or params.penalised
         or request.num_output + ahead < params.min_new_tokens
     )

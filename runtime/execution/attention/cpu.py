@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,10 +65,11 @@ class CPUAttention(AttentionBackend):
 
     name = "cpu"
 
-    def __init__(self, pool: KVPool, rope: RotaryEmbedding | None = None):
-        """`rope`: needed for spans with a shift."""
+    def __init__(self, pool: KVPool, rope: RotaryEmbedding | None = None, scores: Sequence[Scores] = ()):
+        """`rope`: needed for spans with a shift; `scores`: of each layer, if some are not `PLAIN`."""
         self.pool = pool
         self.rope = rope
+        self.scores = scores
         self.device = pool.k.device
         self.bias_dtype = pool.k.dtype if pool.k.dtype.itemsize > 1 else torch.float32
 
@@ -137,7 +139,9 @@ class CPUAttention(AttentionBackend):
         rows = torch.arange(self.pool.page_size, device=self.device)
         return (pages[:, None] * self.pool.page_size + rows).flatten()[start:stop]
 
-    def run(self, prepared: list[Part], q: torch.Tensor, layer: int, scores: Scores = PLAIN) -> torch.Tensor:
+    def run(self, prepared: list[Part], q: torch.Tensor, layer: int, scores: Scores | None = None) -> torch.Tensor:
+        if scores is None:
+            scores = self.scores[layer] if self.scores else PLAIN
         k, v = self.pool.k[layer, :, : scores.kv_heads], self.pool.v[layer, :, : scores.kv_heads]
         out = torch.zeros_like(q)
         if scores.sinks is None and all(part.first for part in prepared):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, HiddenRows
 from runtime.errors import ModelError
@@ -15,70 +18,13 @@ from runtime.execution import llama
 from runtime.execution.adapters import fuse, rows_within
 from runtime.execution.attention.paged_index import rows_of
 from runtime.execution.native import library as c
+from runtime.execution.native.experts import NativeExperts
 from runtime.execution.native.library import Library
+from runtime.execution.native.packed import PackedWeights, Team, describe, packed_bytes
 from runtime.kv.pool import KVPool
 from runtime.models.adapters.lora import LoraAdapter
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.spec import LlamaSpec
-
-_ALIGNMENT = 4096
-
-
-class Team:
-    """A thread pool that includes the caller; its threads sleep between steps."""
-
-    def __init__(self, library: Library, threads: int):
-        self.library = library
-        self.handle = library.team_create(threads)
-        self._finalizer = weakref.finalize(self, library.team_destroy, self.handle)
-
-
-class PackedWeights:
-    """One allocation in huge pages, into which matrices are packed one after the other."""
-
-    def __init__(self, team: Team, num_bytes: int):
-        """Raises MemoryError."""
-        self.team = team
-        library = team.library
-        self._next = library.allocate(num_bytes)
-        if self._next is None:
-            raise MemoryError(f"{num_bytes} bytes for the packed weights")
-        self._end = self._next + num_bytes
-        self._kept: list[torch.Tensor] = []
-        self._finalizer = weakref.finalize(self, library.free, self._next, num_bytes)
-
-    def add(
-        self, weight: torch.Tensor, bias: torch.Tensor | None = None, paired: bool = False, int8: bool = False
-    ) -> c.Matrix:
-        """Pack a weight [n, k], float32 or bfloat16, with its bias [n]; `paired`: it is gate over up."""
-        library, weight = self.team.library, (weight.float() if int8 else weight).contiguous()
-        matrix = describe(weight, paired, int8)
-        matrix.data = self._next
-        self._next += packed_bytes(library, matrix)
-        assert self._next <= self._end
-        library.pack(self.team.handle, ctypes.byref(matrix), weight.data_ptr())
-        if bias is not None:
-            columns = range(library.matrix_columns(ctypes.byref(matrix)))
-            rows = torch.tensor([library.matrix_source_row(ctypes.byref(matrix), i) for i in columns])
-            matrix.bias = self.keep(bias.float()[rows.clamp_min(0)].masked_fill(rows < 0, 0))
-        return matrix
-
-    def keep(self, tensor: torch.Tensor) -> int:
-        """The address of a tensor, which is kept as long as the weights."""
-        tensor = tensor.contiguous()
-        self._kept.append(tensor)
-        return tensor.data_ptr()
-
-
-def describe(weight: torch.Tensor, paired: bool = False, int8: bool = False) -> c.Matrix:
-    """The matrix of a weight [n, k], without its data."""
-    n, k = weight.shape
-    return c.Matrix(n=n, k=k, storage=2 if int8 else int(weight.dtype == torch.bfloat16), is_paired=paired)
-
-
-def packed_bytes(library: Library, matrix: c.Matrix) -> int:
-    """Bytes of a matrix in `PackedWeights`."""
-    return -(-library.matrix_bytes(ctypes.byref(matrix)) // _ALIGNMENT) * _ALIGNMENT
 
 
 class NativeDecoder:
@@ -112,7 +58,12 @@ class NativeDecoder:
         self.team = Team(library, threads)
         self._weights = PackedWeights(self.team, _model_bytes(library, model, int8))
         self._layers = (c.Layer * self.spec.num_layers)()
+        # Of layers with experts, which the kernels end behind attention: these, and the norm before them.
+        self._experts: dict[int, tuple[NativeExperts, torch.Tensor]] = {}
         for index in range(self.spec.num_layers):
+            if (experts := model.layers[index].experts) is not None:
+                norm = model.layers[index].post_norm.float()
+                self._experts[index] = NativeExperts(experts, self.team, int8), norm
             self._layers[index] = self._pack_layer(model.layers[index], index)
             model.layers[index] = None  # type: ignore[call-overload]
         self._model = self._describe_model(model)
@@ -129,24 +80,24 @@ class NativeDecoder:
         pack = self._weights
         k, v = self.pool.k[index], self.pool.v[index]
         return c.Layer(
-            input_norm=self._norm(layer.input_norm),
-            post_norm=self._norm(layer.post_norm),
-            q_norm=self._norm(layer.q_norm),
-            k_norm=self._norm(layer.k_norm),
-            o_norm=self._norm(layer.o_norm),
-            down_norm=self._norm(layer.down_norm),
+            input_norm=self._float(layer.input_norm),
+            post_norm=self._float(layer.post_norm),
+            q_norm=self._float(layer.q_norm),
+            k_norm=self._float(layer.k_norm),
+            o_norm=self._float(layer.o_norm),
+            down_norm=self._float(layer.down_norm),
             qkv=pack.add(layer.qkv, layer.qkv_bias, int8=self._int8),
             o=pack.add(layer.o, layer.o_bias, int8=self._int8),
             gate_up=pack.add(layer.gate_up, layer.gate_up_bias, paired=True, int8=self._int8),
             down=pack.add(layer.down, layer.down_bias, int8=self._int8),
-            kv=c.LayerKV(k=k.data_ptr(), v=v.data_ptr()),
+            kv=c.LayerKV(k=k.data_ptr(), v=v.data_ptr(), sinks=self._float(layer.sinks)),
         )
 
     def load_adapter(self, adapter: LoraAdapter) -> None:
         """Raises ModelError where it does not fit. In 8 bits, too, it stays in the type of the other weights."""
         self.adapters[adapter.digest] = PackedAdapter(self.team, adapter, self.spec, self._dtype)
 
-    def _norm(self, weight: torch.Tensor | None) -> int | None:
+    def _float(self, weight: torch.Tensor | None) -> int | None:
         return None if weight is None else self._weights.keep(weight.float())
 
     def _describe_model(self, model: llama.LlamaModel) -> c.Model:
@@ -167,7 +118,7 @@ class NativeDecoder:
                 is_bf16=pool.k.dtype == torch.bfloat16,
             ),
             layers=self._layers,
-            norm=self._norm(model.norm),
+            norm=self._float(model.norm),
             head=self._weights.add(model.head, int8=self._int8),
             # A tied embedding is read out of the packed head.
             embedding=None if spec.tie_embeddings else self._weights.keep(model.embedding),
@@ -180,6 +131,37 @@ class NativeDecoder:
 
         The next step overwrites the logits: fresh memory in each step costs more than the work on it.
         """
+        return self._forward_experts(batch) if self._experts and batch.groups else self._forward(batch)
+
+    def _forward_experts(self, batch: ForwardBatch) -> torch.Tensor:
+        """Every layer by itself, and its experts between the calls of the kernels."""
+        every, none = torch.arange(len(batch.tokens)), batch.logits_rows[:0]
+        before, states = torch.empty(2, len(every), self.spec.hidden_size)
+        entered: list[HiddenRows] = []
+        for group in batch.groups:
+            load = [*entered, *group.load]
+            for index in group.layers:
+                before, states = states, before
+                part = replace(group, layers=range(index, index + 1), load=load, save=[HiddenRows(every, states)])
+                self._forward(replace(batch, groups=[part], logits_rows=none))
+                if index in self._experts:
+                    self._add_experts(index, states, group.rows)
+                load = [HiddenRows(every, states)]
+            entered = load
+            for wanted in group.save:
+                wanted.states.copy_(states[wanted.rows])
+        end = self.spec.num_layers - 1
+        part = replace(batch.groups[-1], layers=range(end, end), load=entered, save=[])
+        return self._forward(replace(batch, groups=[part]))
+
+    def _add_experts(self, index: int, states: torch.Tensor, rows: torch.Tensor | None) -> None:
+        """Add what a layer's experts say to its states float32 [T, hidden]; `rows`: those that are alive."""
+        experts, norm = self._experts[index]
+        x = states if rows is None else states[rows]
+        x = x + experts(F.rms_norm(x, norm.shape, norm, self.spec.rms_norm_eps))
+        states[slice(None) if rows is None else rows] = x
+
+    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
         kept: list[Any] = []
 
         def pointer(tensor: torch.Tensor) -> int:
@@ -276,8 +258,12 @@ class NativeDecoder:
         logits = logits.contiguous()
         out = np.empty(len(logits), dtype=np.int64)
         self.library.argmax(self.team.handle, logits.data_ptr(), *logits.shape, out.ctypes.data)
-        # numpy: between two steps, an operation of torch begins with cold caches and takes a tenth of a millisecond.
-        out[~np.isfinite(logits.numpy()[np.arange(len(out)), out])] = -1
+        # One by one: between two steps, an operation of torch or numpy begins with cold caches, and takes as long as a
+        # few dozen of these.
+        rows = logits.numpy()
+        for row, token in enumerate(out.tolist()):
+            if not math.isfinite(rows.item(row, token)):
+                out[row] = -1
         return torch.from_numpy(out)
 
 

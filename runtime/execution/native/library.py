@@ -12,7 +12,7 @@ from pathlib import Path
 ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2")
 
 # Result of `ramet_interface` in libraries with these declarations.
-_INTERFACE = 8
+_INTERFACE = 9
 
 # `Into` of gates, in src/gemm.h.
 SILU, GELU = 2, 3
@@ -52,7 +52,7 @@ class Shape(Structure):
 class LayerKV(Structure):
     """A layer's keys and values in the pool."""
 
-    _fields_ = _fields(pointers="k v")
+    _fields_ = _fields(pointers="k v sinks")
 
 
 class Layer(Structure):

@@ -19,15 +19,16 @@ _MOST_REQUESTS = 16
 _TREE_TOKENS = 256
 # Equal tokens before a place that make it likely that the text goes on there, even behind another token.
 _SURE = 4
+_NONE = array("i")
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A request's text and the state of its sources.
+    """A request's text and the state of its sources. No array is changed, but the text.
 
     Attributes:
         text: int32, the whole prompt and the output, and `places`, its runs.
-        ahead: int32, what followed in the tree from index `ahead_at` of the request's tokens on.
+        ahead: int32, what follows in the tree behind that.
         pause, paused: outputs between two looks into the tree, which grow while it finds nothing.
         rates: by source.
         latest: the draft that was found last, verified or not.
@@ -37,12 +38,11 @@ class _Draft:
 
     text: array[int]
     places: Places = field(default_factory=Places)
-    ahead: array[int] = field(default_factory=lambda: array("i"))
-    ahead_at: int = 0
+    ahead: array[int] = field(default_factory=lambda: _NONE)
     pause: int = 1
     paused: int = 0
     rates: dict[Hashable, Acceptance] = field(default_factory=dict)
-    latest: array[int] = field(default_factory=lambda: array("i"))
+    latest: array[int] = field(default_factory=lambda: _NONE)
     source: Hashable = ""
     source_at: int = -1
     equal: int = 0
@@ -78,20 +78,21 @@ class Drafter:
 
         `step_tokens`: rows that the step may have.
         """
-        decoding = [item for item in work if not item.prefills]
-        rows = sum(item.num_rows for item in work)
+        decoding = [item for item in work if item.num_rows == 1 and not item.prefills]
+        rows = sum([item.num_rows for item in work])
         if not 0 < len(decoding) <= _MOST_REQUESTS or rows >= step_tokens:
             return
-        proposed = self.propose([item.request for item in decoding], step_tokens - rows, sum(_rows_of_prompts(work)))
-        for item in decoding:
+        proposed = self.propose([item.request for item in decoding], step_tokens - rows, _rows_of_prompts(work))
+        for item in decoding if proposed else ():
             draft = proposed.get(item.request)
             if draft and item.request.strategy.grow(item.request, ahead=len(draft)):
                 item.add(draft)
 
     def note_step(self, work: Sequence[Work], seconds: float) -> None:
         """Book the time of a step."""
-        beside = _rows_of_prompts(work)
-        self._pace.note(len(work) - len(beside), sum(len(item.draft) for item in work), seconds, sum(beside))
+        drafted, beside = sum([len(item.draft) for item in work]), _rows_of_prompts(work)
+        prompts = sum([item.num_rows - len(item.draft) > 1 for item in work]) if beside else 0
+        self._pace.note(len(work) - prompts, drafted, seconds, beside)
 
     def ended(self, request: Request) -> None:
         """Remember the output of a request that was served."""
@@ -103,23 +104,24 @@ class Drafter:
         self._recent.clear()
 
     def _find(self, request: Request) -> array[int]:
-        limit = min(LONGEST, request.max_tokens - len(request.tokens) - 1)
+        tokens = request.tokens
+        limit = min(LONGEST, request.max_tokens - len(tokens) - 1)
         if limit < 1:
-            return array("i")
+            return _NONE
         state = request.draft = request.draft or _Draft(request.entry_tokens[:])
-        new = request.tokens[len(state.text) - len(request.entry_tokens) :]
-        state.text.extend(new)
-        state.places.follow(state.text)
-        resumed, state.source_at = self._compare(state, new), -1
-        best, state.source = self._from_tree(request, state)[:limit], "tree"
-        at, equal = state.places.find(state.text, state.text)
-        state.equal = equal
-        if not equal and not best and 0 < resumed < len(state.text):
+        text, places = state.text, state.places
+        new = tokens[len(text) - len(request.entry_tokens) :]
+        text.extend(new)
+        places.follow(text)
+        resumed = self._compare(state, new) if state.latest else -1
+        best, state.source, state.source_at = self._from_tree(request, state, new)[:limit], "tree", -1
+        at, state.equal = places.find(text, text)
+        if not state.equal and not best and 0 < resumed < len(text):
             at = resumed
-        if at and not (best and self._rate(request).rate >= self._rate_of(state, ("own", _grade(equal))).rate):
-            best, state.source, state.source_at = _repeat(state.text, at, limit), ("own", _grade(equal)), at
+        if at and not (best and self._rate(request).rate >= self._rate_of(state, ("own", _grade(state.equal))).rate):
+            best, state.source, state.source_at = _repeat(text, at, limit), ("own", _grade(state.equal)), at
         if not best:
-            best, equal = self._recent.find(request.namespace, state.text, limit)
+            best, equal = self._recent.find(request.namespace, text, limit)
             state.source = ("recent", _grade(equal))
         state.latest = best
         return best
@@ -137,17 +139,13 @@ class Drafter:
         self._rate_of(state, state.source).note(right, tried)
         return state.source_at + len(new) if state.source_at >= 0 and (right or state.equal >= _SURE) else -1
 
-    def _from_tree(self, request: Request, state: _Draft) -> array[int]:
-        tokens = request.tokens
-        new = tokens[state.ahead_at :]
-        if state.ahead and state.ahead[: len(new)] == new:
-            del state.ahead[: len(new)]
-        else:
-            del state.ahead[:]
-        state.ahead_at = len(tokens)
+    def _from_tree(self, request: Request, state: _Draft, new: array[int]) -> array[int]:
+        """Tokens behind this place in the tree, as known before the text's `new` tokens."""
+        if state.ahead:
+            state.ahead = state.ahead[len(new) :] if state.ahead[: len(new)] == new else _NONE
         state.paused += 1
         if not state.ahead and state.paused >= state.pause:
-            state.ahead = continuation(self._tree, request.key(len(tokens)), request.namespace, _TREE_TOKENS)
+            state.ahead = continuation(self._tree, request.key(len(request.tokens)), request.namespace, _TREE_TOKENS)
             state.pause, state.paused = 1 if state.ahead else min(2 * state.pause, _TREE_TOKENS), 0
         return state.ahead
 
@@ -160,9 +158,9 @@ class Drafter:
         return state.rates[source]
 
 
-def _rows_of_prompts(work: Sequence[Work]) -> list[int]:
-    """Of each prompt; one of which but a row is left costs what decoding does."""
-    return [item.num_rows for item in work if item.prefills and item.num_rows > 1]
+def _rows_of_prompts(work: Sequence[Work]) -> int:
+    """Of those of which more than a row is computed; one row costs what decoding does."""
+    return sum([rows for item in work if (rows := item.num_rows - len(item.draft)) > 1])
 
 
 def _grade(equal: int) -> int:

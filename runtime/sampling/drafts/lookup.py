@@ -11,9 +11,9 @@ from radix import Namespace, RadixTree
 from radix.node import TOKEN_BYTES
 
 # Tokens that must be equal before a place counts; two ids of 21 bits are one key.
-LEAST = 2
-_BITS = 21
-_MASK = (1 << _BITS * LEAST) - 1
+LEAST, _BITS = 2, 21
+# More runs than these are indexed at once.
+_FEW = 4
 # Equal tokens are counted up to here, at so many of the latest places.
 _LONGEST, _TRIED = 16, 8
 # Of finished outputs, the tokens that are remembered for a namespace: between this many and twice as many.
@@ -31,15 +31,12 @@ class Places:
 
     def follow(self, tokens: array[int]) -> None:
         """Index the runs that end before the last token."""
-        first, stop = max(self._indexed - LEAST + 1, 0), len(tokens) - 1
-        if stop - self._indexed > 2 * LEAST:
-            ids = np.frombuffer(tokens, dtype=np.int32)[first:stop].astype(np.int64)
-            runs = np.lib.stride_tricks.sliding_window_view(ids, LEAST) if len(ids) >= LEAST else ids.reshape(0, LEAST)
-            keys = (runs << np.arange(_BITS * (LEAST - 1), -1, -_BITS)).sum(-1)
-            self._add(keys.tolist(), first + LEAST)
-        else:
-            begin = max(self._indexed + 1, LEAST)
-            self._add([_key(tokens[end - LEAST : end]) for end in range(begin, stop + 1)], begin)
+        stop, begin = len(tokens) - 1, max(self._indexed + 1, LEAST)
+        if stop - begin > _FEW:
+            ids = np.frombuffer(tokens, dtype=np.int32)[begin - LEAST : stop].astype(np.int64)
+            self._add((ids[:-1] << _BITS | ids[1:]).tolist(), begin)
+        elif begin <= stop:
+            self._add([_key(tokens, end) for end in range(begin, stop + 1)], begin)
         self._indexed = max(stop, self._indexed)
 
     def _add(self, keys: list[int], end: int) -> None:
@@ -57,7 +54,9 @@ class Places:
             Of the latest places, the one with the most equal tokens.
         """
         at, longest = 0, 0
-        end = self._ends.get(_key(tokens[-LEAST:]), 0) if len(tokens) >= LEAST else 0
+        end = self._ends.get(_key(tokens, len(tokens)), 0) if len(tokens) >= LEAST else 0
+        if not end:
+            return 0, 0
         for _ in range(_TRIED):
             if not end or longest >= _LONGEST:
                 break
@@ -117,8 +116,6 @@ def continuation(tree: RadixTree, key: bytes, namespace: Namespace, limit: int) 
     return found
 
 
-def _key(run: array[int]) -> int:
-    key = 0
-    for token in run:
-        key = key << _BITS | token
-    return key & _MASK
+def _key(tokens: array[int], end: int) -> int:
+    """Of the run that ends before index `end`."""
+    return tokens[end - 2] << _BITS | tokens[end - 1]

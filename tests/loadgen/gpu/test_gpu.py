@@ -38,12 +38,23 @@ def test_without_a_gpu_it_says_so(bench, capsys):
     assert bench("sped") == (2, {})
 
 
-def test_correctness(bench, tiny_dir, tmp_path):
+def test_correctness(bench, tiny_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("loadgen.gpu.correctness._NEW", 6)
     code, figures = bench("correctness", "--device", "cpu", "--model", tiny_dir)
     assert code == 0
     float32 = figures["greedy tokens in float32"]
     assert float32["as transformers"] == float32["cached as uncached"] == 1.0
-    assert figures.keys() == {"greedy tokens in float32", "greedy tokens in bfloat16"}
+    pairs = {name: row for name, row in figures.items() if "cold" in row}
+    assert pairs.keys() == {
+        "greedy tokens one step ahead as in step",
+        "greedy tokens shared pages read once as by each",
+        "greedy tokens pages of 1 as of 16",
+    }
+    assert all(row["cold"] == row["warm"] == 1.0 for row in pairs.values())
+    assert figures.keys() - pairs.keys() == {"greedy tokens in float32", "greedy tokens in bfloat16"}
+    page = (tmp_path / "gpu.md").read_text()
+    assert "| tokens one step ahead | at least 1 | 1 | met |" in page
+    assert "| plain over cascade, 32 requests | at least 1.3 | | not measured |" in page
     assert "- command: ramet gpu correctness" in (tmp_path / "gpu-correctness.md").read_text()
 
 
@@ -66,11 +77,19 @@ def test_speed_goes_on_where_it_was_ended(bench, capsys, tmp_path):
 def test_bicache(bench):
     code, figures = bench("bicache", "--device", "cpu")
     assert code == 0
-    assert len(figures) == 6
+    assert len(figures) == 8
     assert figures["32 shared, batch 2: naive"]["depth"] == 4
     assert figures["32 shared, batch 2: no cache"]["gain, %"] == 0
     by_rows = [figures[f"32 shared, batch 2: {name}"]["gain by rows, %"] for name in ("d = 0", "BiCache", "naive")]
     assert by_rows == sorted(by_rows)
+
+
+@pytest.mark.parametrize(("part", "count"), [("modules", 2), ("documents", 5), ("drafts", 1)])
+def test_reuse_beyond_prefixes(bench, default_model_dir, part, count):
+    code, figures = bench(part, "--device", "cpu", "--tokenizer", default_model_dir)
+    assert code == 0
+    assert len(figures) == count
+    assert all(value > 0 for row in figures.values() for name, value in row.items() if name != "right of drafted, %")
 
 
 def test_server(bench, default_model_dir):

@@ -212,7 +212,11 @@ def test_models_that_take_none(tiny_dir, adapters, tmp_path, default_model_dir):
 
 @pytest.mark.parametrize(
     ("architecture", "code"),
-    [*(("Gemma3", code) for code in CODE), ("Qwen3Moe", "torch"), ("Phi3", "transformers"), ("GptOss", "transformers")],
+    [
+        *(("Gemma3", code) for code in CODE),
+        *(("GptOss", code) for code in CODE),
+        *(("Qwen3Moe", "native"), ("Qwen3Moe", "torch"), ("Phi3", "transformers")),
+    ],
 )
 def test_other_architectures(architecture, code, prompts, tmp_path):
     """Norms behind products, windows, experts, fused projections and sinks."""

@@ -79,10 +79,20 @@ def test_options_that_cannot_be_are_refused_before_the_weights_are_read(tiny_dir
         EngineCore(make_config(model=str(tmp_path), device="cpu", dtype="float32", **options), tmp_path)
 
 
-def test_flashinfer_is_not_taken_for_float32():
-    assert choose_attention(ModelConfig(), CUDA, torch.float32) == "cpu"
-    with pytest.raises(ModelError, match=r"no float32|not installed"):
-        choose_attention(ModelConfig(attention_backend="flashinfer"), CUDA, torch.float32)
+def test_flashinfer_is_taken_where_it_can_compute(monkeypatch):
+    asked = ModelConfig(attention_backend="flashinfer")
+    with pytest.raises(ModelError, match="needs CUDA"):
+        choose_attention(asked, torch.device("cpu"), torch.bfloat16, 64)
+    monkeypatch.setattr("runtime.execution.device.find_spec", lambda name: None)
+    assert choose_attention(ModelConfig(), CUDA, torch.bfloat16, 64) == "cpu"
+    with pytest.raises(ModelError, match="not installed"):
+        choose_attention(asked, CUDA, torch.bfloat16, 64)
+    monkeypatch.setattr("runtime.execution.device.find_spec", lambda name: name)
+    assert choose_attention(ModelConfig(), CUDA, torch.bfloat16, 64) == "flashinfer"
+    for dtype, head_dim, said in ((torch.float32, 64, "no float32"), (torch.bfloat16, 80, "heads of 64, 128 or 256")):
+        assert choose_attention(ModelConfig(), CUDA, dtype, head_dim) == "cpu"
+        with pytest.raises(ModelError, match=said):
+            choose_attention(asked, CUDA, dtype, head_dim)
 
 
 def test_a_pool_that_the_machine_cannot_hold_is_refused():

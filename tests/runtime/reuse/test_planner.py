@@ -27,19 +27,37 @@ def seen(batch: ForwardBatch, page_size: int) -> list[tuple[object, ...]]:
     return [(*row, sorted(np.concatenate(read).tolist())) for *row, read in zip(*columns, reads, strict=True)]
 
 
+def drive(core):
+    """Requests come, end, leave and give way while others decode."""
+    driver, draw = Driver(core), random.Random(5)
+    prefix = [7, 8, 9] * 8
+    for number in range(14):
+        prompt = prefix[: draw.choice((0, 5, 24))] + [draw.randrange(20) for _ in range(draw.randrange(1, 12))]
+        driver.add(f"{number}", prompt, max_new_tokens=draw.randrange(2, 100), temperature=draw.choice((0, 1)), seed=1)
+        for _ in range(draw.randrange(12)):
+            driver.step()
+        if number % 5 == 4:
+            core.abort(f"{number - 1}")
+    driver.run()
+    return driver.tokens
+
+
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_plan_that_grows_is_the_plan_made_anew(tiny_dir, monkeypatch, drafts):
-    """Requests come, end, leave and give way while others decode, within pages and over their ends."""
-    core, guess = make_core(tiny_dir, page_size=8, pool_tokens=240, drafts="auto"), random.Random(6)
-    plan, built = core.planner.plan, []
+    """Within pages and over their ends, and over steps with drafts."""
+    options = {"page_size": 4, "pool_tokens": 240}
+    known = drive(make_core(tiny_dir, **options)) if drafts else {}
+    core, guess = make_core(tiny_dir, drafts="auto", **options), random.Random(6)
+    plan, built, starts, grown = core.planner.plan, [], {}, []
     monkeypatch.setattr(planner, "build", lambda *a, made=planner.build: built.append(1) or made(*a))
-    grown = 0
 
     def compare(work):
-        nonlocal grown
         before, booked = len(built), [item.request.row_layers for item in work]
         found = plan(work)
-        grown += len(built) == before
+        if len(built) == before:
+            grown.append(max(item.start - starts[item.request] for item in work))
+        if all(item.num_rows == 1 for item in work):
+            starts.update((item.request, item.start) for item in work)
         after = [item.request.row_layers for item in work]
         layers = core.executor.spec.num_layers
         anew = Planner(layers, core.info.page_size, 0, core.executor.device, core.executor.least_saved_tokens).plan(
@@ -54,21 +72,19 @@ def test_a_plan_that_grows_is_the_plan_made_anew(tiny_dir, monkeypatch, drafts):
         return found
 
     def propose(requests, room, beside):
-        guessed = {request: core.drafter._find(request) and array("i", [guess.randrange(20)]) for request in requests}
-        return guessed if drafts and room >= len(requests) and not guess.randrange(4) else {}
+        if not drafts or room < 12 * len(requests) or guess.randrange(2):
+            return {}
+        right = {request: known[request.rid][request.num_output :][: guess.randrange(12)] for request in requests}
+        return {
+            request: array("i", [*tokens, guess.randrange(20)][: request.max_tokens - len(request.tokens) - 1])
+            for request, tokens in right.items()
+        }
 
     monkeypatch.setattr(core.planner, "plan", compare)
     monkeypatch.setattr(core.drafter, "propose", propose)
-    driver, draw = Driver(core), random.Random(5)
-    prefix = [7, 8, 9] * 8
-    for number in range(14):
-        prompt = prefix[: draw.choice((0, 5, 24))] + [draw.randrange(20) for _ in range(draw.randrange(1, 12))]
-        driver.add(f"{number}", prompt, max_new_tokens=draw.randrange(2, 40), temperature=draw.choice((0, 1)), seed=1)
-        for _ in range(draw.randrange(12)):
-            driver.step()
-        if number % 5 == 4:
-            core.abort(f"{number - 1}")
-    driver.run()
-    assert grown > 10
-    assert core.counters["steps"] - grown > 10
+    assert drive(core).keys() >= known.keys()
+    assert not core.counters["failed_steps"], "the plans of some step differed"
+    assert len(grown) > 10
+    assert core.counters["steps"] - len(grown) > 10
     assert (core.counters["drafted_tokens"] > 0) == drafts
+    assert max(grown) > 9 if drafts else max(grown) == 1

@@ -11,7 +11,7 @@
 #define RAMET_API extern "C" __attribute__((visibility("default")))
 
 // Version of the structures and functions that the Python side declares: libraries of other versions are not used.
-RAMET_API int64_t ramet_interface() { return 8; }
+RAMET_API int64_t ramet_interface() { return 9; }
 
 // Whether this processor has the instruction sets that the library was compiled for.
 RAMET_API int64_t ramet_supported() {
@@ -76,7 +76,7 @@ RAMET_API void ramet_attend(ramet::Team* team, const ramet::Shape* shape, const 
         ramet::Attention::Scratch scratch;
         attention.run(*team, *kv, q, width, out, width, scratch);
         team->barrier();
-        if (attention.merges()) attention.merge(*team, out, width);
+        if (attention.merges()) attention.merge(*team, *kv, out, width);
     });
 }
 

@@ -37,6 +37,7 @@ struct Shape {
 struct LayerKV {
     void* k;
     void* v;
+    const float* sinks;  // [heads], a score of each head whose value is 0; null: none
 };
 
 // A plan, cut into pieces that threads take: some rows of an edge, one kv head, some of the span's keys.
@@ -150,7 +151,7 @@ class Attention {
     bool merges() const { return merges_; }
 
     // This thread's share of merging partial results, one phase of a team. A row without visible keys gets zeros.
-    void merge(Team& team, float* out, int64_t ldo) {
+    void merge(Team& team, const LayerKV& kv, float* out, int64_t ldo) {
         constexpr int64_t kRun = 4;
         const int64_t heads = shape_.heads, size = partial_size();
         std::vector<float> all(size);
@@ -167,7 +168,7 @@ class Attention {
                         while (++p < last && !begins_section_[p]) add_part(section, parts + p * heads * size);
                         add_part(all.data(), section);
                     }
-                    finish(all.data(), out + row * ldo + head * shape_.dim);
+                    finish(all.data(), kv, head, out + row * ldo);
                 }
             }
         }
@@ -238,9 +239,12 @@ class Attention {
         add_part(to, part + kLanes + shape_.dim, part, part + kLanes);
     }
 
-    // A row's result.
-    void finish(const float* all, float* out) const {
-        const float sum = reduce_add(load(all)), scale = sum > 0 ? 1 / sum : 0;
+    // A head's part of a row's result.
+    void finish(const float* all, const LayerKV& kv, int64_t head, float* out) const {
+        const float sum = reduce_add(load(all)), base = all[kLanes + shape_.dim];
+        const float sink = kv.sinks != nullptr && sum > 0 ? std::exp2(kv.sinks[head] * kLog2E - base) : 0;
+        const float scale = sum > 0 ? 1 / (sum + sink) : 0;
+        out += head * shape_.dim;
         for (int64_t d = 0; d < shape_.dim; ++d) out[d] = all[kLanes + d] * scale;
     }
 
@@ -320,7 +324,7 @@ class Attention {
         });
         for (int64_t f = 0; f < folded; ++f) {
             const int64_t row = edge.rows[piece.from + f / group_];
-            if (row_parts_[row + 1] - row_parts_[row] == 1) finish(all + f * size, out + row * ldo + head_of(f) * dim);
+            if (row_parts_[row + 1] - row_parts_[row] == 1) finish(all + f * size, kv, head_of(f), out + row * ldo);
         }
     }
 
@@ -593,9 +597,9 @@ class Attention {
 
     // Scores [R, padded] become weights 2^(score - the row's top), as pairs if values are multiplied so; `padded` is a
     // multiple of kPanel. Tops, which are whole, and sums [R, kLanes] are updated; decay [R] is the factor of earlier
-    // results.
+    // results. Not inline: or the compiler, which has the tile to keep, would spill here.
     template <int R, bool Pairs>
-    static void weigh(float* scores, int64_t stride, int64_t padded, float* tops, float* sums, float* decay) {
+    [[gnu::noinline]] static void weigh(float* scores, int64_t stride, int64_t padded, float* tops, float* sums, float* decay) {
         Vec highest[kLanes];
 #pragma GCC unroll 16
         for (int r = 0; r < kLanes; ++r) {

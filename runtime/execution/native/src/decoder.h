@@ -14,7 +14,7 @@ struct Layer {
     const float* down_norm;   // [hidden]
     Matrix qkv;
     Matrix o;
-    Matrix gate_up;  // paired
+    Matrix gate_up;  // paired; no columns: the layer ends behind its attention
     Matrix down;
     LayerKV kv;
 };
@@ -267,10 +267,11 @@ class Decoder {
         attention_.run(team_, layer.kv, qkv_.data(), ld_qkv_, attended_.data(), ld_attention_, scratch.attention);
         team_.barrier();
         if (attention_.merges()) {
-            attention_.merge(team_, attended_.data(), ld_attention_);
+            attention_.merge(team_, layer.kv, attended_.data(), ld_attention_);
             team_.barrier();
         }
         add_product(layer.o, attended_, ld_attention_, layer.o_norm, &AdapterLayer::o);
+        if (layer.gate_up.n == 0) return;
         normalise(x, nullptr, m, layer.post_norm);
         if (group.num_adapted) {
             multiply({normed_.data(), ld_hidden_, m, &layer.gate_up, gates_.data(), ld_gates_, ld_gates_,

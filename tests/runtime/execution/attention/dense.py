@@ -8,7 +8,7 @@ import torch
 from runtime.batch import AttentionPlan, Span, causal_visible
 
 
-def dense_attention(plan, q, pool, rope):
+def dense_attention(plan, q, pool, rope, sinks=None):
     """Softmax over all that a row's edges show it, in float64 on the CPU; keys are moved, not queries.
 
     A row that sees nothing gives zeros.
@@ -35,8 +35,10 @@ def dense_attention(plan, q, pool, rope):
         scores[:, rows, here] = products.masked_fill(~seen, -torch.inf)
         values[:, here] = v.transpose(0, 1)
         first += span.length
+    none = torch.full((q.shape[1],), -torch.inf) if sinks is None else sinks
+    scores = torch.cat((scores, none.double()[:, None, None].expand(-1, plan.num_rows, 1)), dim=-1)
     # Rows that see nothing have a softmax of NaN.
-    return (scores.softmax(-1).nan_to_num(0) @ values).transpose(0, 1)
+    return (scores.softmax(-1).nan_to_num(0)[..., :-1] @ values).transpose(0, 1)
 
 
 def moved(x, shift, rope):

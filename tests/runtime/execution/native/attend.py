@@ -5,14 +5,15 @@ import ctypes
 import torch
 
 from runtime.execution.native import library as c
-from runtime.execution.native.decoder import NativePlan, Team
+from runtime.execution.native.decoder import NativePlan
+from runtime.execution.native.packed import Team
 
 
-def attend_natively(library, plan, q, pool, rope, threads=2):
+def attend_natively(library, plan, q, pool, rope, threads=2, sinks=None):
     """float32 [rows, heads, dim] of float32 queries of this shape, contiguous."""
     team, (heads, dim) = Team(library, threads), q.shape[1:]
     shape = c.Shape(heads, pool.k.shape[2], dim, pool.page_size, pool.k.dtype == torch.bfloat16)
-    kv = c.LayerKV(pool.k[0].data_ptr(), pool.v[0].data_ptr())
+    kv = c.LayerKV(pool.k[0].data_ptr(), pool.v[0].data_ptr(), None if sinks is None else sinks.data_ptr())
     native = NativePlan(plan, rope)
     out = torch.full(q.shape, torch.nan)
     library.attend(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from runtime.execution.native.decoder import Team
+from runtime.execution.native.packed import Team
 
 
 def argmax(library, rows):

@@ -29,15 +29,16 @@ class World:
             tensor.normal_(generator=self.generator)
         self.pages = Pages(self.pool, self.random)
         self.span = self.pages.span
+        self.sinks = None
 
     def causal(self, plan, rows, length, scattered=True, **options):
         plan.add(rows, self.span(length, scattered, **options), causal_visible(length, rows.stop - rows.start))
 
     def plain(self, plan, q):
-        return dense_attention(plan, q, self.pool, self.rope)
+        return dense_attention(plan, q, self.pool, self.rope, self.sinks)
 
     def run(self, plan, q):
-        return attend_natively(self.library, plan, q, self.pool, self.rope, self.threads)
+        return attend_natively(self.library, plan, q, self.pool, self.rope, self.threads, self.sinks)
 
     def check(self, plan, q=None):
         if q is None:
@@ -100,6 +101,19 @@ def test_mixed_batch_of_prefill_and_decode(library):
     world.causal(plan, slice(0, 1), 17)
     world.causal(plan, slice(1, 89), 120, False)
     world.causal(plan, slice(89, 90), 700)
+    world.check(plan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_count_once(library, dtype):
+    """In rows of one part and of several, and in one that sees nothing."""
+    world = World(library, page_size=16, dim=64, dtype=dtype)
+    world.sinks = torch.tensor([-80.0, -3.0, 0.0, 2.5, 6.0, 80.0])
+    plan = AttentionPlan(40)
+    plan.add(slice(0, 2), world.span(700))
+    for row in range(3):
+        world.causal(plan, slice(row, row + 1), 1 + 300 * row)
+    world.causal(plan, slice(3, 39), 1500)
     world.check(plan)
 
 

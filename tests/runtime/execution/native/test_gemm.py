@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from runtime.execution.native import library as c
-from runtime.execution.native.decoder import PackedWeights, Team, describe, packed_bytes
+from runtime.execution.native.packed import PackedWeights, Team, describe, packed_bytes
 
 STORE, ADD, SILU = 0, 1, 2
 

@@ -11,6 +11,7 @@ import transformers
 
 import runtime.models
 from runtime.engine.core import EngineCore
+from runtime.execution.native.library import load_best
 from tests.runtime.engine.driver import Driver, make_core
 from tests.runtime.execution.transformers.architectures import ARCHITECTURES, VOCAB, save_small
 
@@ -40,11 +41,22 @@ def test_greedy_tokens_are_those_of_transformers(architecture, prompts, tmp_path
     check_greedy(save_small(architecture, tmp_path), prompts, model_impl="transformers")
 
 
-@pytest.mark.parametrize("layers", [{}, {"decoder_sparse_step": 2, "norm_topk_prob": True}, {"mlp_only_layers": [0]}])
-@pytest.mark.parametrize("windows", [False, True])
-def test_experts_in_the_own_code(layers, windows, prompts, tmp_path):
-    path = save_small("Qwen3Moe", tmp_path, **layers, use_sliding_window=windows)
-    assert check_greedy(path, prompts, model_impl="auto").info.model_impl == "ramet"
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("Qwen3Moe", {}),
+        ("Qwen3Moe", {"decoder_sparse_step": 2, "norm_topk_prob": True, "use_sliding_window": True}),
+        ("Qwen3Moe", {"mlp_only_layers": [0]}),
+        ("GptOss", {}),
+        ("GptOss", {"swiglu_limit": 0.5, "swiglu_alpha": 3.0, "attention_bias": False}),
+    ],
+)
+@pytest.mark.parametrize("native", [True, False])
+def test_experts_in_the_own_code(architecture, fields, native, prompts, tmp_path):
+    path = save_small(architecture, tmp_path, **fields)
+    core = check_greedy(path, prompts, model_impl="auto", native_kernels=native)
+    assert core.info.model_impl == "ramet"
+    assert (core.executor.backend_name == "cpu") == (not native or load_best() is None)
 
 
 def check_greedy(path, prompts, **options) -> EngineCore:
@@ -70,7 +82,7 @@ def check_greedy(path, prompts, **options) -> EngineCore:
 
 
 @pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("architecture", ["Mistral", "Qwen2", "Gemma3"])
+@pytest.mark.parametrize("architecture", ["Mistral", "Qwen2", "Gemma3", "GptOss"])
 def test_windows_in_the_own_code(architecture, native, prompts, tmp_path):
     path = save_small(architecture, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")

@@ -1,0 +1,270 @@
+"""`python -m loadgen.gpu.prepare DIRECTORY`: all that a machine with a GPU and without internet needs to measure.
+
+Wheels of the packages that it lacks, FlashInfer's kernels compiled for it, a part of the default model and the
+tokenizer, and `measure`, which installs them there and runs `ramet bench gpu`. What is there already is kept, so that
+the same command goes on where it was ended. No GPU is needed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
+from importlib.metadata import distributions
+from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.version import Version
+
+from loadgen.gpu.cut import cut_model
+from runtime.config import make_config
+from runtime.models.resolve import resolve_model
+
+_ROOT = Path(__file__).parents[2]
+# FlashInfer declares these, and Ramet's calls of it use none of them: 1 GB.
+_UNUSED = frozenset({"cuda-python", "cuda-tile", "nccl4py", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl"})
+_COMPILERS = tuple(f"flashinfer/data/{library}/" for library in ("cutlass", "cccl", "spdlog"))
+# The compiler, and headers that FlashInfer's sources include.
+_TOOLKIT = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt", "nvidia-cuda-runtime", "nvidia-cuda-cccl")
+_CURAND = "nvidia-curand>=10.4,<11"
+
+_MEASURE = """#!/bin/sh
+# In a checkout of Ramet, on the machine with the GPU: installs what lies beside this file for $PYTHON (python3), apart
+# from its own packages, and runs `ramet bench gpu`. measure correctness --limit 400
+set -e
+here=$(cd "$(dirname "$0")" && pwd)
+python=${PYTHON:-python3}
+site=${RAMET_SITE:-/tmp/ramet-site}
+if ! [ -e "$site/.complete" ]; then
+    "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" \\
+        "$here"/wheels/*.whl
+    touch "$site/.complete"
+fi
+export PYTHONPATH="$site:$here/kernels:$PWD"
+# Kernels that are missing in kernels/ are compiled where there is a compiler; else FlashInfer says which one it lacks.
+command -v nvcc > /dev/null || export FLASHINFER_DISABLE_JIT=1
+[ -e "$here/model/config.json" ] && set -- "$@" --model "$here/model"
+[ -e "$here/tokenizer/tokenizer.json" ] && set -- "$@" --tokenizer "$here/tokenizer"
+exec "$python" -m loadgen gpu "$@"
+"""
+
+
+def main() -> int:
+    """Prepare the directory; 3 if the time was up before the last kernel."""
+    parser = argparse.ArgumentParser(prog="python -m loadgen.gpu.prepare", description=__doc__)
+    parser.add_argument("directory", type=Path)
+    there = parser.add_argument_group("the other machine")
+    there.add_argument("--python", default="3.12", help="its Python (default: 3.12)")
+    there.add_argument("--torch", default="2.11.0", help="its torch (default: 2.11.0); no wheel of it is taken along")
+    there.add_argument("--has", type=Path, metavar="FILE", help="what else it has, as of `pip list --format=freeze`")
+    there.add_argument("--glibc", type=int, default=34, help="its glibc is 2.N at least (default: 34)")
+    there.add_argument("--arch", default="9.0a", help="compute capability of its GPU (default: 9.0a, Hopper)")
+    parser.add_argument("--cuda", default="13.0", help="version of the compiler, where this machine has none")
+    parser.add_argument("--flashinfer", default="0.6.18.post1", help="default: 0.6.18.post1")
+    parser.add_argument(
+        "--slim", action="store_true", help="FlashInfer without its sources, so that nothing is compiled there"
+    )
+    parser.add_argument("--kernels", nargs="*", default=[""], metavar="NAME", help="only those with this in their name")
+    parser.add_argument("--layers", type=int, default=3, help="of the default model, taken along; 0: no model")
+    parser.add_argument("--vocabulary", type=int, default=4096, help="of its tokens (default: 4096)")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no kernel is begun")
+    arguments = parser.parse_args()
+    out = arguments.directory.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    collect(arguments, out / "wheels")
+    carry_model(arguments, out)
+    write_script(out)
+    code = compile_kernels(arguments, out) if arguments.kernels else 0
+    print_sizes(out)
+    return code
+
+
+def collect(arguments: argparse.Namespace, wheels: Path) -> None:
+    """Download the wheels of Ramet, of its benches and of FlashInfer that the other machine lacks."""
+    wheels.mkdir(exist_ok=True)
+    lines = [f"torch=={arguments.torch}"]
+    if arguments.has is not None:
+        lines += arguments.has.read_text(encoding="utf-8").split()
+    project = tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["load"], *extras["bench"], f"flashinfer-python=={arguments.flashinfer}"]
+    tags = [f"--platform=manylinux_2_{n}_x86_64" for n in range(arguments.glibc, 4, -1)]
+    tags += ["--platform=manylinux2014_x86_64", "--platform=manylinux1_x86_64"]
+    target = ["--implementation=cp", f"--python-version={arguments.python}", *tags]
+    for wheel in missing(wanted, versions(lines), arguments.python, wheels, target):
+        if arguments.slim and wheel.name.startswith("flashinfer_python-"):
+            _leave_sources(wheel)
+        print(f"{wheel.name}: {wheel.stat().st_size / (1 << 20):.1f} MiB", flush=True)
+
+
+def _leave_sources(wheel: Path) -> None:
+    """Rewrite FlashInfer's wheel without the libraries that only its compiler reads: half of it."""
+    half = wheel.with_suffix(".part")
+    with ZipFile(wheel) as whole, ZipFile(half, "w", ZIP_DEFLATED, compresslevel=9) as rest:
+        for entry in whole.infolist():
+            if not entry.filename.startswith(_COMPILERS):
+                rest.writestr(entry, whole.read(entry), ZIP_DEFLATED, 9)
+    half.rename(wheel)
+
+
+def versions(lines: Iterable[str]) -> dict[str, Version | None]:
+    """Versions by name, of lines such as `numpy==2.1` or `numpy`."""
+    found: dict[str, Version | None] = {}
+    for line in lines:
+        name, _, version = line.strip().rstrip(",").partition("==")
+        found[canonicalize_name(name)] = Version(version) if version else None
+    return found
+
+
+def missing(
+    wanted: Iterable[str], there: dict[str, Version | None], python: str, wheels: Path, target: list[str]
+) -> Iterator[Path]:
+    """Wheels of requirements, and of what these require, that are not `there`; those in `wheels` are kept.
+
+    Raises ValueError where two requirements ask for versions that exclude each other.
+    """
+    environment = {
+        "python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux", "os_name": "posix",
+        "platform_system": "Linux", "platform_machine": "x86_64", "platform_python_implementation": "CPython",
+        "implementation_name": "cpython", "extra": "",
+    }  # fmt: skip
+    queue, there = [Requirement(line) for line in wanted], dict(there)
+    for requirement in queue:
+        name = canonicalize_name(requirement.name)
+        applies = requirement.marker is None or requirement.marker.evaluate(environment)
+        if not applies or name in ("ramet", *_UNUSED) or (name in there and there[name] is None):
+            continue
+        if name in there:
+            if requirement.specifier.contains(str(there[name]), prereleases=True):
+                continue
+            raise ValueError(f"{requirement} is needed, and {name} {there[name]} is there")
+        wheel = _kept(requirement, wheels) or _download(requirement, wheels, target)
+        there[name] = parse_wheel_filename(wheel.name)[1]
+        queue += _requirements(wheel)
+        yield wheel
+
+
+def _kept(requirement: Requirement, wheels: Path) -> Path | None:
+    for wheel in wheels.glob("*.whl"):
+        name, version, _, _ = parse_wheel_filename(wheel.name)
+        if name == canonicalize_name(requirement.name) and requirement.specifier.contains(version, prereleases=True):
+            return wheel
+    return None
+
+
+def _download(requirement: Requirement, wheels: Path, target: list[str]) -> Path:
+    before = set(wheels.glob("*.whl"))
+    pip(["download", "--no-deps", "--only-binary=:all:", *target, "-d", str(wheels), _plain(requirement)])
+    (wheel,) = set(wheels.glob("*.whl")) - before
+    return wheel
+
+
+def _plain(requirement: Requirement) -> str:
+    return f"{requirement.name}{requirement.specifier}"
+
+
+def _requirements(wheel: Path) -> Iterator[Requirement]:
+    with ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name))
+        text = archive.read(metadata).decode()
+    for line in text.partition("\n\n")[0].splitlines():
+        if line.startswith("Requires-Dist: "):
+            yield Requirement(line.removeprefix("Requires-Dist: "))
+
+
+def pip(arguments: list[str]) -> None:
+    """Call pip. Raises CalledProcessError."""
+    command = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *arguments]
+    subprocess.run(command, check=True)
+
+
+def write_script(out: Path) -> None:
+    """Write `measure`."""
+    (out / "measure").write_text(_MEASURE, encoding="utf-8")
+    (out / "measure").chmod(0o755)
+
+
+def carry_model(arguments: argparse.Namespace, out: Path) -> None:
+    """Write a part of the default model to `model`, and its tokenizer to `tokenizer`."""
+    if not arguments.layers:
+        return
+    source = resolve_model(make_config().model)
+    if not (out / "model" / "config.json").exists():
+        cut_model(source, out / "model", arguments.layers, arguments.vocabulary)
+    (out / "tokenizer").mkdir(exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(source / name, out / "tokenizer" / name)
+
+
+def compile_kernels(arguments: argparse.Namespace, out: Path) -> int:
+    """Compile FlashInfer's kernels for the other machine's GPU; the exit code of `loadgen.gpu.aot`."""
+    site = out / "build" / "site"
+    site.mkdir(parents=True, exist_ok=True)
+    # FlashInfer runs here, too, to describe its kernels: for this Python, beside the torch of this environment.
+    here = versions(f"{one.metadata['Name']}=={one.version}" for one in distributions())
+    for name in ("flashinfer-python", "apache-tvm-ffi"):  # of the version that is asked for, in any case
+        here.pop(name, None)
+    wheels = out / "build" / "wheels"
+    wheels.mkdir(exist_ok=True)
+    wanted = [f"flashinfer-python=={arguments.flashinfer}", "filelock", "ninja"]
+    found = list(missing(wanted, here, "{}.{}".format(*sys.version_info), wheels, []))
+    if not (site / ".complete").exists():
+        pip(["install", "--no-deps", "--upgrade", "--target", str(site), *map(str, found)])
+        (site / ".complete").touch()
+    environment = {
+        **os.environ, **toolkit(arguments.cuda, out / "build"), "FLASHINFER_CUDA_ARCH_LIST": arguments.arch,
+        "FLASHINFER_WORKSPACE_BASE": str(out / "build"), "FLASHINFER_USE_CUDA_NORM": "1",
+        "PYTHONPATH": os.pathsep.join([str(site), str(_ROOT)]), "PATH": f"{site / 'bin'}:{os.environ['PATH']}",
+        "MAX_JOBS": os.environ.get("MAX_JOBS", str(os.cpu_count() or 1)),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "loadgen.gpu.aot", str(out / "kernels"), "--limit", str(arguments.limit)]
+    command += ["--only", *arguments.kernels]
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def toolkit(version: str, build: Path) -> dict[str, str]:
+    """Variables for the compilers: this machine's CUDA of that version, or one from wheels.
+
+    The linker wants a libcuda, which comes with a driver: one without symbols stands in for it.
+    """
+    stubs, wheels = build / "stubs", build / "toolkit"
+    stubs.mkdir(exist_ok=True)
+    link = ["cc", "-shared", "-Wl,-soname,libcuda.so.1", "-o", str(stubs / "libcuda.so"), "-x", "c", os.devnull]
+    subprocess.run(link, check=True)
+    home = Path(os.environ.get("CUDA_HOME", f"/usr/local/cuda-{version}"))
+    packages = [_CURAND]
+    if not (home / "bin" / "nvcc").exists():
+        home, packages = wheels / "nvidia" / "cu13", [*(f"{name}=={version}.*" for name in _TOOLKIT), *packages]
+    if not (wheels / ".complete").exists():
+        pip(["install", "--no-deps", "--upgrade", "--target", str(wheels), *packages])
+        for link_name, library in (("lib64", "lib"), ("lib/libcudart.so", "libcudart.so.13")):
+            if len(packages) > 1 and not (home / link_name).exists():
+                (home / link_name).symlink_to(library)
+        (wheels / ".complete").touch()
+    return {
+        "CUDA_HOME": str(home), "CPATH": str(wheels / "nvidia" / "cu13" / "include"),
+        "FLASHINFER_EXTRA_LDFLAGS": f"-L{stubs}",
+    }  # fmt: skip
+
+
+def print_sizes(out: Path) -> None:
+    """Print what has to be carried, and the line that measures there."""
+    total = 0.0
+    for part in ("wheels", "kernels", "model", "tokenizer"):
+        files = [path for path in (out / part).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        size = sum(path.stat().st_size for path in files) / (1 << 20)
+        total += size
+        print(f"{part}: {len(files)} files, {size:.1f} MiB")
+    print(f"together {total:.1f} MiB, without build/, which stays. There, in a checkout of Ramet:")
+    print("    DIRECTORY/measure correctness")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,69 @@
+"""Mixtures of experts whose products are the native kernels'."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from runtime.execution.experts import Experts
+from runtime.execution.native import library as c
+from runtime.execution.native.packed import PackedWeights, Team, describe, packed_bytes
+
+
+class NativeExperts(Experts):
+    """The experts of one layer on a CPU, in float32 or bfloat16."""
+
+    __slots__ = ("_down", "_gate_up", "_router")
+
+    def __init__(self, experts: Experts, team: Team, int8: bool):
+        """Take the weights of `experts`, which has none afterwards. Raises MemoryError."""
+        gate_up, down = experts.gate_up, experts.down
+        super().__init__(experts.spec, experts.ops, experts.router, gate_up[:0], down[:0], experts.bias)
+        is_paired = self.spec.limit is None
+        described = [describe(gate_up[0], is_paired, int8), describe(down[0], int8=int8)] * self.spec.count
+        described.append(describe(experts.router))
+        packed = PackedWeights(team, sum(packed_bytes(team.library, one) for one in described))
+        bias = None if experts.router_bias is None else experts.router_bias[None]
+        self._router = _Stack(packed, experts.router[None], bias, False, False)
+        self._gate_up = _Stack(packed, gate_up, experts.gate_up_bias, is_paired, int8)
+        self._down = _Stack(packed, down, experts.down_bias, False, int8)
+        experts.gate_up, experts.down = gate_up[:0], down[:0]
+
+    def _scores(self, x: torch.Tensor) -> torch.Tensor:
+        # Torch's sums would depend on the number of rows.
+        return self._router.multiply(x, 0)
+
+    def _expert(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        inner = self._gate_up.multiply(x, expert)
+        return self._down.multiply(inner if self.spec.limit is None else self._gated(inner), expert)
+
+
+class _Stack:
+    """A weight of each expert; `paired`: their product is SiLU(gate) * up."""
+
+    def __init__(
+        self, packed: PackedWeights, weight: torch.Tensor, bias: torch.Tensor | None, paired: bool, int8: bool
+    ):
+        biases = [None] * len(weight) if bias is None else bias
+        self._packed = packed
+        self._matrices = [packed.add(one, b, paired, int8) for one, b in zip(weight, biases, strict=True)]
+        self._columns, self._into = weight.shape[1] // (2 if paired else 1), c.SILU if paired else 0
+
+    def multiply(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        """float32 [n, out] of rows [n, in]."""
+        x = x.float().contiguous()
+        out = x.new_empty(len(x), self._columns)
+        product = c.Product(
+            a=x.data_ptr(),
+            lda=x.shape[1],
+            m=len(x),
+            w=ctypes.pointer(self._matrices[expert]),
+            c=out.data_ptr(),
+            ldc=self._columns,
+            columns=self._columns,
+            into=self._into,
+        )
+        team = self._packed.team
+        team.library.multiply(team.handle, ctypes.byref(product))
+        return out

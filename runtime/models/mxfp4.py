@@ -1,0 +1,26 @@
+"""Weights in MXFP4: numbers of 4 bits, 32 of which share a power of two (OCP Microscaling Formats, 2023)."""
+
+from __future__ import annotations
+
+import torch
+
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_EXPONENT_BIAS = 127
+
+
+def unpack(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers [experts, out, in] of a packed weight, on the CPU; one expert at a time is float32.
+
+    Args:
+        blocks: uint8 [experts, out, in / 32, 16], two numbers a byte, the first one in the lower half.
+        scales: uint8 [experts, out, in / 32], exponents.
+        dtype: of the result; bfloat16 and float32 hold every number exactly.
+    """
+    # Both numbers of each byte.
+    values = torch.tensor([*_MAGNITUDES, *(-value for value in _MAGNITUDES)])
+    pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=1)
+    out = torch.empty(*blocks.shape[:2], 2 * blocks[0, 0].numel(), dtype=dtype)
+    for one, block, scale in zip(out, blocks, scales, strict=True):
+        numbers = pairs[block.int()].flatten(2)
+        one.copy_(numbers.ldexp_(scale[..., None].int() - _EXPONENT_BIAS).flatten(1))
+    return out

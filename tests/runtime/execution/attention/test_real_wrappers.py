@@ -1,0 +1,164 @@
+"""FlashInfer's own wrappers, where it is installed, above kernels that are computed in torch: no GPU is needed."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from loadgen.gpu import aot
+from runtime.batch import AttentionPlan
+from runtime.execution.attention.flashinfer import FlashInferAttention
+from runtime.execution.attention.graph_calls import GraphCalls, decode_plan
+from runtime.kv.pool import KVPool
+from runtime.models.rope import RotaryEmbedding
+from runtime.models.spec import RopeSpec
+from tests.runtime.execution.attention.dense import Pages, dense_attention, random_plan
+from tests.runtime.execution.attention.stand_in import attend, slots
+from tests.runtime.execution.attention.stand_in import merge_states as merge_in_torch
+
+flashinfer = pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+
+_MASKS = {0: "none", 1: "causal", 2: "custom"}
+
+
+class Kernels:
+    """Libraries of kernels as FlashInfer's wrappers call them, by position, computed in torch.
+
+    Attributes:
+        asked: what described each library.
+        plans: of each call of `plan`, its arguments.
+    """
+
+    def __init__(self) -> None:
+        self.asked: set[tuple] = set()
+        self.plans: list[tuple] = []
+
+    def open(self, kind: str, *description: object) -> SimpleNamespace:
+        self.asked.add((kind, *description))
+        run = {"paged_run": self.prefill} if kind == "prefill" else {"run": self.decode}
+        return SimpleNamespace(plan=self.plan, **run)
+
+    def plan(self, *given: object) -> list[int]:
+        self.plans.append(given)
+        return [len(self.plans)]
+
+    def prefill(self, _float, _int, _plan, q, k, v, qo_indptr, indptr, indices, last, out, lse, mask, layout, *more):
+        window_left, _pdl, bits, bits_indptr, *_ = more
+        scale = more[9]
+        assert (layout, window_left, scale) == (0, -1, pytest.approx(q.shape[-1] ** -0.5))
+        for i in range(len(last)):
+            mine = slice(int(qo_indptr[i]), int(qo_indptr[i + 1]))
+            n, m = mine.stop - mine.start, len(slots(indptr, indices, last, k.shape[1], i))
+            seen = torch.ones(n, m, dtype=torch.bool)
+            if _MASKS[mask] == "causal":
+                seen = seen.tril(m - n)
+            elif _MASKS[mask] == "custom":
+                packed = bits[int(bits_indptr[i]) : int(bits_indptr[i + 1])].numpy()
+                unpacked = np.unpackbits(packed, count=n * m, bitorder="little")
+                seen = torch.from_numpy(unpacked.astype(bool)).view(n, m)
+            self.attend(q[mine], k, v, (indptr, indices, last, i), out[mine], None if lse is None else lse[mine], seen)
+
+    def decode(self, _float, _int, _plan, q, k, v, indptr, indices, last, out, lse, layout, window_left, _pdl, *more):
+        _slopes, cap, scale, *_ = more
+        assert (layout, window_left, cap, scale) == (0, -1, 0.0, pytest.approx(q.shape[-1] ** -0.5))
+        for i in range(len(last)):
+            row = slice(i, i + 1)
+            self.attend(q[row], k, v, (indptr, indices, last, i), out[row], None if lse is None else lse[row])
+
+    @staticmethod
+    def attend(q, k, v, where, out, lse, seen=None) -> None:
+        indptr, indices, last, request = where
+        rows = slots(indptr, indices, last, k.shape[1], request)
+        seen = torch.ones(len(q), len(rows), dtype=torch.bool) if seen is None else seen
+        found, sums = attend(q, k.flatten(0, 1)[rows], v.flatten(0, 1)[rows], seen)
+        out.copy_(found)
+        if lse is not None:
+            lse.copy_(sums)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    found, empty = Kernels(), torch.empty
+    # Without a driver nothing can be pinned.
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
+    for module, name, kind in (
+        ("prefill", "get_batch_prefill_module", "prefill"), ("decode", "get_batch_prefill_module", "prefill"),
+        ("decode", "get_batch_decode_module", "decode"),
+    ):  # fmt: skip
+        monkeypatch.setattr(f"flashinfer.{module}.{name}", lambda *args, kind=kind: found.open(kind, *args))
+
+    def pack(x, indptr, _indptr_new, bitorder, y) -> None:
+        cuts = [x[a:b].numpy() for a, b in zip(indptr[:-1].tolist(), indptr[1:].tolist(), strict=True)]
+        y.copy_(torch.from_numpy(np.concatenate([np.packbits(cut, bitorder=bitorder) for cut in cuts])))
+
+    packed = SimpleNamespace(segment_packbits=pack)
+    # By its full name the module is hidden behind a function.
+    packbits = sys.modules["flashinfer.quantization.packbits"]
+    monkeypatch.setattr(packbits, "get_quantization_module", lambda: packed)
+    monkeypatch.setattr(flashinfer, "merge_states", merge_in_torch)
+    return found
+
+
+def backend(heads: int, kv_heads: int, dim: int, page_size: int, dtype: torch.dtype) -> FlashInferAttention:
+    torch.manual_seed(0)
+    device = torch.device("cpu")
+    pool = KVPool(1, 4096 // page_size, page_size, kv_heads, dim, dtype, device, spare_pages=1)
+    pool.k.copy_(torch.randn(pool.k.shape))
+    pool.v.copy_(torch.randn(pool.v.shape))
+    return FlashInferAttention(pool, RotaryEmbedding(RopeSpec(10000.0), dim, device), heads)
+
+
+SHAPES = [(8, 2, 128, 16, torch.bfloat16), (9, 3, 64, 1, torch.bfloat16), (8, 2, 64, 16, torch.float8_e4m3fn),
+          (4, 4, 128, 16, torch.float8_e4m3fn)]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_random_plans_through_the_wrappers_give_the_references_results(kernels, shape):
+    ours = backend(*shape)
+    for seed in range(6):
+        pages = Pages(ours.pool, np.random.default_rng(seed))
+        plan = random_plan(pages, int(pages.random.integers(1, 12)), 90)
+        (ready,) = ours.prepare_step([plan])
+        q = torch.randn(plan.num_rows, shape[0], shape[2]).bfloat16()
+        got = ours.run(ready, q, 0).double()
+        wanted = dense_attention(plan, q, ours.pool, ours.rope)
+        assert (got - wanted).norm() <= 1e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_graph_calls_plan_the_same_grid_for_every_step(kernels, shape):
+    """A captured graph has the numbers of its first plan; only what lies in buffers may change."""
+    ours = backend(*shape)
+    calls = GraphCalls(ours, 4, shared=True, shifted=True, max_pages=2048)
+    pages = Pages(ours.pool, np.random.default_rng(0))
+    for rows in (4, 2, 3):
+        plan = AttentionPlan(rows)
+        plan.add(slice(0, rows), pages.span(48, shift=7))
+        for row in range(rows):
+            plan.add(slice(row, row + 1), pages.span(5 + 20 * row))
+        split = decode_plan(plan, ours.pool.page_size)
+        assert split is not None
+        calls.plan(split)
+        q = torch.randn(4, shape[0], shape[2]).bfloat16()
+        got = ours.run(calls.calls, q, 0)[:rows].double()
+        wanted = dense_attention(plan, q[:rows], ours.pool, ours.rope)
+        assert (got - wanted).norm() <= 1e-2 * wanted.norm()
+    sizes = [tuple(x for x in given if isinstance(x, int | float)) for given in kernels.plans]
+    assert len(set(sizes)) == 2, "one for each of the two calls"
+
+
+def test_the_kernels_that_are_compiled_ahead_are_those_that_plans_ask_for(kernels, monkeypatch):
+    for shape in SHAPES:
+        ours = backend(*shape)
+        for seed in range(4):
+            ours.prepare_step([random_plan(Pages(ours.pool, np.random.default_rng(seed)), 9, 90)])
+    for kind in ("prefill", "decode"):
+        monkeypatch.setattr(f"flashinfer.jit.attention.gen_batch_{kind}_module", lambda *args, kind=kind: (kind, *args))
+    ahead = {kernel.describe() for kernel in aot.kernels() if kernel.name.startswith(("prefill", "decode"))}
+    assert len(ahead) == 8
+    assert kernels.asked <= ahead
+    assert {kind for kind, *_ in kernels.asked} == {"prefill", "decode"}

@@ -1,0 +1,62 @@
+"""Experts by the native kernels against those in torch."""
+
+import pytest
+import torch
+
+from runtime.execution.experts import Experts
+from runtime.execution.native.experts import NativeExperts
+from runtime.execution.native.packed import Team
+from runtime.execution.ops import Ops
+from runtime.models.experts import ExpertSpec
+
+COUNT, HIDDEN, INNER = 5, 48, 40
+
+
+def random_experts(limit: float | None) -> Experts:
+    """Experts of Qwen3-MoE, or of gpt-oss if gates have a limit."""
+    spec = ExpertSpec((0,), COUNT, 2, INNER, limit=limit, alpha=1.7)
+    draw = torch.Generator().manual_seed(1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw)
+
+    experts = Experts(
+        spec, Ops(), normal(COUNT, HIDDEN), normal(COUNT, 2 * INNER, HIDDEN), normal(COUNT, HIDDEN, INNER)
+    )
+    if limit is not None:
+        experts.router_bias, experts.gate_up_bias = normal(COUNT), normal(COUNT, 2 * INNER)
+        experts.down_bias = normal(COUNT, HIDDEN)
+    return experts
+
+
+@pytest.mark.parametrize("limit", [None, 2.0])
+@pytest.mark.parametrize("rows", [1, 9])
+def test_products_are_those_of_torch(library, limit, rows):
+    experts = random_experts(limit)
+    x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(2))
+    wanted = experts(x)
+    torch.testing.assert_close(NativeExperts(experts, Team(library, 2), False)(x), wanted, atol=1e-4, rtol=1e-4)
+    assert not len(experts.gate_up), "the weights are there twice"
+
+
+def test_eight_bits(library):
+    if not library.has_int8():
+        pytest.skip("this processor does not multiply bytes, or the library is not for those that do")
+    experts, x = random_experts(2.0), torch.randn(64, HIDDEN, generator=torch.Generator().manual_seed(2))
+    wanted = experts(x)
+    error = NativeExperts(experts, Team(library, 1), True)(x) - wanted
+    assert 0 < float(error.norm() / wanted.norm()) < 0.02
+
+
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("limit", [None, 2.0])
+def test_rows_get_the_same_bits_in_any_company(library, limit, int8):
+    if library.isa != "avx512bf16":
+        pytest.skip("only pairs of bfloat16 are summed in one order")
+    experts = random_experts(limit)
+    experts.gate_up, experts.down = experts.gate_up.bfloat16(), experts.down.bfloat16()
+    native = NativeExperts(experts, Team(library, 2), int8)
+    x = torch.randn(70, HIDDEN, generator=torch.Generator().manual_seed(2))
+    wanted = native(x)
+    for start, stop in ((0, 1), (1, 9), (9, 70), (33, 34)):
+        assert torch.equal(native(x[start:stop]), wanted[start:stop])

@@ -1,0 +1,82 @@
+"""Checkpoints of gpt-oss in MXFP4 against transformers' dequantiser."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from runtime.errors import ModelError
+from runtime.models.mxfp4 import unpack
+from runtime.models.spec import LlamaSpec
+from runtime.models.weights import load_weights
+from tests.runtime.engine.driver import Driver, make_core
+from tests.runtime.execution.transformers.architectures import save_small
+
+PROMPT = [5, 9, 200, 31, 8, 77]
+
+
+def random_packed(count: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(rows)
+    blocks = torch.randint(256, (count, rows, columns // 32, 16), generator=draw, dtype=torch.uint8)
+    return blocks, torch.randint(120, 127, blocks.shape[:3], generator=draw, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_number_is_that_of_transformers(dtype):
+    blocks, scales = random_packed(3, 8, 64)
+    blocks[0] = torch.arange(256, dtype=torch.uint8).view(8, 2, 16)
+    found = unpack(blocks, scales, dtype)
+    assert found.dtype == dtype
+    assert torch.equal(found, convert_moe_packed_tensors(blocks, scales, dtype=dtype).transpose(1, 2))
+
+
+@pytest.fixture
+def packed(tmp_path):
+    """A packed checkpoint, and the same one unpacked by transformers."""
+    plain = save_small("GptOss", tmp_path / "plain", hidden_size=32, intermediate_size=64)
+    packed = save_small("GptOss", tmp_path / "packed", hidden_size=32, intermediate_size=64)
+    given = load_file(plain / "model.safetensors")
+    both = [dict(given), dict(given)]
+    for name in [name for name in given if name.endswith(("gate_up_proj", "down_proj"))]:
+        count, columns, rows = both[1].pop(name).shape
+        blocks, scales = random_packed(count, rows, columns)
+        both[0][name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+        both[1] |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    for path, tensors in zip((plain, packed), both, strict=True):
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (packed / "config.json").write_text(json.dumps(config))
+    return packed, plain
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_packed_checkpoint_says_what_the_unpacked_one_says(packed, native):
+    one, other = (
+        Driver(make_core(path, native_kernels=native)).together([PROMPT, PROMPT[3:]], max_new_tokens=8)
+        for path in packed
+    )
+    assert one == other
+    assert one[0] != one[1]
+    assert make_core(packed[0], random_weights=True).info.model_impl == "ramet"
+
+
+def test_what_is_not_served_is_named(packed):
+    path, _ = packed
+    with pytest.raises(ModelError, match="quantised with 'mxfp4'"):
+        make_core(path, model_impl="transformers")
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    save_file({**tensors, name: tensors[name].float()}, path / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"{name} is stored as F32; supported are U8"):
+        load_weights(path, LlamaSpec.load(path), torch.float32)
+    del tensors[name]
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ModelError, match=f"no tensor {name}"):
+        make_core(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "bitsandbytes"}}))
+    with pytest.raises(ModelError, match="quantised with 'bitsandbytes'"):
+        make_core(path)
