@@ -231,7 +231,7 @@ def _products(
         out = {"c": outs[-1].data_ptr(), "ldc": len(weight), "columns": len(weight)}
         products.append(c.Product(**rows, w=ctypes.pointer(matrix), **out))
 
-    def call(kept: Any = (pack, matrices, outs)) -> None:
+    def call(kept: Any = (pack, matrices, inputs, outs)) -> None:
         for product in products * _REPEATS:
             library.multiply(team.handle, ctypes.byref(product))
 

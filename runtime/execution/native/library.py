@@ -12,7 +12,7 @@ from pathlib import Path
 ISAS = ("avx512bf16", "avx512vnni", "avx512", "avx2")
 
 # Result of `ramet_interface` in libraries with these declarations.
-_INTERFACE = 9
+_INTERFACE = 10
 
 # `Into` of gates, in src/gemm.h.
 SILU, GELU = 2, 3
@@ -31,7 +31,7 @@ class Matrix(Structure):
 class Product(Structure):
     _fields_ = (
         *(("a", c_void_p), ("lda", c_int64), ("m", c_int64), ("w", POINTER(Matrix)), ("c", c_void_p)),
-        *_fields("ldc columns into"),
+        *_fields("ldc columns into takes_pairs gives_pairs"),
     )
 
 

@@ -11,7 +11,7 @@
 #define RAMET_API extern "C" __attribute__((visibility("default")))
 
 // Version of the structures and functions that the Python side declares: libraries of other versions are not used.
-RAMET_API int64_t ramet_interface() { return 9; }
+RAMET_API int64_t ramet_interface() { return 10; }
 
 // Whether this processor has the instruction sets that the library was compiled for.
 RAMET_API int64_t ramet_supported() {
@@ -60,7 +60,7 @@ RAMET_API void ramet_pack(ramet::Team* team, const ramet::Matrix* w, const void*
 
 RAMET_API void ramet_multiply(ramet::Team* team, const ramet::Product* product) {
     team->run([&](int) {
-        ramet::Buffer<uint32_t> room;
+        static thread_local ramet::Buffer<uint32_t> room;
         ramet::multiply(*team, *product, room);
     });
 }

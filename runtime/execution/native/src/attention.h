@@ -54,8 +54,10 @@ struct LayerKV {
 // two, so that changing it is exact.
 class Attention {
   public:
-    explicit Attention(const Shape& shape)
-        : shape_(shape), group_(shape.heads / shape.kv_heads), wide_(round_up(shape.dim, kPanel)) {}
+    // `gives_pairs`: results are rounded for the next product.
+    explicit Attention(const Shape& shape, bool gives_pairs = false)
+        : shape_(shape), gives_pairs_(gives_pairs), group_(shape.heads / shape.kv_heads),
+          wide_(round_up(shape.dim, kPanel)) {}
 
     // Cut the plan; called by one thread before the others `run` it.
     void plan(const Span* spans, const Edge* edges, int64_t num_edges, int64_t num_rows, int threads) {
@@ -132,7 +134,7 @@ class Attention {
     };
 
     // This thread's share, one phase of a team: queries [num_rows, heads, dim] of row stride `ldq`, rotated for their
-    // own positions, give out [num_rows, heads, dim] of row stride `ldo`. `merge` must follow if `merges`.
+    // own positions, give out [num_rows, heads, dim] of row stride `ldo` lanes. `merge` must follow if `merges`.
     void run(Team& team, const LayerKV& kv, const float* q, int64_t ldq, float* out, int64_t ldo, Scratch& scratch) {
         const int64_t count = int64_t(pieces_.size());
         for (int64_t next = team.take(); next < count;) {
@@ -239,13 +241,18 @@ class Attention {
         add_part(to, part + kLanes + shape_.dim, part, part + kLanes);
     }
 
-    // A head's part of a row's result.
-    void finish(const float* all, const LayerKV& kv, int64_t head, float* out) const {
+    // A head's part of a row's result `out` [heads, dim].
+    void finish(float* all, const LayerKV& kv, int64_t head, float* out) const {
         const float sum = reduce_add(load(all)), base = all[kLanes + shape_.dim];
         const float sink = kv.sinks != nullptr && sum > 0 ? std::exp2(kv.sinks[head] * kLog2E - base) : 0;
         const float scale = sum > 0 ? 1 / (sum + sink) : 0;
-        out += head * shape_.dim;
-        for (int64_t d = 0; d < shape_.dim; ++d) out[d] = all[kLanes + d] * scale;
+        float* const values = all + kLanes;
+        for (int64_t d = 0; d < shape_.dim; ++d) values[d] *= scale;
+        if (gives_pairs_) {
+            round_to_pairs(values, shape_.dim, reinterpret_cast<uint32_t*>(out) + head * shape_.dim / 2);
+        } else {
+            std::copy_n(values, shape_.dim, out + head * shape_.dim);
+        }
     }
 
     int64_t tiles(int64_t rows) const { return (rows * group_ + kMaxRows - 1) / kMaxRows; }
@@ -653,6 +660,7 @@ class Attention {
                                                                   attend_few<4, T>};
 
     const Shape shape_;
+    const bool gives_pairs_;
     const int64_t group_;
     const int64_t wide_;  // dim, rounded up to whole panels
     const Span* spans_ = nullptr;

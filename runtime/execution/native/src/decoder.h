@@ -107,7 +107,9 @@ struct Projection {
 class Decoder {
   public:
     Decoder(const Model& model, Team& team)
-        : model_(model), team_(team), attention_(model.shape), scratch_(new Scratch[team.size()]) {
+        : model_(model), team_(team),
+          pairs_(kMultipliesPairs && model.head.storage == Storage::kBfloat16), attention_(model.shape, pairs_),
+          scratch_(new Scratch[team.size()]) {
         const Shape& shape = model.shape;
         // An odd number of cache lines, so that the rows of a tile do not fall into one set of the cache.
         auto stride = [](int64_t n) { return round_up(n, kPanel) + (round_up(n, kPanel) / 16 % 2 ? 0 : 16); };
@@ -125,7 +127,7 @@ class Decoder {
         qkv_.reserve(step.num_rows * ld_qkv_);
         attended_.reserve(step.num_rows * ld_attention_);
         inner_.reserve(step.num_rows * ld_inner_);
-        team_.run([&](int) { embed(step, x); });
+        team_.run([&](int thread) { embed(step, x, thread); });
         for (int64_t g = 0; g < step.num_groups; ++g) {
             const Group& group = step.groups[g];
             attention_.plan(group.spans, group.edges, group.num_edges, group.num_rows, team_.size());
@@ -139,19 +141,23 @@ class Decoder {
             for (int64_t i = 0; i < group.num_adapted; ++i) {
                 low_rank_.reserve(group.num_rows * round_up(group.adapted[i].most_rank, kPanel));
             }
+            const bool alone = pairs_ && !group.num_adapted && group.num_rows >= kAlone * team_.size();
             team_.run([&](int thread) {
-                for (int64_t i = group.first_layer; i < group.last_layer; ++i) {
-                    run_layer(i, group, rows, scratch_[thread]);
+                Worker worker = {{team_, alone}, scratch_[thread], 0, group.num_rows};
+                if (alone) {
+                    worker.begin = thread * group.num_rows / team_.size();
+                    worker.end = (thread + 1) * group.num_rows / team_.size();
                 }
+                for (int64_t i = group.first_layer; i < group.last_layer; ++i) run_layer(i, group, rows, worker);
             });
             if (group.rows != nullptr) copy_rows(alive_.data(), nullptr, x, group.rows, group.num_rows);
             for (int64_t i = 0; i < group.num_save; ++i) take_states(group.save[i], x);
         }
         team_.run([&](int thread) {
-            normalise(x, step.logits_rows, step.num_logits, model_.norm);
-            multiply({normed_.data(), ld_hidden_, step.num_logits, &model_.head, step.logits, model_.vocab,
-                      model_.vocab, Into::kStore},
-                     scratch_[thread]);
+            Worker worker = {{team_, false}, scratch_[thread], 0, step.num_logits};
+            normalise(worker, x, step.logits_rows, model_.norm);
+            multiply(worker, {normed_.data(), ld_hidden_, step.num_logits, &model_.head, step.logits, model_.vocab,
+                              model_.vocab, Into::kStore, pairs_});
         });
     }
 
@@ -162,13 +168,13 @@ class Decoder {
         normed_.reserve(m * ld_hidden_);
         qkv_.reserve(m * ld_qkv_);
         team_.run([&](int thread) {
-            each_row(m, [&](int64_t row) {
+            Worker worker = {{team_, false}, scratch_[thread], 0, m};
+            each_row(worker, [&](int64_t row) {
                 normalise_row(wanted.states + row * model_.hidden, layer.input_norm, model_.hidden,
                               normed_.data() + row * ld_hidden_);
             });
-            multiply({normed_.data(), ld_hidden_, m, &layer.qkv, qkv_.data(), ld_qkv_, ld_qkv_, Into::kStore},
-                     scratch_[thread]);
-            each_row(m, [&](int64_t row) {
+            multiply(worker, {normed_.data(), ld_hidden_, m, &layer.qkv, qkv_.data(), ld_qkv_, ld_qkv_, Into::kStore});
+            each_row(worker, [&](int64_t row) {
                 rotate(layer, wanted.cosine, wanted.sine, row);
                 std::copy_n(qkv_.data() + row * ld_qkv_, width, wanted.out + row * width);
             });
@@ -180,6 +186,16 @@ class Decoder {
         Attention::Scratch attention;
         Buffer<uint32_t> product;
     };
+
+    // Rows of a group that a thread treats with the others, or alone.
+    struct Worker {
+        Share share;
+        Scratch& scratch;
+        int64_t begin, end;
+    };
+    // Rows for each thread from which on each goes alone from attention to attention: what it writes, it reads again,
+    // and would find in another core's cache.
+    static constexpr int64_t kAlone = 96;
 
     void copy_rows(const float* from, const int64_t* from_rows, float* to, const int64_t* to_rows, int64_t count) {
         for (int64_t i = 0; i < count; ++i) {
@@ -201,21 +217,22 @@ class Decoder {
 
     // This thread's share of a phase that treats rows one by one; ends the phase.
     template <class Treat>
-    void each_row(int64_t count, const Treat& treat) {
+    void each_row(Worker& worker, const Treat& treat) {
         constexpr int64_t kRun = 8;
-        for (int64_t from; (from = team_.take() * kRun) < count;) {
-            for (int64_t row = from; row < std::min(from + kRun, count); ++row) treat(row);
+        for (int64_t from; (from = worker.begin + worker.share.take() * kRun) < worker.end;) {
+            for (int64_t row = from; row < std::min(from + kRun, worker.end); ++row) treat(row);
         }
-        team_.barrier();
+        worker.share.barrier();
     }
 
-    void multiply(const Product& product, Scratch& scratch) {
-        ramet::multiply(team_, product, scratch.product);
-        team_.barrier();
+    void multiply(Worker& worker, const Product& product) {
+        ramet::multiply(worker.share, product, worker.scratch.product);
+        worker.share.barrier();
     }
 
-    void embed(const Step& step, float* x) {
-        each_row(step.num_rows, [&](int64_t row) {
+    void embed(const Step& step, float* x, int thread) {
+        Worker worker = {{team_, false}, scratch_[thread], 0, step.num_rows};
+        each_row(worker, [&](int64_t row) {
             float* to = x + row * ld_hidden_;
             const int64_t token = step.tokens[row], hidden = model_.hidden;
             if (model_.embedding == nullptr) {
@@ -232,39 +249,47 @@ class Decoder {
         });
     }
 
-    void run_layer(int64_t index, const Group& group, float* x, Scratch& scratch) {
+    // x: all rows of the group.
+    void run_layer(int64_t index, const Group& group, float* x, Worker& worker) {
         const Layer& layer = model_.layers[index];
-        const int64_t m = group.num_rows;
+        const int64_t begin = worker.begin, m = worker.end - begin;
         auto adapt = [&](LowRank AdapterLayer::* product, const Buffer<float>& in, int64_t ld_in, float* out,
                          int64_t ld_out) {
             for (int64_t i = 0; i < group.num_adapted; ++i) {
                 const Adapted& rows = group.adapted[i];
-                add_low_rank(rows.layers[index].*product, in.data() + rows.first * ld_in, ld_in,
-                             rows.stop - rows.first, out + rows.first * ld_out, ld_out, scratch);
+                add_low_rank(worker, rows.layers[index].*product, in.data() + rows.first * ld_in, ld_in,
+                             rows.stop - rows.first, out + rows.first * ld_out, ld_out);
             }
+        };
+        auto multiply_rows = [&](const Matrix& w, const Buffer<float>& in, int64_t ld_in, float* out, int64_t ld_out,
+                                 Into into) {
+            const bool gives_pairs = pairs_ && (into == Into::kSilu || into == Into::kGelu);
+            multiply(worker, {in.data() + begin * ld_in, ld_in, m, &w, out + begin * ld_out, ld_out, ld_out, into,
+                              pairs_, gives_pairs});
         };
         // x += the product, behind its norm if it has one.
         auto add_product = [&](const Matrix& w, const Buffer<float>& in, int64_t ld_in, const float* norm,
                                LowRank AdapterLayer::* product) {
             float* out = norm == nullptr ? x : normed_.data();
-            multiply({in.data(), ld_in, m, &w, out, ld_hidden_, ld_hidden_,
-                      norm == nullptr ? Into::kAdd : Into::kStore}, scratch);
+            multiply_rows(w, in, ld_in, out, ld_hidden_, norm == nullptr ? Into::kAdd : Into::kStore);
             adapt(product, in, ld_in, out, ld_hidden_);
             if (norm == nullptr) return;
-            each_row(m, [&](int64_t row) {
+            each_row(worker, [&](int64_t row) {
                 float *from = out + row * ld_hidden_, *to = x + row * ld_hidden_;
                 normalise_row(from, norm, model_.hidden, from);
                 for (int64_t i = 0; i < model_.hidden; ++i) to[i] += from[i];
             });
         };
-        normalise(x, nullptr, m, layer.input_norm);
-        multiply({normed_.data(), ld_hidden_, m, &layer.qkv, qkv_.data(), ld_qkv_, ld_qkv_, Into::kStore}, scratch);
+        normalise(worker, x, nullptr, layer.input_norm);
+        multiply_rows(layer.qkv, normed_, ld_hidden_, qkv_.data(), ld_qkv_, Into::kStore);
         adapt(&AdapterLayer::qkv, normed_, ld_hidden_, qkv_.data(), ld_qkv_);
-        each_row(m, [&](int64_t row) {
+        each_row(worker, [&](int64_t row) {
             rotate(layer, group.cosine, group.sine, row);
             write_row(layer, group.kv_write[row], row);
         });
-        attention_.run(team_, layer.kv, qkv_.data(), ld_qkv_, attended_.data(), ld_attention_, scratch.attention);
+        if (worker.share.size() != team_.size()) team_.barrier();
+        attention_.run(team_, layer.kv, qkv_.data(), ld_qkv_, attended_.data(), ld_attention_,
+                       worker.scratch.attention);
         team_.barrier();
         if (attention_.merges()) {
             attention_.merge(team_, layer.kv, attended_.data(), ld_attention_);
@@ -272,26 +297,24 @@ class Decoder {
         }
         add_product(layer.o, attended_, ld_attention_, layer.o_norm, &AdapterLayer::o);
         if (layer.gate_up.n == 0) return;
-        normalise(x, nullptr, m, layer.post_norm);
+        normalise(worker, x, nullptr, layer.post_norm);
         if (group.num_adapted) {
-            multiply({normed_.data(), ld_hidden_, m, &layer.gate_up, gates_.data(), ld_gates_, ld_gates_,
-                      Into::kStore}, scratch);
+            multiply_rows(layer.gate_up, normed_, ld_hidden_, gates_.data(), ld_gates_, Into::kStore);
             adapt(&AdapterLayer::gate_up, normed_, ld_hidden_, gates_.data(), ld_gates_);
-            each_row(m, [&](int64_t row) { close_gates(layer.gate_up.panels(), row); });
+            each_row(worker, [&](int64_t row) { close_gates(layer.gate_up.panels(), row); });
         } else {
-            multiply({normed_.data(), ld_hidden_, m, &layer.gate_up, inner_.data(), ld_inner_, ld_inner_,
-                      model_.gate}, scratch);
+            multiply_rows(layer.gate_up, normed_, ld_hidden_, inner_.data(), ld_inner_, model_.gate);
         }
         add_product(layer.down, inner_, ld_inner_, layer.down_norm, &AdapterLayer::down);
     }
 
     // out [m, ...] += b (a in): two phases.
-    void add_low_rank(const LowRank& added, const float* in, int64_t ld_in, int64_t m, float* out, int64_t ld_out,
-                      Scratch& scratch) {
+    void add_low_rank(Worker& worker, const LowRank& added, const float* in, int64_t ld_in, int64_t m, float* out,
+                      int64_t ld_out) {
         if (added.a.data == nullptr) return;
         const int64_t ld = round_up(added.a.n, kPanel);
-        multiply({in, ld_in, m, &added.a, low_rank_.data(), ld, ld, Into::kStore}, scratch);
-        multiply({low_rank_.data(), ld, m, &added.b, out, ld_out, ld_out, Into::kAdd}, scratch);
+        multiply(worker, {in, ld_in, m, &added.a, low_rank_.data(), ld, ld, Into::kStore, pairs_});
+        multiply(worker, {low_rank_.data(), ld, m, &added.b, out, ld_out, ld_out, Into::kAdd});
     }
 
     // What `model_.gate` does, of a row of gates_.
@@ -302,13 +325,21 @@ class Decoder {
             const Vec gate = load(gates);
             store(out + p * kLanes, mul(model_.gate == Into::kGelu ? gelu(gate) : silu(gate), load(gates + kLanes)));
         }
+        round_row(out, model_.inner);
     }
 
-    // RMSNorm of some rows of x into normed_, in order.
-    void normalise(const float* x, const int64_t* rows, int64_t count, const float* weight) {
-        each_row(count, [&](int64_t i) {
-            normalise_row(x + (rows ? rows[i] : i) * ld_hidden_, weight, model_.hidden, normed_.data() + i * ld_hidden_);
+    // RMSNorm of some rows of x into normed_, in order, for a product.
+    void normalise(Worker& worker, const float* x, const int64_t* rows, const float* weight) {
+        each_row(worker, [&](int64_t i) {
+            float* out = normed_.data() + i * ld_hidden_;
+            normalise_row(x + (rows ? rows[i] : i) * ld_hidden_, weight, model_.hidden, out);
+            round_row(out, model_.hidden);
         });
+    }
+
+    // Activations as products take them, in place.
+    void round_row(float* row, int64_t n) const {
+        if (pairs_) round_to_pairs(row, n, reinterpret_cast<uint32_t*>(row));
     }
 
     void normalise_row(const float* x, const float* weight, int64_t n, float* out) const {
@@ -362,6 +393,7 @@ class Decoder {
 
     const Model model_;
     Team& team_;
+    const bool pairs_;  // activations are rounded where they are written, not where they are multiplied
     Attention attention_;
     std::unique_ptr<Scratch[]> scratch_;
     int64_t ld_hidden_, ld_qkv_, ld_attention_, ld_inner_, ld_gates_;

@@ -252,7 +252,7 @@ enum class Into : int64_t {
 
 // One matrix product: c [m, columns] from a [m, k]. Rows of `a` must hold a finite number behind an odd k.
 struct Product {
-    const float* a;
+    const float* a;  // strides of a and c count 32-bit lanes
     int64_t lda;
     int64_t m;
     const Matrix* w;
@@ -260,6 +260,8 @@ struct Product {
     int64_t ldc;
     int64_t columns;  // of c; may be more than the matrix has, up to its panels' width
     Into into;
+    int64_t takes_pairs = 0;  // `a` is rounded already; where pairs are multiplied
+    int64_t gives_pairs = 0;  // c is rounded, of a gate
 };
 
 template <int R>
@@ -269,6 +271,12 @@ template <int R>
     Vec bias1 = bias ? load(bias + panel * kPanel + kLanes) : zero();
     auto put = [&](float* c, int64_t column, Vec value) {
         int64_t left = product.columns - column;
+        if constexpr (kMultipliesPairs) {
+            if (product.gives_pairs) {
+                if (left > 0) store(reinterpret_cast<bf16*>(c) + column, value, int(std::min<int64_t>(left, kLanes)));
+                return;
+            }
+        }
         if (left >= kLanes) {
             store(c + column, product.into == Into::kAdd ? add(load(c + column), value) : value);
         } else if (left > 0) {
@@ -338,20 +346,22 @@ inline void round_rows(const Product& product, int64_t begin, int64_t end, uint3
     }
 }
 
-// This thread's share of a product, one phase of a team.
+// This thread's share of a product, one phase of a Team or a Share.
 //
 // Rows are cut into blocks whose activations stay in the second-level cache while panel after panel passes; a panel
 // is read from memory once per block. `room` is the thread's own, for activations rounded to bfloat16 or 8 bits where
 // these are multiplied.
-inline void multiply(Team& team, const Product& product, Buffer<uint32_t>& room) {
-    constexpr int64_t kBlockBytes = 768 << 10;
+template <class Workers>
+void multiply(Workers& team, const Product& product, Buffer<uint32_t>& room) {
+    // Of floats; pairs take half of it.
+    constexpr int64_t kBlockBytes = (kMultipliesPairs ? 896 : 768) << 10;
     const Matrix& w = *product.w;
     int64_t most = std::max<int64_t>(kBlockBytes / (w.k * 4) / kMaxRows * kMaxRows, kMaxRows);
     int64_t blocks = (product.m + most - 1) / most, panels = w.panels();
     // Long runs of panels read memory best, short ones share the work best.
     int64_t run = std::clamp<int64_t>(panels / (team.size() * 8), 1, 8), runs = (panels + run - 1) / run;
     const bool is_int8 = w.storage == Storage::kInt8;
-    const bool rounds = is_int8 || (kMultipliesPairs && w.storage == Storage::kBfloat16);
+    const bool rounds = is_int8 || (kMultipliesPairs && w.storage == Storage::kBfloat16 && !product.takes_pairs);
     int64_t rounded_block = -1, rounded_lanes = is_int8 ? int8_lanes(w.k) : (w.k + 1) / 2;
     for (int64_t piece; (piece = team.take()) < blocks * runs;) {
         int64_t block = piece / runs, first_panel = piece % runs * run;

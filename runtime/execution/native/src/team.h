@@ -95,4 +95,25 @@ class Team {
     alignas(64) std::atomic<int64_t> next_{0};
 };
 
+// A thread's share of phases: of the team's, or of its own where the thread works alone on rows of its own.
+class Share {
+  public:
+    Share(Team& team, bool alone) : team_(team), alone_(alone) {}
+
+    int size() const { return alone_ ? 1 : team_.size(); }
+    int64_t take() { return alone_ ? next_++ : team_.take(); }
+    void barrier() {
+        if (alone_) {
+            next_ = 0;
+        } else {
+            team_.barrier();
+        }
+    }
+
+  private:
+    Team& team_;
+    const bool alone_;
+    int64_t next_ = 0;
+};
+
 }  // namespace ramet

@@ -200,12 +200,17 @@ constexpr int kPanel = 2 * kLanes;  // columns that a micro-kernel computes at o
 Vec fma_pairs(Bits a, Bits b, Vec c);
 // kPanel floats in order, rounded.
 Bits to_pairs(Vec a, Vec b);
+// The first n floats, rounded.
+void store(bf16* p, Vec v, int n);
 // kPanel pairs of a number at `a` and the one as far behind `b`, as two vectors in order.
 void load_pairs(const void* a, const void* b, Bits& first, Bits& second);
 #if defined(__AVX512BF16__)
 constexpr bool kMultipliesPairs = true;
 inline Vec fma_pairs(Bits a, Bits b, Vec c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 inline Bits to_pairs(Vec a, Vec b) { return (Bits)_mm512_cvtne2ps_pbh(b, a); }
+inline void store(bf16* p, Vec v, int n) {
+    _mm256_mask_storeu_epi16(p, __mmask16((1u << n) - 1), (__m256i)_mm512_cvtneps_pbh(v));
+}
 inline void load_pairs(const void* a, const void* b, Bits& first, Bits& second) {
     // Lane i: number i of the first operand, and of the second, which follows at 32.
     const Bits lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);

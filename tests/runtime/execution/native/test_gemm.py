@@ -24,7 +24,7 @@ class Packed:
         self.weights = PackedWeights(self.team, packed_bytes(library, describe(weight, paired, int8)))
         self.matrix = self.weights.add(weight, bias, paired, int8)
 
-    def multiply(self, a, c_in, into):
+    def multiply(self, a, c_in, into, **options):
         out = c_in.clone()
         product = c.Product(
             a=a.data_ptr(),
@@ -35,6 +35,7 @@ class Packed:
             ldc=out.stride(0),
             columns=out.shape[1],
             into=into,
+            **options,
         )
         self.library.multiply(self.team.handle, ctypes.byref(product))
         return out
@@ -108,6 +109,21 @@ def test_gate_and_up(library, storage, inner):
     got = Packed(library, weight, bias, paired=True, storage=storage).multiply(a, torch.zeros(13, inner), SILU)
     gate, up = product(a, weight, bias, storage).chunk(2, dim=1)
     check(library, got, F.silu(gate) * up, storage)
+
+
+@pytest.mark.parametrize(("inner", "k"), [(80, 24), (100, 33)])
+def test_rounded_activations(library, inner, k):
+    """Rows that are bfloat16 already, and a result in bfloat16, to the bit."""
+    if library.isa != "avx512bf16":
+        pytest.skip("only where pairs of bfloat16 are multiplied")
+    packed = Packed(library, torch.randn(2 * inner, k), paired=True, storage=torch.bfloat16)
+    a, c_in = F.pad(rows(13, k), (0, k % 2)), torch.full((13, inner), 7.0)
+    wanted = packed.multiply(a, c_in, SILU)
+    pairs = a.bfloat16().view(torch.float32)
+    assert torch.equal(packed.multiply(pairs, c_in, SILU, takes_pairs=1), wanted)
+    got = packed.multiply(pairs, c_in, SILU, takes_pairs=1, gives_pairs=1)
+    assert torch.equal(got.view(torch.bfloat16)[:, :inner], wanted.bfloat16())
+    assert (got[:, (inner + 1) // 2 :] == 7).all()
 
 
 def test_silu_at_the_ends_of_float32(library):
