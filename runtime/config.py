@@ -18,6 +18,7 @@ SchedulePolicy = Literal["balanced", "fcfs", "priority", "lpm", "dfs"]
 _ENDPOINT = "^(tcp|ipc|inproc)://."
 # Of a web page: no path and no slash behind the host, with which none would ever match.
 _ORIGIN = r"(\*|null|[^\s,/]+://[^\s,/]+)"
+_NAMES = r"^[^\s,]+(\s*,\s*[^\s,]+)*$"
 
 # Options of the cache that only causal models can use.
 _CAUSAL = ("document_reuse", "reasoning_cache")
@@ -85,6 +86,12 @@ class ModelConfig(Section):
         "auto", description="cpu: the torch reference, on any device; flashinfer: needs CUDA"
     )
     native_kernels: bool = Field(True, description="compute in C++ on CPUs with AVX2 or AVX-512; off: in torch")
+
+    @property
+    def adapters(self) -> list[tuple[str, str]]:
+        """Names and directories of `lora`."""
+        pairs = (given.partition("=") for given in (self.lora or "").split(",") if given)
+        return [(name.strip(), path.strip()) for name, _, path in pairs]
 
 
 class CacheConfig(Section):
@@ -190,9 +197,6 @@ class SchedulerConfig(Section):
     max_timeout: float | None = Field(
         None, gt=0, description="timeout of a request in seconds, and the most for its timeout_s"
     )
-    stream_interval: int = Field(
-        1, ge=1, description="tokens of an event of a stream behind its first; more leave the cores more time for steps"
-    )
 
     @property
     def max_open(self) -> int:
@@ -268,6 +272,7 @@ class ServerConfig(Section):
     )
     allowed_hosts: str | None = Field(
         None,
+        pattern=_NAMES,
         description="names by which clients call a server without keys, separated by commas; * allows all; "
         "addresses, localhost and this machine's name are allowed anyway",
     )
@@ -297,7 +302,9 @@ class ServerConfig(Section):
     ssl_certfile: Path | None = Field(None, description="serve HTTPS with this certificate (PEM)")
     ssl_keyfile: Path | None = Field(None, description="the certificate's private key (PEM)")
     trusted_proxies: str | None = Field(
-        None, description="addresses of proxies whose X-Forwarded-For and -Proto are trusted, separated by commas"
+        None,
+        pattern=_NAMES,
+        description="addresses of proxies whose X-Forwarded-For and -Proto are trusted, separated by commas",
     )
     incremental_output: bool = Field(
         False,

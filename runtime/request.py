@@ -7,7 +7,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 from enum import Enum
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,6 +56,19 @@ class Segment:
     keep: torch.Tensor | None = None
     node: Node | None = None
     exact: bool = True
+
+
+class Run(NamedTuple):
+    """Tokens int32 under which KV lies in the tree, from the root of a namespace on.
+
+    `meta`: of an entry; `whole`: whether a part of it is of no use.
+    """
+
+    tokens: array[int]
+    namespace: Namespace
+    name: str | None = None
+    meta: Any = None
+    whole: bool = False
 
 
 @dataclass(slots=True)

@@ -186,9 +186,13 @@ def _explain(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
 
 
 def _fetch(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    from runtime.models.implementation import own_spec
     from runtime.models.resolve import resolve_model
 
-    print(resolve_model(config_from(parser, arguments).model))
+    config = config_from(parser, arguments).model
+    path = resolve_model(config)
+    own_spec(config, path)  # an error, if the directory holds no model that can be served
+    print(path)
     return 0
 
 

@@ -52,13 +52,17 @@ def _inner(annotation: Any) -> Any:
 def config_from(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Config:
     """The configuration of parsed options; a value out of range ends the program with one line and status 2."""
     names = {name for section in Config.model_fields.values() for name in section.annotation.model_fields}  # type: ignore[union-attr]
+    given = {name: value for name, value in vars(arguments).items() if name in names}
     try:
-        return make_config(**{name: value for name, value in vars(arguments).items() if name in names})
+        config = make_config(**given)
     except ValidationError as error:
         problem = error.errors()[0]
         parser.error(
             f"argument --{str(problem['loc'][-1]).replace('_', '-')}: {problem['msg']}, not {problem['input']!r}"
         )
+    if "disk_space" in given and config.tiers.disk_cache is None:
+        parser.error("argument --disk-space: it belongs to --disk-cache")
+    return config
 
 
 def options_table() -> str:

@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     (arguments.out / "table.md").write_text("\n".join(section.markdown() for section in sections))
     _plot_sweeps(bench, arguments.out)
     if rows := list(bench.rows("rule")):
-        _plot_rules([row for _, row in rows], arguments.out / "rules.png")
+        _plot_rules(rows, arguments.out / "rules.png")
     return 0
 
 
@@ -291,17 +291,25 @@ def _plot_sweeps(bench: _Bench, out: Path) -> None:
             _plot(kind, lines, out / f"{kind.lower()}.png")
 
 
-def _plot_rules(cells: list[list[Row]], path: Path) -> None:
-    """Speed by divergence of each rule, with a small mark for each cell."""
+def _plot_rules(cells: list[tuple[Cell, list[Row]]], path: Path) -> None:
+    """Speed by divergence of each rule: a large mark for each ratio, joined, and a small one for each cell."""
+    ratios = sorted({cell.ratio for cell, _ in cells})
     with drawing(path, (7.2, 3.6)) as axes:
-        for rows in zip(*cells, strict=True):
-            case, outcomes = rows[0][0], [outcome for _, outcome in rows]
-            nats = [case.value if outcome.divergence is None else outcome.divergence for outcome in outcomes]
+        for number, rule in enumerate(zip(*(rows for _, rows in cells), strict=True)):
+            outcomes = [outcome for _, outcome in rule]
+            nats = [case.value if outcome.divergence is None else outcome.divergence for case, outcome in rule]
+            speeds = [outcome.generated / outcome.cpu_s for outcome in outcomes]
             whole, depths = Outcome.total(outcomes), sorted({outcome.depth for outcome in outcomes})
-            name = f"{case.name}: {' to '.join(map(str, depths[:: max(len(depths) - 1, 1)]))} layers, "
+            name = f"{rule[0][0].name}: {' to '.join(map(str, depths[:: max(len(depths) - 1, 1)]))} layers, "
             name += f"{whole.exact} of {whole.answers} right"
-            (line,) = axes.plot(sum(nats) / len(nats), whole.generated / whole.cpu_s, "o", markersize=10, label=name)
-            axes.plot(nats, [outcome.generated / outcome.cpu_s for outcome in outcomes], ".", color=line.get_color())
+            axes.plot(nats, speeds, ".", color=f"C{number}")
+            found = [[i for i, (cell, _) in enumerate(cells) if cell.ratio == ratio] for ratio in ratios]
+            x = [sum(nats[i] for i in here) / len(here) for here in found]
+            totals = [Outcome.total(outcomes[i] for i in here) for here in found]
+            y = [total.generated / total.cpu_s for total in totals]
+            axes.plot(x, y, "o-", markersize=9, label=name, color=f"C{number}")
+            for place, ratio in zip(zip(x, y, strict=True), ratios, strict=True):
+                axes.annotate(f"r = {ratio:g}", place, (6, 6), textcoords="offset points", fontsize=7)
         axes.set_xscale("symlog", linthresh=0.01)
         axes.set(xlabel="divergence of the outputs from those without reuse, nats", ylabel="tokens for each CPU second")
         axes.set_ylim(bottom=0)

@@ -6,12 +6,10 @@ import asyncio
 import json
 import random
 import time
-from pathlib import Path
-from typing import Any
 
 import aiohttp
 
-from loadgen.faults.server import Finding, Server, ids
+from loadgen.faults.server import Finding, Server, cpu_seconds, ids, memory_mib
 
 _BYTES = 1 << 20
 # Longest time that `/health` may take, and that somebody else's stream may stand still, as the engine may compute an
@@ -111,7 +109,7 @@ async def amplify(server: Server, scale: float, draw: random.Random) -> Finding:
     await asyncio.sleep(1)
     somebody.worst_s = dict.fromkeys(_NOTICED_S, 0.0)
     await asyncio.sleep(max(5 * scale, 1))
-    quiet_s, before = somebody.worst_s, _peak_mib(server.process.pid)
+    quiet_s, before = somebody.worst_s, memory_mib(server.process.pid, "VmHWM")
     rows: list[list[str]] = [["route", "body", "KiB", "status", "server's CPU", "/health", "a stream stands still"]]
     problems, facts = [], {}
     for (route, name), body in bodies.items():
@@ -129,7 +127,7 @@ async def amplify(server: Server, scale: float, draw: random.Random) -> Finding:
         problems += [f"the bystander: {task.exception()!r}"] if task.done() else []
         task.cancel()
     await asyncio.wait(tasks)
-    if (grown := _peak_mib(server.process.pid) - before) > _MEMORY_MIB:
+    if (grown := memory_mib(server.process.pid, "VmHWM") - before) > _MEMORY_MIB:
         problems.append(f"the server's peak grew by {grown:.0f} MiB")
     problems += await server.problems()
     worst = {name: max(fact[name] for fact in facts.values()) for name in ("cpu_s", *_NOTICED_S)}
@@ -140,10 +138,10 @@ async def amplify(server: Server, scale: float, draw: random.Random) -> Finding:
 
 async def _cost(server: Server, somebody: _Bystander, route: str, body: str) -> tuple[int, float]:
     """The status of a body, and the server's CPU seconds until the bystander is served again."""
-    somebody.worst_s, cpu_s = dict.fromkeys(_NOTICED_S, 0.0), _cpu_s(server.process.pid)
+    somebody.worst_s, cpu_s = dict.fromkeys(_NOTICED_S, 0.0), cpu_seconds(server.process.pid)
     status = await _post(server, route, body)
     await asyncio.wait_for(somebody.served(), 300)
-    return status, _cpu_s(server.process.pid) - cpu_s
+    return status, cpu_seconds(server.process.pid) - cpu_s
 
 
 async def _post(server: Server, route: str, body: str) -> int:
@@ -155,17 +153,3 @@ async def _post(server: Server, route: str, body: str) -> int:
             return answer.status
     except TimeoutError:
         return 599
-
-
-def _status(pid: int, name: str) -> Any:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(line.split()[1] for line in lines if line.startswith(name))
-
-
-def _peak_mib(pid: int) -> float:
-    return int(_status(pid, "VmHWM")) / 1024
-
-
-def _cpu_s(pid: int) -> float:
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / 100

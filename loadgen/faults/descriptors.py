@@ -13,7 +13,7 @@ from pathlib import Path
 
 import aiohttp
 
-from loadgen.faults.server import Finding, Server, Wire, ids
+from loadgen.faults.server import Finding, Server, Wire, cpu_seconds, ids
 
 # Of the server's connections; the server has `--max-connections MOST`.
 MOST = 256
@@ -104,9 +104,9 @@ async def _exhaust(server: Server, seconds: float) -> tuple[float, int]:
         async with AsyncExitStack() as clients:
             for _ in range(50):
                 await clients.enter_async_context(Wire(server.address))
-            cpu_s, written = _cpu_s(pid), _written(pid)
+            cpu_s, written = cpu_seconds(pid), _written(pid)
             await asyncio.sleep(seconds)
-            return (_cpu_s(pid) - cpu_s) / seconds, _written(pid) - written
+            return (cpu_seconds(pid) - cpu_s) / seconds, _written(pid) - written
     finally:
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -120,11 +120,6 @@ def _allow(count: int) -> None:
 
 def _descriptors(server: Server) -> set[int]:
     return {int(name) for name in os.listdir(f"/proc/{server.process.pid}/fd")}
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _written(pid: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import random
 import socket
 import subprocess
@@ -104,7 +105,7 @@ class Server:
 
     def memory(self) -> dict[str, float]:
         """Resident memory of both processes in MiB."""
-        return {"server": _resident(self.process.pid), "engine": _resident(self.engine_pid())}
+        return {"server": memory_mib(self.process.pid, "VmRSS"), "engine": memory_mib(self.engine_pid(), "VmRSS")}
 
     async def warm_up(self, draw: random.Random) -> None:
         """Touch the whole pool, and everything that stays in memory after its first use.
@@ -234,6 +235,13 @@ def _children(pid: int) -> list[int]:
     return [int(child) for task in tasks for child in task.read_text().split()]
 
 
-def _resident(pid: int) -> float:
+def memory_mib(pid: int, name: str) -> float:
+    """A figure of a process's status: `VmRSS` is what is resident, `VmHWM` the most that ever was."""
     status = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmRSS"))
+    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith(name))
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process until now."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

@@ -8,8 +8,9 @@ from typing import Any, Generic, TypeVar
 
 from loadgen.gpu.figures import Figures
 from loadgen.micro.drive import ClockedDrive, Drive
+from runtime.engine.offline import Engine
 
-D = TypeVar("D", bound=Drive)
+D = TypeVar("D", bound="Drive | Engine")
 
 
 class OneAtATime(Generic[D]):

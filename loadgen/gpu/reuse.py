@@ -73,25 +73,18 @@ def drafts(path: Path, device: str) -> Iterator[Item]:
     given = argparse.Namespace(rounds=3 if device == "cuda" else 1, questions=2, output=128 if device == "cuda" else 4)
     draw = random.Random(0)
     prose = Prose(draw)
-    engines: dict[str, Engine] = {}
 
-    def cell(task: str, users: int) -> Figures:
-        if not engines:
-            for name in ("off", "auto"):
-                engines[name] = Engine(str(path), drafts=name, **_options(device))
-        found = bench_drafts.measure(engines, draw, prose, task, users, given)
+    def cell(engine: Engine, task: str, users: int) -> Figures:
+        found = bench_drafts.measure(engine, draw, prose, task, users, given)
         off, auto = (statistics.median(found[name]) for name in ("off", "auto"))
         right = found["accepted"] / found["drafted"] if found["drafted"] else 0.0
         rates = {"off, tokens/s": off, "auto, tokens/s": auto, "auto / off": auto / off}
         return {**rates, "right of drafted, %": 100 * right}
 
-    try:
+    with closing(OneAtATime(lambda: Engine(str(path), drafts="auto", **_options(device)))) as engine:
         for task in tasks:
             for users in clients:
-                yield f"{task}, {users} clients", partial(cell, task, users)
-    finally:
-        for engine in engines.values():
-            engine.close()
+                yield f"{task}, {users} clients", partial(engine.call, partial(cell, task=task, users=users))
 
 
 def _warm(bench: Documents) -> Documents:

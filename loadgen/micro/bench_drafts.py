@@ -1,4 +1,7 @@
-"""`ramet bench drafts`: output tokens per second with drafts and without, in process."""
+"""`ramet bench drafts`: output tokens per second with drafts and without, in process.
+
+One engine does both, each in a namespace of its own: two would differ in where their weights lie in memory.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ from loadgen.http.outputs import add_files, drawing, write_files
 from loadgen.http.prose import Prose
 from loadgen.http.tables import make_table, markdown_table, wide_console
 from loadgen.micro.intervals import centred, shown
-from runtime.engine.offline import Engine
+from radix import Namespace
+from runtime.engine.offline import Engine, make_submissions
 
 _COLUMNS = (
     "task",
@@ -133,32 +137,30 @@ def run(arguments: argparse.Namespace) -> int:
     a = arguments
     draw, found = random.Random(a.seed), []
     prose = Prose(draw)
-    engines = {drafts: Engine(a.model, dtype=a.dtype, drafts=drafts) for drafts in ("off", "auto")}
-    try:
+    with Engine(a.model, dtype=a.dtype, drafts="auto") as engine:
         cells = [(task, clients) for task in a.tasks for clients in a.clients]
         for task, clients in track(cells, description="drafts"):
-            found.append(measure(engines, draw, prose, task, clients, a))
+            found.append(measure(engine, draw, prose, task, clients, a))
             write_files(a, {"cells": found})
-    finally:
-        for engine in engines.values():
-            engine.close()
     rows = [_row(cell) for cell in found]
-    wide_console().print(make_table(f"drafts, {engines['off'].info.dtype}", _COLUMNS, rows, left=1))
+    wide_console().print(make_table(f"drafts, {engine.info.dtype}", _COLUMNS, rows, left=1))
     write_files(a, {"cells": found}, markdown_table(_COLUMNS, rows), partial(_plot, found))
     return 0
 
 
 def measure(
-    engines: dict[str, Engine], draw: random.Random, prose: Prose, task: str, clients: int, a: argparse.Namespace
+    engine: Engine, draw: random.Random, prose: Prose, task: str, clients: int, a: argparse.Namespace
 ) -> dict[str, Any]:
-    """Rates of each round, by engine, and what the engine `auto` drafted; the engines take turns."""
+    """Rates of each round with the engine's drafter and without, in turns, and what it drafted."""
+    ways = {"off": None, "auto": engine.core.drafter}
     cell: dict[str, Any] = {"task": task, "clients": clients, "drafted": 0, "accepted": 0, "output": 0}
-    cell |= {name: [] for name in (*engines, *(f"{name} by CPU" for name in engines))}
+    cell |= {name: [] for name in (*ways, *(f"{name} by CPU" for name in ways))}
     for number in range(a.rounds + 1):
         asked = [TASKS[task](draw, prose) for _ in range(clients * a.questions)]
         seed = draw.randrange(1 << 30)
-        for name in sorted(engines, reverse=bool(number % 2)):
-            rate, by_cpu, outputs = _run(engines[name], asked, clients, HEAT.get(task, 0.0), seed, a.output)
+        for name in sorted(ways, reverse=bool(number % 2)):
+            engine.core.drafter = ways[name]
+            rate, by_cpu, outputs = _run(engine, name, asked, clients, HEAT.get(task, 0.0), seed, a.output)
             if not number:
                 continue  # warms up
             cell[name].append(rate)
@@ -167,34 +169,40 @@ def measure(
                 cell["output"] += sum(output.completion_tokens for output in outputs)
                 cell["drafted"] += sum(output.drafted for output in outputs)
                 cell["accepted"] += sum(output.accepted for output in outputs)
+    engine.core.drafter = ways["auto"]
     return cell
 
 
 def _run(
-    engine: Engine, asked: Sequence[Question], clients: int, heat: float, seed: int, most: int
+    engine: Engine, way: str, asked: Sequence[Question], clients: int, heat: float, seed: int, most: int
 ) -> tuple[float, float, list[Any]]:
     """Output tokens per second, and per CPU second of the process, of clients behind cached prompts.
 
     They ask one question after the other.
     """
     sampling = [_sampling(question, heat, seed + i, most) for i, question in enumerate(asked)]
-    if asked[0].again:
-        _ask(engine, asked, sampling, clients)
-    else:
-        engine.generate([question.prompt for question in asked], {"max_new_tokens": 1, "temperature": 0})
+    first = sampling if asked[0].again else [{"max_new_tokens": 1, "temperature": 0}] * len(asked)
+    _ask(engine, way, asked, first, clients)
     started, cpu = time.perf_counter(), time.process_time()
-    outputs = _ask(engine, asked, sampling, clients)
+    outputs = _ask(engine, way, asked, sampling, clients)
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
     tokens = sum(output.completion_tokens for output in outputs)
     return tokens / seconds, tokens / cpu, outputs
 
 
-def _ask(engine: Engine, asked: Sequence[Question], sampling: Sequence[dict[str, Any]], clients: int) -> list[Any]:
+def _ask(
+    engine: Engine, way: str, asked: Sequence[Question], sampling: Sequence[dict[str, Any]], clients: int
+) -> list[Any]:
     questions = iter(zip(asked, sampling, strict=True))
 
     async def client() -> list[Any]:
         # Whoever is done takes the next question, so that all are busy until none is left.
-        return [(await engine.agenerate(question.prompt, how))[0] for question, how in questions]
+        return [await answer(question.prompt, how) for question, how in questions]
+
+    async def answer(prompt: str, how: dict[str, Any]) -> Any:
+        async for output in engine.astream_all(make_submissions(prompt, how, None, Namespace(salt=way))):
+            last = output
+        return last
 
     async def every() -> list[list[Any]]:
         return await asyncio.gather(*(client() for _ in range(clients)))

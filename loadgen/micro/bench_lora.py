@@ -87,11 +87,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _save(directory: Path, spec: LlamaSpec, rank: int, seed: int) -> Path:
-    """Write a random adapter of every linear layer, as PEFT does."""
+    """Write a random adapter of every linear layer but experts, as PEFT does."""
     directory.mkdir()
     draw, tensors = torch.Generator().manual_seed(seed), {}
     for name, shape in spec.expected_tensors().items():
-        if name.endswith("_proj.weight"):
+        if name.endswith("_proj.weight") and ".experts." not in name:
             module = f"base_model.model.{name.removesuffix('.weight')}"
             tensors[f"{module}.lora_A.weight"] = torch.randn(rank, shape[1], generator=draw) / shape[1]
             tensors[f"{module}.lora_B.weight"] = torch.randn(shape[0], rank, generator=draw) / rank

@@ -25,6 +25,8 @@ from runtime.execution.parallel.driver import open_executor
 from runtime.kv.cache import PagedCache
 from runtime.kv.lookup import count_miss
 from runtime.kv.publisher import EventPublisher
+from runtime.models.adapters.lora import read_lora
+from runtime.models.implementation import own_spec
 from runtime.models.resolve import model_name
 from runtime.models.tokenizer import Tokenizer
 from runtime.protocol import (
@@ -41,6 +43,7 @@ from runtime.protocol import (
     TokenEvent,
 )
 from runtime.request import Request, Work
+from runtime.reuse.bicache.depth_table import read_table
 from runtime.reuse.bicache.strategy import BiCache
 from runtime.reuse.blocks import BlockPrefix
 from runtime.reuse.fusion.strategy import Fusion
@@ -88,6 +91,7 @@ class EngineCore:
             raise ModelError("--no-prefix-cache leaves nothing for --host-memory, --disk-cache and --kv-store")
         self.config = config
         # Before the weights are read, so that what cannot be used is an error at once.
+        _check_files(config, path)
         opened = open_tiers(config.tiers) if config.cache.prefix_cache else None
         self.executor = open_executor(config, path)
         self.cache = PagedCache(self.executor.pool, config.cache, quotas)
@@ -468,6 +472,18 @@ class EngineCore:
         if self._pinning.ended(request.rid, finish):
             return []
         return [event or TokenEvent(request.rid, [], finish, cached_tokens=max(request.cached_tokens, 0))]
+
+
+def _check_files(config: Config, path: Path) -> None:
+    """Read the files of `--lora` and `--depth-table`. Raises ModelError."""
+    for name, directory in config.model.adapters:
+        try:
+            read_lora(Path(directory))
+        except ModelError as error:
+            raise ModelError(f"--lora {name}={directory}: {error.message}") from None
+    table, spec = config.diffusion.depth_table, own_spec(config.model, path)
+    if table is not None and spec is not None and spec.diffusion is not None:
+        read_table(table, spec)
 
 
 def _finish(error: RametError) -> Finish:

@@ -31,7 +31,8 @@ from runtime.kv.tiers.worker import TierWorker
 from runtime.models.diffusion import DiffusionSpec
 from runtime.models.weights import digest_weights
 from runtime.protocol import AddPin, AttachTier, Call, DetachTier, EraseTenant, FlushCache, Outbound, Reply
-from runtime.reuse.strategy import Run, Strategy
+from runtime.request import Run
+from runtime.reuse.strategy import Strategy
 
 log = logging.getLogger("ramet.engine")
 

@@ -103,12 +103,11 @@ class Adapters:
 
     async def open(self) -> None:
         """Load the adapters of `--lora`. Raises ModelError."""
-        for given in (self._config.lora or "").split(",") if self._config.lora else ():
-            name, _, path = given.partition("=")
+        for name, path in self._config.adapters:
             try:
-                await self.load(name.strip(), path.strip())
+                await self.load(name, path)
             except InvalidRequest as error:
-                raise ModelError(f"--lora {given}: {error.message}") from None
+                raise ModelError(f"--lora {name}={path}: {error.message}") from None
 
     async def restore(self) -> None:
         """Load all again into an engine that was started anew; those that are damaged by now are left out."""

@@ -29,7 +29,7 @@ _NO_REUSE = Planner()
 
 @dataclass(slots=True)
 class Choice:
-    """An open completion; `output` is told when there is something new in it, `held` with the next event."""
+    """An open completion; `output` is told when there is something new in it."""
 
     submission: Submission
     text: TextStream
@@ -37,7 +37,6 @@ class Choice:
     started_s: float
     waiting_tokens: int
     output: Output
-    held: TokenEvent | None = None
 
 
 class Frontend:
@@ -399,21 +398,12 @@ class Frontend:
             choice.on_output(kind(message, param=event.finish.param, code=event.finish.code))
             return
         self._begin(choice)
-        _join(choice, event)
-        if self._holds(choice, event):
-            choice.held = event
-            return
         output = self._advance(choice, event)
         if output.finish is not None:
             self._close(event.rid)
             if event.finish is None:
                 self._send(Abort(event.rid))
         choice.on_output(output)
-
-    def _holds(self, choice: Choice, event: TokenEvent) -> bool:
-        """Whether more tokens are waited for; not where they may end the completion, or are its first."""
-        few = len(event.tokens) < self._config.stream_interval and bool(choice.output.token_ids)
-        return few and event.finish is None and event.canvas is None and not choice.submission.sampling.stop
 
     def _advance(self, choice: Choice, event: TokenEvent) -> Output:
         """The completion's next Output."""
@@ -454,15 +444,6 @@ def _report(choice: Choice, engine: dict[str, Any] | None) -> dict[str, Any] | N
     if isinstance(prompt, DocumentPrompt) and (engine or choice.output.reuse is None):
         return prompt.report(engine, choice.output.cached_tokens)
     return engine
-
-
-def _join(choice: Choice, event: TokenEvent) -> None:
-    """Put what was held back before an event into it."""
-    held, choice.held = choice.held, None
-    if held is not None:
-        event.tokens = held.tokens + event.tokens
-        event.logprobs = None if held.logprobs is None else held.logprobs + (event.logprobs or [])
-        event.reuse = event.reuse or held.reuse
 
 
 def _push(choice: Choice, event: TokenEvent) -> tuple[list[int], str]:

@@ -8,8 +8,8 @@ import torch
 
 from radix import Match, path
 from runtime.kv.lookup import look_up
-from runtime.request import Request, Segment, Work
-from runtime.reuse.strategy import Found, Run, Strategy
+from runtime.request import Request, Run, Segment, Work
+from runtime.reuse.strategy import Found, Strategy
 
 
 class PrefixStrategy(Strategy):

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from radix import Namespace
 from radix.node import Meta
 from runtime.batch import causal_visible
 from runtime.kv.cache import PagedCache
-from runtime.request import Request, Segment, Work
+from runtime.request import Request, Run, Segment, Work
 from runtime.reuse.build import Read, RowSet, Stage
 
 # So many segments of fewer rows are read together, where this leaves fewer rows unused than a read of its own costs.
@@ -34,19 +34,6 @@ class Found:
 
     tokens: int = 0
     detail: Any = None
-
-
-class Run(NamedTuple):
-    """Tokens int32 under which KV lies in the tree, from the root of a namespace on.
-
-    `meta`: of an entry; `whole`: whether a part of it is of no use.
-    """
-
-    tokens: array[int]
-    namespace: Namespace
-    name: str | None = None
-    meta: Any = None
-    whole: bool = False
 
 
 class Strategy(ABC):

@@ -148,6 +148,32 @@ def test_fetch_model_prints_the_directory(tiny_dir, capsys):
     assert Path(capsys.readouterr().out.strip()) == tiny_dir
 
 
+def test_fetch_model_refuses_a_directory_without_a_model(tmp_path, capsys):
+    assert main(["fetch-model", "--model", str(tmp_path)]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "config.json" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--allowed-hosts", "a b"], "argument --allowed-hosts: "),
+        (["--trusted-proxies", "10.0.0.1 10.0.0.2"], "argument --trusted-proxies: "),
+        (["--disk-space", "5"], "argument --disk-space: it belongs to --disk-cache"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(options, words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", "--model", "/no/such/model", *options])
+    assert words in capsys.readouterr().err
+
+
+def test_lists_of_hosts_and_proxies_may_have_spaces_at_their_commas():
+    server = make_config(allowed_hosts="a.example, b.example", trusted_proxies="10.0.0.1 ,fd00::/8").server
+    assert (server.allowed_hosts, server.trusted_proxies) == ("a.example, b.example", "10.0.0.1 ,fd00::/8")
+
+
 def test_a_model_that_is_not_there_is_one_line_and_status_1(capsys):
     assert main(["generate", "x", "--model", "/no/such/model"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -181,7 +207,7 @@ def test_a_bad_certificate_is_one_line_before_the_model_is_loaded(options, words
     assert words in line
 
 
-def test_tiers_that_cannot_be_used_are_an_error_before_the_weights_are_read(tiny_dir, tmp_path):
+def test_tiers_and_adapters_that_cannot_be_used_are_an_error_before_the_weights_are_read(tiny_dir, tmp_path):
     shutil.copy(tiny_dir / "config.json", tmp_path)
     shutil.copy(tiny_dir / "tokenizer.json", tmp_path)
     for options, words in (
@@ -189,6 +215,7 @@ def test_tiers_that_cannot_be_used_are_an_error_before_the_weights_are_read(tiny
         ({"kv_encryption_key_file": tmp_path / "none"}, "--kv-encryption-key-file: "),
         ({"host_memory": 1e9}, "--host-memory is 1e.09 GiB; this machine has "),
         ({"host_memory": 1, "prefix_cache": False}, "--no-prefix-cache leaves nothing for --host-memory"),
+        ({"lora": f"poems={tmp_path}"}, f"--lora poems={tmp_path}: .* has no adapter_model.safetensors"),
     ):
         with pytest.raises(ModelError, match=words):
             Engine(model=str(tmp_path), pool_tokens=1024, **options)

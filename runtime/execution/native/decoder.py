@@ -1,4 +1,4 @@
-"""`LlamaModel.forward` by the native kernels: packed weights, and one call a step."""
+"""`LlamaModel.forward` by the native kernels: packed weights, and one call a step, or a layer if it has experts."""
 
 from __future__ import annotations
 
@@ -165,10 +165,12 @@ class NativeDecoder:
         kept: list[Any] = []
 
         def pointer(tensor: torch.Tensor) -> int:
-            kept.append(tensor.contiguous())
+            kept.append(tensor if tensor.is_contiguous() else tensor.contiguous())
             return kept[-1].data_ptr()
 
         def hidden_rows(given: list[HiddenRows]) -> Any:
+            if not given:
+                return None
             several = (c.HiddenRows * len(given))()
             for to, one in zip(several, given, strict=True):
                 # Not by `pointer`, which may copy: the kernel writes into the caller's tensor.
@@ -186,25 +188,27 @@ class NativeDecoder:
             kept.append(plan)
             to.first_layer, to.last_layer = group.layers.start, group.layers.stop
             to.rows = None if group.rows is None else pointer(group.rows)
-            to.num_rows = len(positions)
+            to.num_rows = positions.shape[0]
             to.kv_write = pointer(group.kv_write)
             kept += cosine, sine
             to.cosine, to.sine = cosine.ctypes.data, sine.ctypes.data
             to.spans, to.edges, to.num_edges = plan.spans, plan.edges, plan.num_edges
             to.load, to.num_load = hidden_rows(group.load), len(group.load)
             to.save, to.num_save = hidden_rows(group.save), len(group.save)
-            rows = rows_within(batch.adapters, group.rows)
-            to.adapted, to.num_adapted = self._adapted(rows), len(rows)
-        if len(self._logits) < len(batch.logits_rows):
-            self._logits = torch.empty(len(batch.logits_rows), self.spec.vocab_size)
-        logits = self._logits[: len(batch.logits_rows)]
+            if batch.adapters:
+                rows = rows_within(batch.adapters, group.rows)
+                to.adapted, to.num_adapted = self._adapted(rows), len(rows)
+        num_logits = batch.logits_rows.shape[0]
+        if self._logits.shape[0] < num_logits:
+            self._logits = torch.empty(num_logits, self.spec.vocab_size)
+        logits = self._logits[:num_logits]
         step = c.Step(
             tokens=pointer(batch.tokens),
-            num_rows=len(batch.tokens),
+            num_rows=batch.tokens.shape[0],
             groups=groups,
             num_groups=len(batch.groups),
             logits_rows=pointer(batch.logits_rows),
-            num_logits=len(batch.logits_rows),
+            num_logits=num_logits,
             logits=logits.data_ptr(),
         )
         self.library.decoder_forward(self._handle, ctypes.byref(step))

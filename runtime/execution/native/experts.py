@@ -19,7 +19,9 @@ class NativeExperts(Experts):
     def __init__(self, experts: Experts, team: Team, int8: bool):
         """Take the weights of `experts`, which has none afterwards. Raises MemoryError."""
         gate_up, down = experts.gate_up, experts.down
-        super().__init__(experts.spec, experts.ops, experts.router, gate_up[:0], down[:0], experts.bias)
+        # No views, which would keep the weights.
+        experts.gate_up, experts.down = gate_up.new_empty(0), down.new_empty(0)
+        super().__init__(experts.spec, experts.ops, experts.router, experts.gate_up, experts.down, experts.bias)
         is_paired = self.spec.limit is None
         described = [describe(gate_up[0], is_paired, int8), describe(down[0], int8=int8)] * self.spec.count
         described.append(describe(experts.router))
@@ -28,7 +30,6 @@ class NativeExperts(Experts):
         self._router = _Stack(packed, experts.router[None], bias, False, False)
         self._gate_up = _Stack(packed, gate_up, experts.gate_up_bias, is_paired, int8)
         self._down = _Stack(packed, down, experts.down_bias, False, int8)
-        experts.gate_up, experts.down = gate_up[:0], down[:0]
 
     def _scores(self, x: torch.Tensor) -> torch.Tensor:
         # Torch's sums would depend on the number of rows.

@@ -5,28 +5,11 @@ from __future__ import annotations
 from array import array
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from radix import Namespace
 from runtime.kv.tiers.block import Block
 from runtime.kv.tiers.worker import Loaded
-from runtime.request import Segment
-
-
-class Run(Protocol):
-    """A `runtime.reuse.strategy.Run`."""
-
-    @property
-    def tokens(self) -> array[int]: ...
-
-    @property
-    def namespace(self) -> Namespace: ...
-
-    @property
-    def meta(self) -> Any: ...
-
-    @property
-    def whole(self) -> bool: ...
+from runtime.request import Run, Segment
 
 
 @dataclass(slots=True, eq=False)

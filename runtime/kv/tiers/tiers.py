@@ -20,9 +20,9 @@ from radix.stats import Cause
 from runtime.kv.cache import PagedCache
 from runtime.kv.tiers.block import ROOT, Block, BlockKey
 from runtime.kv.tiers.copies import Copies
-from runtime.kv.tiers.loads import Load, Part, Run
+from runtime.kv.tiers.loads import Load, Part
 from runtime.kv.tiers.worker import TierWorker
-from runtime.request import Segment
+from runtime.request import Run, Segment
 
 # A block has so many bytes, or a little more; of small models so many tokens.
 BLOCK_BYTES, MOST_TOKENS = 1 << 20, 64

@@ -17,7 +17,7 @@ from runtime.diffusion.canvas import Canvas
 from runtime.kv.cache import PagedCache
 from runtime.models.spec import ModelSpec
 from runtime.protocol import DiffusionInfo
-from runtime.request import Request, Segment, Work
+from runtime.request import Request, Run, Segment, Work
 from runtime.reuse.bicache.boundary_states import BoundaryStore
 from runtime.reuse.bicache.depth_table import NO_TABLE, DepthTable, choose_table
 from runtime.reuse.bicache.drift import Drift
@@ -26,7 +26,7 @@ from runtime.reuse.bicache.measured import Ledger
 from runtime.reuse.bicache.plan import Share, Trial, next_work, plan_rows, slots_of
 from runtime.reuse.bicache.shallow_meta import ShallowMeta, meet_all
 from runtime.reuse.build import RowSet
-from runtime.reuse.strategy import Found, Run, Strategy
+from runtime.reuse.strategy import Found, Strategy
 
 # The paper's R.
 _INTERVAL = 16

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from radix import Match, Node
-from runtime.request import Request, Segment, Work, slots_of
+from runtime.request import Request, Run, Segment, Work, slots_of
 from runtime.reuse.build import Read, RowSet, Stage
 from runtime.reuse.entries.entry import Entry
 from runtime.reuse.prefix import PrefixStrategy
-from runtime.reuse.strategy import Found, Run
+from runtime.reuse.strategy import Found
 
 NO_ROWS = np.zeros(0, dtype=np.int64)
 

@@ -18,7 +18,7 @@ from runtime.errors import InvalidRequest
 from runtime.execution.executor import Executor
 from runtime.kv.cache import PagedCache
 from runtime.protocol import ModelInfo
-from runtime.request import Request, Segment, Work
+from runtime.request import Request, Run, Segment, Work
 from runtime.request import Sequence as Own
 from runtime.reuse.build import Read, RowSet, Stage
 from runtime.reuse.entries.entry import Entry, Pairs, read_tokens
@@ -28,7 +28,7 @@ from runtime.reuse.fusion.layout import Asked, DocumentMeta, Layout, Place
 from runtime.reuse.fusion.looks import DenseLook, Look
 from runtime.reuse.fusion.methods import METHODS, Method
 from runtime.reuse.fusion.snapkv import SnapKV
-from runtime.reuse.strategy import Found, Run
+from runtime.reuse.strategy import Found
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 

@@ -13,11 +13,10 @@ from radix import Namespace
 from runtime.errors import InvalidRequest
 from runtime.kv.cache import PagedCache
 from runtime.protocol import ModelInfo
-from runtime.request import Request
+from runtime.request import Request, Run
 from runtime.reuse.entries.entry import Entry, Pairs, read_anchors, read_tokens
 from runtime.reuse.entries.strategy import EntryStrategy, Imports, names_of
 from runtime.reuse.modules.entry import Layout, ModuleMeta, read_entry
-from runtime.reuse.strategy import Run
 
 
 @dataclass(slots=True)

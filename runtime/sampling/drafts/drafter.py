@@ -13,8 +13,10 @@ from runtime.sampling.drafts.pace import LEAST_GAIN, Acceptance, Pace, share_out
 
 # Most drafted rows of a request and of all, in a step.
 LONGEST, _ROWS = 32, 64
-# Most requests that decode beside drafts: with more, a further row costs a processor about what a request's own costs.
-_MOST_REQUESTS = 16
+# Most requests that decode beside drafts.
+_MOST_REQUESTS = 32
+# Where a look has found nothing that pays, so many lookups are worth a step's wait.
+_LOOKUPS = 8
 # Tokens that are read from the tree at a time.
 _TREE_TOKENS = 256
 # Equal tokens before a place that make it likely that the text goes on there, even behind another token.
@@ -60,15 +62,15 @@ class Drafter:
         self._recent = Recent()
         self._pace = Pace()
         self._rates: dict[Hashable, Acceptance] = {}
+        self._idle = 0  # steps to come that do without a look
 
     def propose(self, requests: Sequence[Request], room: int, beside: int) -> dict[Request, array[int]]:
         """Drafts for requests that decode; `room`: rows that the step may have more; `beside`: those of prompts."""
         found = [(request, draft) for request in requests if (draft := self._find(request))]
         seconds = self._pace.seconds(len(requests), min(room, _ROWS), beside) if found else None
-        if seconds is None:
-            return {}
         drafts = [(self._rate(request).rate, len(draft)) for request, draft in found]
-        lengths, gain = share_out(drafts, len(requests), seconds)
+        lengths, gain = share_out(drafts, len(requests), seconds) if seconds else ([], 1.0)
+        self._idle = 0 if gain >= LEAST_GAIN else len(requests) // _LOOKUPS
         if gain < LEAST_GAIN or (not beside and self._pace.due(len(requests), gain)):
             return {}
         return {request: draft[:n] for (request, draft), n in zip(found, lengths, strict=True) if n}
@@ -81,6 +83,9 @@ class Drafter:
         decoding = [item for item in work if item.num_rows == 1 and not item.prefills]
         rows = sum([item.num_rows for item in work])
         if not 0 < len(decoding) <= _MOST_REQUESTS or rows >= step_tokens:
+            return
+        if self._idle:
+            self._idle -= 1
             return
         proposed = self.propose([item.request for item in decoding], step_tokens - rows, _rows_of_prompts(work))
         for item in decoding if proposed else ():

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import numpy as np
+
 # Share of a step's time that a further row is taken to cost at least before that is measured: a few rows are tried
 # where they may pay, more only where they are likely to.
 _HOPED, _UNKNOWN, _TRIED = 0.005, 0.02, 8
@@ -26,23 +28,27 @@ _LEAST_CHANCE = 0.02
 
 @dataclass(slots=True)
 class _Cost:
-    """Seconds of the latest steps of one kind, and when there was one."""
+    """Seconds and rows of the latest steps of one kind, and when there was one."""
 
-    latest: list[float] = field(default_factory=list)
+    latest: list[tuple[float, int]] = field(default_factory=list)
     at: int = 0
 
-    def note(self, seconds: float, at: int) -> None:
-        self.latest = [*self.latest[1 - _KEPT :], seconds]
+    def note(self, seconds: float, rows: int, at: int) -> None:
+        self.latest = [*self.latest[1 - _KEPT :], (seconds, rows)]
         self.at = at
 
     @property
-    def seconds(self) -> float:
-        """The second lowest of five, the lowest of fewer: whatever else the machine does makes steps longer."""
-        return sorted(self.latest)[(len(self.latest) - 1) // 4]
+    def low(self) -> tuple[int, float]:
+        """Rows and seconds of the second quickest of five, the quickest of fewer: what else the machine does delays."""
+        seconds, rows = sorted(self.latest)[(len(self.latest) - 1) // 4]
+        return rows, seconds
 
 
 class Pace:
-    """Seconds of a step by its requests that decode and its drafted rows."""
+    """Seconds of a step by its requests that decode and its drafted rows.
+
+    Steps of about as many requests are known together: there, a row costs the same whether it is drafted or not.
+    """
 
     def __init__(self) -> None:
         self._costs: dict[int, dict[int, _Cost]] = {}
@@ -59,9 +65,10 @@ class Pace:
             return
         batch = _bucket(requests)
         self._steps[batch] = at = self._steps.get(batch, 0) + 1
-        # Behind another kind of step, one without drafts is planned anew, which it is not where none has drafts.
+        # Two in a row, so that no rhythm of delays falls together with that of measuring.
         if drafted or follows:
-            self._costs.setdefault(batch, {}).setdefault(_bucket(drafted), _Cost()).note(seconds, at)
+            cost = self._costs.setdefault(batch, {}).setdefault(_bucket(drafted), _Cost())
+            cost.note(seconds, requests + drafted, at)
 
     def seconds(self, requests: int, most: int, beside: int = 0) -> list[float] | None:
         """Of steps with 0 to `most` drafted rows; None: those without drafts are not known yet.
@@ -73,13 +80,13 @@ class Pace:
         costs, now = self._costs.get(batch, {}), self._steps.get(batch, 0)
         if 0 not in costs or len(costs[0].latest) < _FEWEST:
             return None
-        known = [(rows, costs[rows].seconds) for rows in sorted(costs) if not rows or now - costs[rows].at < _OLD]
         if beside and self._row_s is None:
             return None
+        known = sorted(cost.low for drafted, cost in costs.items() if not drafted or now - cost.at < _OLD)
         # More rows never take less time: where they seem to, something else delayed the step with fewer.
         for i in range(len(known) - 2, -1, -1):
             known[i] = known[i][0], min(known[i][1], known[i + 1][1])
-        found, row_s = _lines(known, most), self._row_s if beside else None
+        found, row_s = _lines(known, requests, most), self._row_s if beside else None
         return found if row_s is None else [max(time, found[0] + row_s * rows) for rows, time in enumerate(found)]
 
     def due(self, requests: int, gain: float) -> bool:
@@ -92,23 +99,25 @@ class Pace:
         return age >= min(max(_SELDOM * (gain - 1), _OFTEN), _SELDOMEST)
 
 
-def _lines(known: Sequence[tuple[int, float]], most: int) -> list[float]:
-    """Seconds at 0, 1, ..., `most` rows on the lines through known points, the first of which is at 0."""
-    (_, first), found, slope = known[0], [known[0][1]], 0.0
-    for (left, low), (right, high) in pairwise(known):
-        slope = (high - low) / (right - left)
-        found += [low + slope * n for n in range(1, right - left + 1)]
-    for least, rows in ((_HOPED, _TRIED), (_UNKNOWN, most)):
-        found += [found[-1] + max(slope, least * first) * n for n in range(1, rows + 1)]
-    return found[: most + 1]
+def _lines(known: Sequence[tuple[int, float]], first: int, most: int) -> list[float]:
+    """Seconds at `first`, `first + 1`, ..., `first + most` rows on the lines through known points."""
+    slopes = [(high - low) / (right - left) for (left, low), (right, high) in pairwise(known) if right > left] or [0.0]
+    (least, time), points = known[0], list(known)
+    if first < least:
+        points.insert(0, (first, max(time - slopes[0] * (least - first), time * first / least)))
+    for price, more in ((_HOPED, _TRIED), (_UNKNOWN, first + most)):
+        points.append((points[-1][0] + more, points[-1][1] + max(slopes[-1], price * time) * more))
+    rows, seconds = zip(*points, strict=True)
+    found: list[float] = np.interp(np.arange(first, first + most + 1), rows, seconds).tolist()
+    return found
 
 
-def _bucket(drafted: int) -> int:
-    """Up to 4 rows each count apart, above that two buckets an octave, each under its upper end."""
-    if drafted <= 4:
-        return drafted
-    half = 1 << (drafted - 1).bit_length() - 2
-    return -(-drafted // half) * half
+def _bucket(number: int) -> int:
+    """Up to 4 each count apart, above that two buckets an octave, each under its upper end."""
+    if number <= 4:
+        return number
+    half = 1 << (number - 1).bit_length() - 2
+    return -(-number // half) * half
 
 
 class Acceptance:

@@ -101,6 +101,7 @@ def test_thresholds_and_rules_come_from_a_profile_of_the_tasks(model, tmp_path):
     assert depths[measured] >= 1
     assert (tmp_path / "rules.png").stat().st_size > 1000
     assert "keep, by tau: r = " in table
+    assert "no cache" not in table, "--rules takes the table's place"
     assert (tmp_path / "tau.png").exists()
     assert not (tmp_path / "profile.json.partial").exists()
     before = [lines(tmp_path), (tmp_path / "profile.json").stat().st_mtime_ns]

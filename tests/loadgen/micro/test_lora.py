@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from server.cli import main
+from tests.runtime.execution.transformers.architectures import save_small
 
 
 def test_it_runs(tmp_path, tiny_dir):
@@ -21,3 +22,16 @@ def test_it_runs(tmp_path, tiny_dir):
     table = (tmp_path / "a.md").read_text().splitlines()
     assert [line.split("|")[5].strip() == "" for line in table[2:]] == [True, False, True, False, False] * 2
     assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_experts_without_weights(tmp_path):
+    """In the kernels and in transformers' code, which has adapters as well."""
+    save_small("Qwen3Moe", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    options = f"--model {tmp_path} --random-weights --code native transformers --requests 1 --adapters 0 1 --rank 2"
+    options += f" --prompt 8 --steps 2 --rounds 1 --json {tmp_path / 'a.json'}"
+    assert main(["bench", "lora", *options.split()]) == 0
+    cells = json.loads((tmp_path / "a.json").read_text())["cells"]
+    assert [(cell["code"], cell["adapters"]) for cell in cells] == [
+        (code, count) for code in ("native", "transformers") for count in (0, 1)
+    ]

@@ -15,10 +15,10 @@ from tests.runtime.frontend.test_request_ids import INFO
 TEXT = "One, two, three END four, five END six."
 
 
-def outputs_of(tokenizer, pieces, interval=1, **params):
+def outputs_of(tokenizer, pieces, **params):
     """The Outputs of tokens that come in pieces, and whether the engine was told to stop."""
     found, sent = [], []
-    frontend = Frontend(INFO, tokenizer, sent.append, SchedulerConfig(stream_interval=interval))
+    frontend = Frontend(INFO, tokenizer, sent.append, SchedulerConfig())
     frontend.submit(Submission([1], SamplingParams(**params)), [1], 0, found.append)
     rid = next(message.rid for message in sent if isinstance(message, AddRequest))
     for i, piece in enumerate(pieces):
@@ -44,27 +44,3 @@ def test_a_stop_string_ends_the_output_at_its_last_token(tiny_dir, params, size)
     assert several[-1].finish == single[-1].finish
     assert [one.token for output in several for one in output.logprobs] == several[-1].token_ids
     assert told == ("stop" in params and several[-1].completion_tokens <= len(tokens) - (len(tokens) % size or size))
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("interval", [2, 4, 100])
-def test_tokens_behind_the_first_are_told_together(tiny_dir, interval, size):
-    tokenizer = Tokenizer.load(tiny_dir)
-    tokens = tokenizer.encode(TEXT)
-    pieces = [tokens[i : i + size] for i in range(0, len(tokens), size)]
-    outputs, _ = outputs_of(tokenizer, pieces, interval)
-    first, *later, last = [len(output.new_token_ids) for output in outputs]
-    assert first == size
-    assert all(interval <= length < interval + size for length in later)
-    assert first + sum(later) + last == len(tokens)
-    assert outputs[-1].text == "".join(output.delta for output in outputs) == tokenizer.decode(tokens)
-    assert [one.token for output in outputs for one in output.logprobs] == tokens
-
-
-def test_a_stop_string_is_looked_for_in_each_token(tiny_dir):
-    tokenizer = Tokenizer.load(tiny_dir)
-    pieces = [[token] for token in tokenizer.encode(TEXT)]
-    each, _ = outputs_of(tokenizer, pieces, stop=["END"])
-    several, told = outputs_of(tokenizer, pieces, 4, stop=["END"])
-    assert [output.delta for output in several] == [output.delta for output in each]
-    assert told

@@ -76,6 +76,9 @@ def test_sliding_windows(copy, architecture, fields, windows):
     edit(copy, architectures=[architecture], max_position_embeddings=9000, **fields)
     spec = LlamaSpec.load(copy)
     assert (spec.windows, spec.context_length) == (windows, 9000)
+    # Keys behind a window are others: stored ones are not exchanged between two configurations of the same weights.
+    edit(copy, drop=["sliding_window", "use_sliding_window", "layer_types"], architectures=["Qwen3ForCausalLM"])
+    assert (LlamaSpec.load(copy).fingerprint == spec.fingerprint) == (not windows)
 
 
 def test_quantised_tensors_without_their_scales_are_refused(copy):

@@ -229,3 +229,21 @@ def test_token_ids_beyond_the_vocabulary_are_refused():
         SamplingParams(logit_bias={100: 1.0}).check(100)
     with pytest.raises(InvalidRequest, match="min_new_tokens"):
         SamplingParams(min_new_tokens=5, max_new_tokens=4).check(100)
+
+
+@pytest.mark.parametrize(
+    ("params", "best"),
+    [
+        ({"temperature": 0}, True),
+        ({"top_k": 1}, True),
+        ({"temperature": 0.5}, False),
+        ({"temperature": 0, "logit_bias": {3: 1.0}}, False),
+        ({"temperature": 0, "frequency_penalty": 0.5}, False),
+        ({"temperature": 0, "presence_penalty": 0.5}, False),
+        ({"temperature": 0, "repetition_penalty": 1.1}, False),
+        ({"temperature": 0, "min_new_tokens": 2}, False),
+        ({"temperature": 0, "regex": "a+"}, False),
+    ],
+)
+def test_only_greedy_requests_that_change_no_logit_take_the_best(params, best):
+    assert SamplingParams(**params).takes_best is best

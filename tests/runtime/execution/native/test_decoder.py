@@ -1,20 +1,21 @@
 """A whole native step against `LlamaModel.forward`, in every architecture."""
 
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
-from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, LayerGroup, Span, causal_visible
-from runtime.execution.attention.cpu import CPUAttention
+from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, HiddenRows, LayerGroup, Span, causal_visible
+from runtime.execution.attention.cpu import CPUAttention, Scores
 from runtime.execution.llama import LlamaModel
 from runtime.execution.native.decoder import NativeDecoder
 from runtime.kv.pool import KVPool
 from runtime.models.adapters.lora import LoraAdapter, LowRank
 from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
+from tests.runtime.execution.transformers.architectures import save_small
 
 CPU = torch.device("cpu")
 PAGE, PAGES = 4, 64
@@ -108,6 +109,34 @@ def test_every_architecture(library, any_tiny_dir, storage, threads, make_batch)
     for group in batch.groups:
         untouched[group.kv_write[group.kv_write >= 0]] = False
     assert torch.equal(native_pool.k[:, untouched].float(), pool.k[:, untouched])
+
+
+@pytest.fixture(scope="module")
+def experts_dir(tmp_path_factory):
+    return save_small("GptOss", tmp_path_factory.mktemp("experts"), vocab_size=49152, num_experts_per_tok=3)
+
+
+@pytest.mark.parametrize("make_batch", [mixed_batch, fewer_rows_later])
+def test_experts_and_sinks(library, experts_dir, make_batch):
+    """Among them states that a group is given, and those that it is asked for."""
+    reference, model = (make_model(experts_dir, torch.float32) for _ in range(2))
+    pools = [make_pool(reference.spec, torch.float32) for _ in range(2)]
+    scores = [Scores(sinks=layer.sinks) for layer in reference.layers]
+    native = NativeDecoder(library, model, pools[1], 2)
+    forwards = [
+        partial(reference.forward, pool=pools[0], backend=CPUAttention(pools[0], reference.rope, scores)),
+        native.forward,
+    ]
+    found = []
+    for forward in forwards:
+        batch = make_batch(reference.spec.num_layers)
+        given, asked = torch.ones(1, reference.spec.hidden_size), torch.zeros(2, reference.spec.hidden_size)
+        batch.groups[0].load = [HiddenRows(torch.tensor([3]), given)]
+        batch.groups[-1].save = [HiddenRows(torch.tensor([1, 5]), asked)]
+        found.append((forward(batch).clone(), asked))
+    for got, wanted in zip(found[1], found[0], strict=True):
+        assert _distance(got, wanted) < 1e-5
+    assert _distance(pools[1].k, pools[0].k) < 1e-5
 
 
 def make_adapter(spec, digest, rank):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -276,6 +277,11 @@ def test_tables_of_other_models_and_broken_ones(deep_dir, tmp_path, caplog):
             read_table(path, spec)
     path.write_text(json.dumps({"model": model, "depths": {"0": 1, "50": 4}}))
     assert make_core(deep_dir, depth_table=path).strategy.table.depth(0.6) == 4
+    path.write_text("{}")
+    without_weights = tmp_path / "model"
+    shutil.copytree(deep_dir, without_weights, ignore=shutil.ignore_patterns("*.safetensors"))
+    with pytest.raises(ModelError, match="the depth table"):
+        make_core(without_weights, depth_table=path)
 
 
 def test_a_table_may_have_an_interval_of_its_own(deep_dir, tmp_path):

@@ -81,7 +81,7 @@ def test_times_of_steps_grow_with_their_rows_and_go_on_where_nothing_was_measure
         pace.note(1, 3, took)
     assert pace.seconds(1, 3) == pytest.approx([0.5] * 4), "fewer rows do not take longer, nor are delays a row's cost"
     pace.note(1, 20, 2.0)
-    assert pace.seconds(1, 24)[24] == pytest.approx(2.0)
+    assert pace.seconds(1, 24)[20] == pytest.approx(2.0)
     assert pace.seconds(1, 26)[26] > 2.0
     for _ in range(600):
         pace.note(1, 3, 0.5)
@@ -93,10 +93,22 @@ def test_a_step_without_drafts_counts_behind_another_one():
     for _ in range(20):
         for drafted in (0, 2):
             pace.note(4, drafted, 1.0)
-    assert pace.seconds(4, 1) is None, "a step behind one with drafts was planned anew"
+    assert pace.seconds(4, 1) is None, "none came behind one of its kind"
     for _ in range(4):
         pace.note(4, 0, 1.0)
     assert pace.seconds(4, 1)[0] == 1.0
+
+
+def test_requests_and_drafted_rows_cost_the_same_in_batches_of_about_one_size():
+    pace = Pace()
+    for _ in range(4):
+        pace.note(28, 0, 1.0)
+    assert pace.seconds(32, 1) == pytest.approx([1.02, 1.025]), "hoped, as nothing else is known"
+    pace.note(28, 12, 1.6)
+    assert pace.seconds(28, 2) == pytest.approx([1.0, 1.05, 1.1])
+    assert pace.seconds(32, 8) == pytest.approx([1.2, 1.25, 1.3, 1.35, 1.4, 1.45, 1.5, 1.55, 1.6])
+    assert pace.seconds(26, 2) == pytest.approx([26 / 28, 27 / 28 - 0.5 / 28 + 0.05 / 2, 1.0], abs=0.02)
+    assert pace.seconds(16, 2) is None, "far fewer requests"
 
 
 def test_steps_without_drafts_are_measured_again_the_sooner_the_less_drafts_gain():
