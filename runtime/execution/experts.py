@@ -92,7 +92,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, e
 
 
 def take_fused(weights: dict[str, torch.Tensor], mlp: str, spec: ExpertSpec, like: torch.Tensor, ops: Ops) -> Experts:
-    """The experts of gpt-oss, whose tensors begin with `mlp`; leaves a shared one that has no columns.
+    """The experts of gpt-oss, whose tensors begin with `mlp`.
 
     `like`: any weight of the model, in its dtype and on its device.
     """
@@ -110,9 +110,6 @@ def take_fused(weights: dict[str, torch.Tensor], mlp: str, spec: ExpertSpec, lik
     def parted(by_turns: torch.Tensor) -> torch.Tensor:
         return torch.cat((by_turns[:, ::2], by_turns[:, 1::2]), dim=1).to(like.device)
 
-    hidden = like.shape[-1]
-    for name, shape in (("gate", (0, hidden)), ("up", (0, hidden)), ("down", (hidden, 0))):
-        weights[f"{mlp}shared_experts.{name}_proj.weight"] = like.new_empty(shape)
     return Experts(
         spec,
         ops,

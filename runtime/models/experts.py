@@ -80,6 +80,8 @@ class ExpertSpec:
             name = f"mlp.experts.{name}_proj"
             shapes[f"{name}_bias"] = (self.count, rows)
             if self.packed:
+                if columns % MXFP4_BLOCK:
+                    raise ModelError(f"{name} is in MXFP4 and has {columns} columns, no multiple of {MXFP4_BLOCK}")
                 blocks = (self.count, rows, columns // MXFP4_BLOCK)
                 shapes |= {f"{name}_blocks": (*blocks, MXFP4_BLOCK // 2), f"{name}_scales": blocks}
             else:
@@ -99,6 +101,8 @@ def expert_spec(config: dict[str, Any], architecture: str) -> ExpertSpec | None:
     layers = range(config["num_hidden_layers"])
     if architecture != "LLaDA2MoeModelLM":
         every, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+        if every == 0:
+            raise ModelError("config.json has decoder_sparse_step 0; it must be a positive integer")
         sparse = tuple(i for i in layers if i not in dense and (i + 1) % every == 0)
         return ExpertSpec(sparse, count, chosen, inner, normalized=bool(config.get("norm_topk_prob", False)))
     return ExpertSpec(

@@ -314,6 +314,8 @@ def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
     else:
         near = [i >= config.get("max_window_layers", 28) for i in layers]
     types = config.get("layer_types") or ["sliding_attention" if one else "full_attention" for one in near]
+    if len(types) < len(layers) or set(types) - {"sliding_attention", "full_attention"}:
+        raise ModelError(f"config.json has layer_types {types}; each layer needs sliding_attention or full_attention")
     windows = tuple(window if types[i] == "sliding_attention" else None for i in layers)
     return windows if any(windows) else ()
 

@@ -39,6 +39,34 @@ def edit(directory, drop=(), **fields):
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, ["longrope", "llama3"]),
         ({"rope_parameters": {"rope_type": "linear"}}, ["factor"]),
         ({"rms_norm_eps": []}, ["wrong kind"]),
+        (
+            {
+                "architectures": ["GptOssForCausalLM"],
+                "num_local_experts": 2,
+                "num_experts_per_tok": 1,
+                "layer_types": ["sliding_attention"],
+            },
+            ["layer_types"],
+        ),
+        (
+            {
+                "architectures": ["GptOssForCausalLM"],
+                "num_local_experts": 2,
+                "num_experts_per_tok": 1,
+                "layer_types": ["linear_attention"] * 3,
+            },
+            ["linear_attention"],
+        ),
+        (
+            {
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "num_experts": 2,
+                "num_experts_per_tok": 1,
+                "moe_intermediate_size": 8,
+                "decoder_sparse_step": 0,
+            },
+            ["decoder_sparse_step 0"],
+        ),
     ],
 )
 def test_what_cannot_be_computed_is_named(copy, fields, words):
