@@ -25,6 +25,7 @@ from packaging.version import Version
 
 from loadgen.gpu.cut import cut_model
 from runtime.config import make_config
+from runtime.errors import RametError
 from runtime.models.resolve import resolve_model
 
 _ROOT = Path(__file__).parents[2]
@@ -57,7 +58,7 @@ exec "$python" -m loadgen gpu "$@"
 
 
 def main() -> int:
-    """Prepare the directory; 3 if the time was up before the last kernel."""
+    """Prepare the directory; 1 if something fails, 3 if the time was up before the last kernel."""
     parser = argparse.ArgumentParser(prog="python -m loadgen.gpu.prepare", description=__doc__)
     parser.add_argument("directory", type=Path)
     there = parser.add_argument_group("the other machine")
@@ -71,12 +72,27 @@ def main() -> int:
     parser.add_argument(
         "--slim", action="store_true", help="FlashInfer without its sources, so that nothing is compiled there"
     )
-    parser.add_argument("--kernels", nargs="*", default=[""], metavar="NAME", help="only those with this in their name")
+    parser.add_argument(
+        "--kernels", nargs="*", default=[""], metavar="NAME", help="only those with this in their name; without: none"
+    )
     parser.add_argument("--layers", type=int, default=3, help="of the default model, taken along; 0: no model")
     parser.add_argument("--vocabulary", type=int, default=4096, help="of its tokens (default: 4096)")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no kernel is begun")
     arguments = parser.parse_args()
-    out = arguments.directory.resolve()
+    if arguments.layers < 0 or arguments.vocabulary < 1:
+        parser.error("--layers is at least 0, --vocabulary at least 1")
+    try:
+        return prepare(arguments, arguments.directory.resolve())
+    except (OSError, ValueError, RametError) as error:
+        print(f"prepare: {error}", file=sys.stderr)
+    except subprocess.CalledProcessError as error:
+        # The program has said why; the same command goes on from there.
+        print(f"prepare: {error.cmd[-1]}: exit status {error.returncode} of {Path(error.cmd[0]).name}", file=sys.stderr)
+    return 1
+
+
+def prepare(arguments: argparse.Namespace, out: Path) -> int:
+    """Fill `out`; the exit code of `compile_kernels`. Raises OSError, ValueError, RametError, CalledProcessError."""
     out.mkdir(parents=True, exist_ok=True)
     collect(arguments, out / "wheels")
     carry_model(arguments, out)

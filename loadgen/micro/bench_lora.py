@@ -16,6 +16,7 @@ import torch
 from rich.progress import track
 from safetensors.torch import save_file
 
+from loadgen.http.options import count, whole
 from loadgen.http.outputs import add_files, drawing, write_files
 from loadgen.http.tables import make_table, markdown_table, wide_console
 from loadgen.micro.drive import Drive, model_path
@@ -47,12 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--random-weights", action="store_true", help="of a model without safetensors")
     parser.add_argument("--dtype", default="bfloat16", help="default: bfloat16")
     parser.add_argument("--code", nargs="+", choices=_CODE, default=[*_CODE][:3], help="default: all of Ramet's own")
-    parser.add_argument("--rank", type=int, default=16, help="of the adapters, of every linear layer (default: 16)")
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 8], help="that run together (default: 1 8)")
-    parser.add_argument("--adapters", type=int, nargs="+", default=[0, 1, 4], help="default: 0 1 4")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of each request (default: 128)")
-    parser.add_argument("--steps", type=int, default=16, help="of decoding (default: 16)")
-    parser.add_argument("--rounds", type=int, default=7, help="of each median (default: 7)")
+    parser.add_argument("--rank", type=count, default=16, help="of the adapters, of every linear layer (default: 16)")
+    parser.add_argument("--requests", type=count, nargs="+", default=[1, 8], help="that run together (default: 1 8)")
+    parser.add_argument("--adapters", type=whole, nargs="+", default=[0, 1, 4], help="default: 0 1 4")
+    parser.add_argument("--prompt", type=count, default=128, help="tokens of each request (default: 128)")
+    parser.add_argument("--steps", type=count, default=16, help="of decoding (default: 16)")
+    parser.add_argument("--rounds", type=count, default=7, help="of each median (default: 7)")
     add_files(parser, "markdown", "plot", json="write the figures of every round")
 
 

@@ -145,3 +145,19 @@ def test_a_list_of_another_machines_packages(tmp_path, monkeypatch):
     assert any(line.startswith("aiohttp") for line in seen["wanted"]), "the server is measured by the load generator"
     assert "--platform=manylinux_2_28_x86_64" in seen["target"]
     assert "--platform=manylinux_2_29_x86_64" not in seen["target"]
+
+
+def test_what_cannot_be_prepared_is_said_in_a_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("no directory")
+    refused = {
+        "file": "File exists",
+        "new --has nowhere": "No such file",
+        "new --torch rubbish": "Invalid version",
+    }
+    for line, words in refused.items():
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["prepare", *line.split(), "--kernels"])
+        assert prepare.main() == 1
+        said = capsys.readouterr().err
+        assert words in said
+        assert said.count("\n") == 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from server.cli import main
 from tests.runtime.execution.transformers.architectures import save_small
 
@@ -35,3 +37,11 @@ def test_experts_without_weights(tmp_path):
     assert [(cell["code"], cell["adapters"]) for cell in cells] == [
         (code, count) for code in ("native", "transformers") for count in (0, 1)
     ]
+
+
+def test_nothing_to_measure(capsys):
+    for option in ("--rounds 0", "--prompt 0", "--adapters -1", "--requests 0"):
+        with pytest.raises(SystemExit) as end:
+            main(["bench", "lora", *option.split()])
+        assert end.value.code == 2
+        assert "at least" in capsys.readouterr().err
