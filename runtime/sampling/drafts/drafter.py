@@ -13,8 +13,8 @@ from runtime.sampling.drafts.pace import LEAST_GAIN, Acceptance, Pace, share_out
 
 # Most drafted rows of a request and of all, in a step.
 LONGEST, _ROWS = 32, 64
-# Most requests that decode beside drafts.
-_MOST_REQUESTS = 32
+# Most requests that decode beside drafts: with 32, none were found to pay (loadgen/results/drafts.md).
+_MOST_REQUESTS = 16
 # Where a look has found nothing that pays, so many lookups are worth a step's wait.
 _LOOKUPS = 8
 # Tokens that are read from the tree at a time.

@@ -20,7 +20,7 @@ class Room:
         return True
 
 
-@pytest.mark.parametrize(("requests", "pause"), [(1, 0), (7, 0), (8, 1), (32, 4), (33, None)])
+@pytest.mark.parametrize(("requests", "pause"), [(1, 0), (7, 0), (8, 1), (16, 2), (17, None)])
 def test_the_more_requests_the_longer_looks_pause_where_nothing_was_found(requests, pause):
     drafter, tokens, looks, steps = Drafter(RadixTree(16)), count(), [], []
     find = drafter._find
