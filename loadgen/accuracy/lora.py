@@ -2,85 +2,88 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
-
-from loadgen.accuracy.plain_llama import LINEARS, PlainLlama
-from runtime.models.adapters.merge import MASK_EMBEDDING
+from transformers import DynamicCache, LlamaForCausalLM
 
 
-class LoraLlama(PlainLlama):
-    """`PlainLlama` with W + scale B A in place of every W; only A, B and the mask's embedding have gradients."""
+class LoraLlama(LlamaForCausalLM):
+    """A Llama in which every row sees every row, with W + scale B A in place of every W of a layer.
+
+    Only A, B and the mask's embedding have gradients. A and B are named as in an adapter's file.
+    """
 
     mask_id: int
-    scale: float
+
+    @classmethod
+    def load(cls, directory: Path, device: torch.device, dtype: torch.dtype = torch.float32) -> LoraLlama:
+        """The base of a checkpoint directory. Raises OSError."""
+        model: LoraLlama = cls.from_pretrained(directory, dtype=dtype, attn_implementation="sdpa")
+        model.config.is_causal = False  # for the mask; `is_causal=False` below is for the attention
+        nn.Module.to(model.requires_grad_(False), device)
+        return model
 
     def adapt(self, rank: int, alpha: float, mask_id: int, seed: int) -> None:
         """Begin at the base network: A random, B zero, the mask's embedding the mean of all."""
         generator = torch.Generator().manual_seed(seed)
-        self.mask_id, self.scale = mask_id, alpha / rank
-        self.factors = nn.ParameterDict()
-        for layer in range(self.spec.num_layers):
-            for name in LINEARS:
-                out, inner = self.weights[f"model.layers.{layer}.{name}.weight"].shape
-                a = torch.randn(rank, inner, generator=generator) * inner**-0.5
-                self.factors[_key(layer, name, "A")] = nn.Parameter(a.to(self.device))
-                self.factors[_key(layer, name, "B")] = nn.Parameter(torch.zeros(out, rank, device=self.device))
-        self.mask_embedding = nn.Parameter(self.embedding.float().mean(0))
+        self.mask_id = mask_id
+        for linear in [module for module in self.model.modules() if isinstance(module, nn.Linear)]:
+            out, inner = linear.weight.shape
+            a = torch.randn(rank, inner, generator=generator) * inner**-0.5
+            linear.lora_A = nn.ParameterDict({"weight": a.to(self.device)})
+            linear.lora_B = nn.ParameterDict({"weight": torch.zeros(out, rank, device=self.device)})
+            linear.register_forward_hook(partial(_add_low_rank, alpha / rank))
+        self.mask_embedding = nn.Parameter(self.model.embed_tokens.weight.float().mean(0))
+
+    def hidden(self, tokens: Tensor, behind: DynamicCache | None = None) -> Tensor:
+        """Hidden states [B, T, hidden] of token ids [B, T] after the last norm.
+
+        `behind`: keys and values of the first rows, read in place of these rows, which are not in the result. Those of
+        the others are added to it.
+        """
+        start = 0 if behind is None else behind.get_seq_length()
+        rows = self.embedded(tokens[:, start:])
+        states: Tensor = self.model(inputs_embeds=rows, past_key_values=behind, use_cache=False, is_causal=False)[0]
+        return states
+
+    def first_rows(self, tokens: Tensor, count: int) -> DynamicCache:
+        """Keys and values of the first `count` rows in every layer, of token ids [B, T] that all see each other."""
+        kept = DynamicCache()
+        self.hidden(tokens, kept)
+        kept.crop(count - tokens.shape[1])
+        return kept
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Embeddings [B, T, hidden], the mask's own among them."""
-        masked = (tokens == self.mask_id)[..., None]
-        return torch.where(masked, self.mask_embedding.to(self.embedding.dtype), super().embedded(tokens))
+        rows = self.model.embed_tokens(tokens)
+        return torch.where((tokens == self.mask_id)[..., None], self.mask_embedding.to(rows.dtype), rows)
 
-    def linear(self, x: Tensor, layer: int, name: str) -> Tensor:
-        """One adapted product."""
-        weight = self.weights[f"model.layers.{layer}.{name}.weight"]
-        a, b = self.factors[_key(layer, name, "A")], self.factors[_key(layer, name, "B")]
-        return _LoraLinear.apply(x, weight, a, b, self.scale)
+    def learned(self) -> dict[str, nn.Parameter]:
+        """What has gradients, by the names in an adapter's file."""
+        return {name: tensor for name, tensor in self.named_parameters() if tensor.requires_grad}
 
     def take(self, path: Path) -> dict[str, str]:
         """The factors and the mask's embedding of an adapter file in place of its own; returns the file's metadata."""
         with safe_open(path, framework="pt") as file:
-            tensors = {name.replace(".", ":"): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             about: dict[str, str] = file.metadata()
-        with torch.no_grad():
-            self.mask_embedding.copy_(tensors.pop(MASK_EMBEDDING))
-            for name, tensor in tensors.items():
-                self.factors[name].copy_(tensor)
+            with torch.no_grad():
+                for name, tensor in self.learned().items():
+                    tensor.copy_(file.get_tensor(name))
         return about
 
     def adapter(self) -> dict[str, Tensor]:
-        """The tensors of an adapter file, by PEFT's names, in bfloat16 on the CPU."""
-        tensors = {name.replace(":", "."): factor for name, factor in self.factors.items()}
-        tensors[MASK_EMBEDDING] = self.mask_embedding
-        return {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in tensors.items()}
+        """The tensors of an adapter file, in bfloat16 on the CPU."""
+        tensors = self.learned().items()
+        return {name: tensor.detach().to("cpu", torch.bfloat16).contiguous() for name, tensor in tensors}
 
 
-def _key(layer: int, name: str, factor: str) -> str:
-    # A parameter's name may hold no dot.
-    return f"model.layers.{layer}.{name}.lora_{factor}.weight".replace(".", ":")
-
-
-class _LoraLinear(torch.autograd.Function):
-    """x (W + scale B A)^T: the sum is made for the product alone, so that only W is kept for the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-        adapted = weight + (scale * b @ a).to(weight.dtype)
-        ctx.save_for_backward(x, weight, a, b)
-        ctx.scale = scale
-        return torch.nn.functional.linear(x, adapted)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        x, weight, a, b = ctx.saved_tensors
-        dy, flat = gradients[0].flatten(0, -2), x.flatten(0, -2)
-        thin = ctx.scale * (dy @ b.to(dy.dtype))
-        dx = torch.addmm(dy @ weight, thin, a.to(dy.dtype)).view_as(x)
-        db = ctx.scale * (dy.T @ (flat @ a.T.to(x.dtype))).to(b.dtype)
-        return dx, None, (thin.T @ flat).to(a.dtype), db, None
+def _add_low_rank(scale: float, linear: Any, given: tuple[Tensor], product: Tensor) -> Tensor:
+    # The two thin products: W + scale B A would be kept for the way back, and have a gradient as large as W.
+    a, b = (factor.weight.to(product.dtype) for factor in (linear.lora_A, linear.lora_B))
+    return product + scale * F.linear(F.linear(given[0], a), b)

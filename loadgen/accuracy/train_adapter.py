@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from transformers import DynamicCache
 
 from loadgen.accuracy.lora import LoraLlama
-from loadgen.accuracy.plain_llama import KeysValues
 from loadgen.accuracy.tasks import TASKS, Source
 from loadgen.accuracy.vocabulary import Vocabulary
 from runtime.config import default_cache_dir
@@ -69,7 +69,7 @@ class Trainer:
         self.vocabulary = Vocabulary(base)
         self.model = LoraLlama.load(base, self.device, dtype)
         self.model.adapt(options.rank, 2.0 * options.rank, MASK_TOKEN_ID, options.seed)
-        self.parameters = list(self.model.parameters())
+        self.parameters = list(self.model.learned().values())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=options.lr, betas=(0.9, 0.98), weight_decay=0.01)
         self.source = Source(self.vocabulary, ("train", options.seed))
         self.first = self.step = self.tokens = 0
@@ -127,8 +127,8 @@ class Trainer:
         answers = tokens[:, -room:]
         masked = self._mask(answers, rng)
         behind = self._earlier(tokens, masked, shared, number)
-        hidden = self.model(hide(tokens, masked), behind)[:, -room - 1 : -1][masked]
-        return F.cross_entropy(F.linear(hidden, self.model.head).float(), answers[masked])
+        hidden = self.model.hidden(hide(tokens, masked), behind)[:, -room - 1 : -1][masked]
+        return F.cross_entropy(self.model.lm_head(hidden).float(), answers[masked])
 
     def _batch(self, shape: Shape, number: int) -> tuple[torch.Tensor, int, int]:
         """Token ids [B, T], the number of rows that are prefix in all of them, and the room of the answers at the end.
@@ -141,7 +141,7 @@ class Trainer:
         tokens = torch.tensor([example.ids for example in examples], device=self.device)
         return tokens, min(len(example.prefix) for example in examples), shape.room
 
-    def _earlier(self, tokens: torch.Tensor, masked: torch.Tensor, shared: int, number: int) -> list[KeysValues] | None:
+    def _earlier(self, tokens: torch.Tensor, masked: torch.Tensor, shared: int, number: int) -> DynamicCache | None:
         """Keys and values of the first `shared` rows with more masked tokens; None in steps without stale rows.
 
         They have gradients, so that the prefix's rows learn to hold what does not change with the canvas.
@@ -178,7 +178,7 @@ class Trainer:
     def _save(self) -> None:
         self.options.out.mkdir(parents=True, exist_ok=True)
         state: dict[str, Any] = {
-            "model": self.model.state_dict(),
+            "model": self.model.learned(),
             "optimizer": self.optimizer.state_dict(),
             "run": (self.step, self.tokens, self.seconds),
         }
@@ -191,7 +191,7 @@ class Trainer:
 
     def _resume(self) -> None:
         state = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-        self.model.load_state_dict(state["model"])
+        self.model.load_state_dict(state["model"], strict=False)
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens, self.seconds = state["run"]
         print(f"going on at step {self.step}", file=sys.stderr, flush=True)

@@ -13,8 +13,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from loadgen.faults.redis_server import SlowWay, running_redis
+from loadgen.faults.redis_server import running_redis
 from loadgen.faults.server import Server, ids, running_server
+from loadgen.http.local_server import free_port
+from loadgen.http.relay import Relay
 
 # The pool holds some of the prompts, so that each round evicts, writes and loads.
 _OPTIONS = ("--pool-tokens", "1024", "--max-running", "4", "--dtype", "float32", "--on-engine-death", "restart")
@@ -136,19 +138,19 @@ async def _killed(life: _Life) -> str:
 
 async def _store(life: _Life) -> str:
     http, url = life.server.http, f"{life.server.url}/cache/tiers"
-    with running_redis() as redis:
-        way = SlowWay(redis.port)
-        address: dict[str, Any] = {"address": f"redis://127.0.0.1:{way.port}/0"}
-        async with http.delete(f"{url}/disk"), http.put(f"{url}/store", json=address):
-            pass
-        await life.until("store", "hits", "a store")
-        way.bytes_per_s = 0
-        stalled_s = await life.round("a store that stalls")
-        way.bytes_per_s = None
-        redis.process.kill()
-        redis.process.wait()
-        killed_s = await life.round("a store that died")
-    with running_redis(port=redis.port):
-        again_s = await life.until("store", "written", "a store that is there again")
-        way.close()
+    port = free_port()
+    with Relay(port) as way:
+        with running_redis(port=port) as redis:
+            address: dict[str, Any] = {"address": f"redis://127.0.0.1:{way.port}/0"}
+            async with http.delete(f"{url}/disk"), http.put(f"{url}/store", json=address):
+                pass
+            await life.until("store", "hits", "a store")
+            way.bytes_per_s = 0
+            stalled_s = await life.round("a store that stalls")
+            way.bytes_per_s = None
+            redis.process.kill()
+            redis.process.wait()
+            killed_s = await life.round("a store that died")
+        with running_redis(port=port):
+            again_s = await life.until("store", "written", "a store that is there again")
     return f"longest answers: {stalled_s:.1f} s and {killed_s:.1f} s; written again after {again_s:.1f} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import signal
@@ -30,6 +31,8 @@ _TWICE_S = 1.0
 _AT_ONCE = 8
 _LEFT_WITHIN_S = 10.0
 _END_WITHIN_S = 90.0
+# Between the last token of a server that ends by itself and its end.
+_ENDS_WITHIN_S = 1.0
 
 
 class Sent(NamedTuple):
@@ -92,6 +95,7 @@ class _Run:
     directory: Path
     streams: list[Stream] = field(default_factory=list)
     alive_at_last: bool = False
+    sent_s: float = 0.0
 
     def pid_of(self, target: str) -> int:
         """Of a target, negative for a group."""
@@ -102,12 +106,19 @@ class _Run:
         for sent in self.row.sent:
             await asyncio.sleep(sent.after_s)
             self.alive_at_last = self.process.poll() is None
+            self.sent_s = time.monotonic()
             if self.alive_at_last and (pid := self.pid_of(sent.target)):
                 (os.killpg if pid < 0 else os.kill)(abs(pid), sent.number)
 
     def expected(self) -> int | None:
-        """The exit code; where the first signal ended the server before the second came, that of the first."""
-        first_alone = len(self.row.sent) == 2 and self.row.sent[1].after_s == _TWICE_S and not self.alive_at_last
+        """The exit code; where the first signal ended the server before the second came, that of the first.
+
+        A server whose last stream was whole about when the second came may have been ending by itself.
+        """
+        ended_s = max((stream.ended_s for stream in self.streams if stream.fate == "whole"), default=math.inf)
+        ending = all(stream.fate == "whole" for stream in self.streams) and ended_s < self.sent_s + _ENDS_WITHIN_S
+        twice = len(self.row.sent) == 2 and self.row.sent[1].after_s == _TWICE_S
+        first_alone = twice and not (self.alive_at_last and not (ending and self.process.returncode == 0))
         return int(self.row.sent[0].number == _QUIT) if first_alone and self.row.code is not None else self.row.code
 
     def left_over(self) -> list[str]:

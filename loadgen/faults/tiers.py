@@ -21,8 +21,9 @@ from typing import Any
 from tqdm import tqdm
 
 from loadgen.faults.live_tiers import live
-from loadgen.faults.redis_server import PROGRAM, SlowWay, running_redis
+from loadgen.faults.redis_server import PROGRAM, running_redis
 from loadgen.faults.server import Finding
+from loadgen.http.relay import Relay
 from radix import Namespace
 from runtime.kv.tiers.block import Block, Fingerprint, Format, Frame, read_head
 from runtime.kv.tiers.disk import DiskStore
@@ -238,8 +239,7 @@ def _killed_store(scale: float, draw: random.Random, problems: list[str]) -> tup
 
 
 def _stalled(scale: float, draw: random.Random, problems: list[str]) -> tuple[str, dict[str, Any]]:
-    with running_redis() as server:
-        way = SlowWay(server.port)
+    with running_redis() as server, Relay(server.port) as way:
         worker = TierWorker(_FORM, [open_shared(f"redis://127.0.0.1:{way.port}/0")])
         _write_and_find(worker, 0)
         way.bytes_per_s = 0
@@ -251,7 +251,6 @@ def _stalled(scale: float, draw: random.Random, problems: list[str]) -> tuple[st
         way.bytes_per_s = None
         again_s = _until(lambda: bool(_load(worker, [0])))
         worker.close()
-        way.close()
     if loaded or max(took) > _MOST_LOAD_S or again_s >= _WAIT_S:
         problems.append(f"{len(loaded)} blocks, at most {max(took):.1f} s; again after {again_s:.1f} s")
     seen = f"10 loads: {sum(took):.1f} s together, one at most {max(took):.2f} s; used again after {again_s:.1f} s"
@@ -261,8 +260,7 @@ def _stalled(scale: float, draw: random.Random, problems: list[str]) -> tuple[st
 def _slow(scale: float, draw: random.Random, problems: list[str]) -> tuple[str, dict[str, Any]]:
     """A block that takes longer to load than to compute is asked for a few times, and then computed."""
     rate, compute_s, numbers = 4 * _PAYLOAD, 0.05, range(4)
-    with running_redis() as server:
-        way = SlowWay(server.port)
+    with running_redis() as server, Relay(server.port) as way:
         worker = TierWorker(_FORM, [open_shared(f"redis://127.0.0.1:{way.port}/0")])
         for number in numbers:
             _write_and_find(worker, number)
@@ -276,7 +274,6 @@ def _slow(scale: float, draw: random.Random, problems: list[str]) -> tuple[str, 
                 problems.append("wrong payloads")
         counts = worker.stats()["tiers"]["store"]["counts"]
         worker.close()
-        way.close()
     if loaded[-1] or not counts.get("too_slow"):
         problems.append(f"a store of {rate / 1e6:.0f} MB/s was read to the end: {loaded}")
     seen = f"{rate / 1e6:.1f} MB/s: blocks loaded in 5 requests {loaded}, the last after {1000 * took[-1]:.0f} ms"

@@ -23,7 +23,6 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
 from loadgen.fleet.fronts import RayCluster
 from loadgen.fleet.proxy import Placed, running_proxy
-from loadgen.fleet.relay import Relay
 from loadgen.fleet.replicas import (
     Replica,
     engine_options,
@@ -35,6 +34,7 @@ from loadgen.fleet.replicas import (
 from loadgen.http import options
 from loadgen.http.outputs import add_files, drawing, write_files
 from loadgen.http.prose import Prose
+from loadgen.http.relay import Relay
 from loadgen.http.tables import make_table, wide_console
 from runtime.config import default_cache_dir
 from runtime.models.default_model import fetch_default
@@ -106,8 +106,8 @@ def _behind_proxy(
     stack: ExitStack, replicas: list[Replica], settings: Sequence[str], tokenizer: Path
 ) -> tuple[str, Acts]:
     last = len(replicas) - 1
-    relay = stack.enter_context(Relay(replicas[0].events))
-    deaf = Replica(replicas[0].process, replicas[0].url, relay.endpoint, replicas[0].replay)
+    relay = stack.enter_context(Relay(int(replicas[0].events.rpartition(":")[2])))
+    deaf = Replica(replicas[0].process, replicas[0].url, f"tcp://127.0.0.1:{relay.port}", replicas[0].replay)
     proxy = stack.enter_context(running_proxy(lambda: Placed(0), tokenizer, [deaf, *replicas[1:]]))
 
     def kill() -> None:

@@ -22,7 +22,7 @@ def trainer(tiny_dir, tmp_path):
 
 
 def factors(trainer):
-    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    return {name: tensor.detach().clone() for name, tensor in trainer.model.learned().items()}
 
 
 def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(trainer):
@@ -54,19 +54,19 @@ def test_a_run_goes_on_from_an_adapter(trainer, tmp_path):
 
 def test_it_learns_and_leaves_the_base_alone(trainer, capsys):
     run = trainer("learning", "--steps", "40", "--lr", "1e-2", "--log-every", "10")
-    base = {name: tensor.clone() for name, tensor in run.model.weights.items()}
+    base = {name: tensor.clone() for name, tensor in run.model.named_parameters() if not tensor.requires_grad}
     run.run()
     losses = [float(line.split()[3]) for line in capsys.readouterr().err.splitlines() if line.startswith("step")]
     assert losses[-1] < losses[0] - 0.1
-    for name, tensor in run.model.weights.items():
-        assert torch.equal(tensor, base[name])
+    for name, tensor in base.items():
+        assert torch.equal(run.model.get_parameter(name), tensor)
 
 
 def test_the_mask_has_the_learned_embedding_and_others_their_own(trainer):
     model = trainer("embedding").model
     rows = model.embedded(torch.tensor([[MASK_TOKEN_ID, 40]]))[0]
     assert torch.equal(rows[0], model.mask_embedding)
-    assert torch.equal(rows[1], model.embedding[40])
+    assert torch.equal(rows[1], model.model.embed_tokens.weight[40])
 
 
 def test_rows_read_the_prefix_that_they_are_given_and_teach_it(trainer):
@@ -74,11 +74,11 @@ def test_rows_read_the_prefix_that_they_are_given_and_teach_it(trainer):
     model = trainer("behind").model
     now, before = torch.tensor([[5, 90, 31, 7, 12]]), torch.tensor([[5, 90, 31, 7, MASK_TOKEN_ID]])
     with torch.no_grad():
-        fresh = model(now, model.first_rows(now, 3))
-        torch.testing.assert_close(fresh, model(now)[:, 3:])
-        stale = model(now, model.first_rows(before, 3))
+        fresh = model.hidden(now, model.first_rows(now, 3))
+        torch.testing.assert_close(fresh, model.hidden(now)[:, 3:])
+        stale = model.hidden(now, model.first_rows(before, 3))
         assert (stale - fresh).abs().max() > 1e-3
-    model(now, model.first_rows(before, 3)).sum().backward()
+    model.hidden(now, model.first_rows(before, 3)).sum().backward()
     # Only the prefix's rows have seen a mask.
     assert model.mask_embedding.grad.abs().max() > 0
 

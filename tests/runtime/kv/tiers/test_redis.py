@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import time
+from contextlib import closing
 
 import pytest
 
-from loadgen.faults.redis_server import PROGRAM, SlowWay, free_port, running_redis
+from loadgen.faults.redis_server import PROGRAM, running_redis
+from loadgen.http.local_server import free_port
+from loadgen.http.relay import Relay
 from runtime.errors import ModelError
 from runtime.kv.tiers.guard import GuardedStore
 from runtime.kv.tiers.opening import open_shared
@@ -128,26 +131,22 @@ def test_a_server_that_dies_and_comes_back():
 
 
 def test_a_server_that_hangs_is_a_failure_after_the_time_limit(server):
-    way = SlowWay(server.port)
-    patient, store = (RedisStore(f"redis://127.0.0.1:{way.port}/0", limit_s) for limit_s in (LIMIT_S, 0.1))
-    try:
-        assert put(patient, ALICE[0])
-        way.bytes_per_s = 0
-        for call in (
-            lambda: store.get(ALICE[0].key),
-            lambda: store.contains_many([ALICE[0].key]),
-            lambda: put(store, ALICE[1]),
-            lambda: store.erase("alice"),
-            store.usage,
-        ):
-            with pytest.raises(OSError, match=r"[Tt]imeout"):
-                call()
-        way.bytes_per_s = None
-        assert FORM.decode(patient.get(ALICE[0].key), ALICE[0]) == payload_of(ALICE[0])
-    finally:
-        store.close()
-        patient.close()
-        way.close()
+    with Relay(server.port) as way:
+        address = f"redis://127.0.0.1:{way.port}/0"
+        with closing(RedisStore(address, LIMIT_S)) as patient, closing(RedisStore(address, 0.1)) as store:
+            assert put(patient, ALICE[0])
+            way.bytes_per_s = 0
+            for call in (
+                lambda: store.get(ALICE[0].key),
+                lambda: store.contains_many([ALICE[0].key]),
+                lambda: put(store, ALICE[1]),
+                lambda: store.erase("alice"),
+                store.usage,
+            ):
+                with pytest.raises(OSError, match=r"[Tt]imeout"):
+                    call()
+            way.bytes_per_s = None
+            assert FORM.decode(patient.get(ALICE[0].key), ALICE[0]) == payload_of(ALICE[0])
 
 
 def test_passwords_and_tls(tmp_path):
