@@ -65,7 +65,7 @@ class LoraLlama(LlamaForCausalLM):
         return torch.where((tokens == self.mask_id)[..., None], self.mask_embedding.to(rows.dtype), rows)
 
     def learned(self) -> dict[str, nn.Parameter]:
-        """What has gradients, by the names in an adapter's file."""
+        """Parameters with gradients, by the names in an adapter's file."""
         return {name: tensor for name, tensor in self.named_parameters() if tensor.requires_grad}
 
     def take(self, path: Path) -> dict[str, str]:
