@@ -81,8 +81,7 @@ class Executor:
         spec = own_spec(config.model, path)
         if given := unusable(config, is_diffusion := spec is not None and spec.diffusion is not None):
             raise ModelError(f"--{given}: {path.name} is {'a diffusion' if is_diffusion else 'a causal'} model")
-        torch_only = spec is not None and (spec.gemma or spec.sinks)
-        if spec is not None and torch_only and config.model.attention_backend == "flashinfer":
+        if spec is not None and spec.needs_torch and config.model.attention_backend == "flashinfer":
             raise ModelError(f"--attention-backend flashinfer is not served with {spec.architecture}")
         self.implementation: ModelCode = "transformers" if spec is None else "ramet"
         library = None if spec is None else self._choose_kernels(config, spec)
@@ -116,9 +115,7 @@ class Executor:
         group = self._group
         self.spec = spec
         share = spec if group is None else split_spec(spec, group.size)
-        # FlashInfer's operations take norms in half precision, one rotary embedding for all layers, and no sinks.
-        torch_only = spec.gemma or spec.sinks
-        backend = "cpu" if torch_only else choose_attention(config.model, self.device, self.dtype, spec.head_dim)
+        backend = "cpu" if spec.needs_torch else choose_attention(config.model, self.device, self.dtype, spec.head_dim)
         self.context_length = _context_length(config, spec)
         if spec.near_rope or any(size is not None and size < self.context_length for size in spec.windows):
             self._windows = [None if size is None else Window(size) for size in spec.windows]

@@ -121,6 +121,14 @@ class LlamaSpec(ModelSpec):
     sinks: bool = False
 
     @property
+    def needs_torch(self) -> bool:
+        """Whether FlashInfer cannot compute it.
+
+        Its operations take norms in half precision, one rotary embedding for all layers, and no sinks.
+        """
+        return self.gemma or self.sinks
+
+    @property
     def unpacked(self) -> LlamaSpec:
         """This model with a checkpoint in one of the float types."""
         return self if self.experts is None else replace(self, experts=replace(self.experts, packed=False))
