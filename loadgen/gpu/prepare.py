@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -24,6 +23,7 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
 from loadgen.gpu.cut import cut_model
+from loadgen.gpu.serving import with_tokenizer
 from runtime.config import make_config
 from runtime.errors import RametError
 from runtime.models.resolve import resolve_model
@@ -215,8 +215,7 @@ def carry_model(arguments: argparse.Namespace, out: Path) -> None:
     if not (out / "model" / "config.json").exists():
         cut_model(source, out / "model", arguments.layers, arguments.vocabulary)
     (out / "tokenizer").mkdir(exist_ok=True)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(source / name, out / "tokenizer" / name)
+    with_tokenizer(out / "tokenizer", source)
 
 
 def compile_kernels(arguments: argparse.Namespace, out: Path) -> int:
