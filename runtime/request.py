@@ -285,6 +285,4 @@ class Work:
     @property
     def prefills(self) -> bool:
         """Whether these rows are part of a prompt, or of what was retracted, rather than of decoding."""
-        sequence = self.request.sequence
-        num_tokens = len(sequence.tokens)
-        return num_tokens - sequence.num_computed + self.request.owed > 1 or num_tokens == self.request.prompt_len
+        return self.request.num_remaining > 1 or not self.request.num_output

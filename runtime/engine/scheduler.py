@@ -140,11 +140,8 @@ class Scheduler:
     def _decode(self) -> list[Work]:
         work: list[Work] = []
         for request in list(self.running):
-            strategy = request.strategy
-            if request.status is not Status.RUNNING or request.num_remaining != 1 or strategy.takes_turns:
-                continue
-            if strategy.grow(request) or self._grow(request, work):
-                work.append(strategy.work(request, 1))
+            if request.status is Status.RUNNING and _decodes(request) and self._grow(request, work):
+                work.append(request.strategy.work(request, 1))
         return work
 
     def _grow(self, request: Request, work: list[Work]) -> bool:
