@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import random
 import signal
@@ -115,10 +114,11 @@ class _Run:
 
         A server whose last stream was whole about when the second came may have been ending by itself.
         """
-        ended_s = max((stream.ended_s for stream in self.streams if stream.fate == "whole"), default=math.inf)
-        ending = all(stream.fate == "whole" for stream in self.streams) and ended_s < self.sent_s + _ENDS_WITHIN_S
+        in_time = self.sent_s + _ENDS_WITHIN_S
+        ended = [stream.fate == "whole" and stream.ended_s < in_time for stream in self.streams]
+        by_itself = bool(ended) and all(ended) and self.process.returncode == 0
         twice = len(self.row.sent) == 2 and self.row.sent[1].after_s == _TWICE_S
-        first_alone = twice and not (self.alive_at_last and not (ending and self.process.returncode == 0))
+        first_alone = twice and (by_itself or not self.alive_at_last)
         return int(self.row.sent[0].number == _QUIT) if first_alone and self.row.code is not None else self.row.code
 
     def left_over(self) -> list[str]:
