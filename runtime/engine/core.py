@@ -481,9 +481,10 @@ def _check_files(config: Config, path: Path) -> None:
             read_lora(Path(directory))
         except ModelError as error:
             raise ModelError(f"--lora {name}={directory}: {error.message}") from None
-    table, spec = config.diffusion.depth_table, own_spec(config.model, path)
-    if table is not None and spec is not None and spec.diffusion is not None:
-        read_table(table, spec)
+    if config.diffusion.depth_table is not None:
+        spec = own_spec(config.model, path)
+        if spec is not None and spec.diffusion is not None:
+            read_table(config.diffusion.depth_table, spec)
 
 
 def _finish(error: RametError) -> Finish:
