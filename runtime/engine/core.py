@@ -69,6 +69,9 @@ _COUNTED = (
 # Bounds of the histogram of a step's token rows.
 _ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
+# Wait of an idle engine that publishes events: consumers may ask for those that they missed.
+_IDLE_WITH_EVENTS_S = 0.2
+
 
 class EngineCore:
     """The engine without its surroundings.
@@ -194,6 +197,11 @@ class EngineCore:
             self.publisher.publish(self.cache.events.take())
             for tier, events in self.tiers.worker.ledger.take().items() if self.tiers is not None else ():
                 self.publisher.publish(events, tier)
+
+    @property
+    def idle_s(self) -> float | None:
+        """Longest time between two calls of `publish` while there is nothing to do; None: no limit."""
+        return None if self.publisher is None else _IDLE_WITH_EVENTS_S
 
     def close(self) -> None:
         """End the processes and close the sockets that belong to this engine."""

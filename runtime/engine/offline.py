@@ -258,7 +258,11 @@ class Engine:
         try:
             while True:
                 while not self.core.busy or not self._inbox.empty():
-                    message = self._inbox.get()
+                    try:
+                        message = self._inbox.get(timeout=self.core.idle_s)
+                    except queue.Empty:
+                        self.core.publish()
+                        continue
                     if isinstance(message, Shutdown):
                         return
                     self._out(self.core.handle(message))

@@ -34,9 +34,6 @@ _NOTHING_TO_RUN_MS = 10
 # Time for messages before a step is due: those that are refused at once could go on coming for ever.
 _MESSAGES_S = 0.02
 
-# Interval at which an idle engine that publishes events answers requests for missed ones.
-_IDLE_WITH_EVENTS_MS = 200
-
 
 class Boot(msgspec.Struct):
     """The first line on standard input.
@@ -108,7 +105,7 @@ def _serve(core: EngineCore, inbox: zmq.Socket, outbox: zmq.Socket) -> None:
             out(reply)
         core.publish()
 
-    idle_ms = _IDLE_WITH_EVENTS_MS if core.publisher is not None else -1
+    idle_ms = -1 if core.idle_s is None else int(core.idle_s * 1000)
     wait_ms = 0 if core.busy else idle_ms
     while True:
         due_s = math.inf
