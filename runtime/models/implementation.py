@@ -8,7 +8,7 @@ from typing import Any
 from runtime.config import ModelConfig
 from runtime.errors import ModelError
 from runtime.models.diffusion import REFUSED
-from runtime.models.spec import LlamaSpec, Unsupported, read_json
+from runtime.models.spec import LlamaSpec, Unsupported, is_packed, read_json
 
 # Sections of a configuration, for inputs that are no text.
 _SENSES = {"vision_config": "images", "audio_config": "sound", "speech_config": "sound"}
@@ -19,13 +19,14 @@ def own_spec(config: ModelConfig, directory: Path) -> LlamaSpec | None:
 
     Raises ModelError if neither does, or not the one of `--model-impl`.
     """
+    given = read_json(directory / "config.json")
     if config.model_impl != "transformers":
         try:
             return LlamaSpec.load(directory)
         except Unsupported:
-            if config.model_impl == "ramet":
+            if config.model_impl == "ramet" or is_packed(given):
                 raise
-    check_served(read_json(directory / "config.json"))
+    check_served(given)
     return None
 
 
