@@ -34,7 +34,7 @@ def context_of(config: ModelConfig, directory: Path) -> int:
     if (spec := own_spec(config, directory)) is not None:
         return spec.context_length
     given = read_json(directory / "config.json")
-    given = given.get("text_config") or {} if is_diffusion_gemma(directory) else given
+    given = given["text_config"] if is_diffusion_gemma(directory) else given
     if not isinstance(context := given.get("max_position_embeddings"), int):
         raise ModelError("config.json has no max_position_embeddings")
     return context
@@ -65,5 +65,7 @@ def _check_diffusion_gemma(config: dict[str, Any]) -> None:
     """Its text is served, and its images are not."""
     if not config.get("tie_word_embeddings", True):
         raise ModelError(f"{DIFFUSION_GEMMA} is served with the weights of its decoder tied to those of its encoder")
-    if (config.get("text_config") or {}).get("use_bidirectional_attention") == "all":
+    if not isinstance(text := config.get("text_config"), dict):
+        raise ModelError("config.json has no text_config")
+    if text.get("use_bidirectional_attention") == "all":
         raise ModelError(f"{DIFFUSION_GEMMA} is served where its encoder is causal")

@@ -169,11 +169,9 @@ class TransformersModel:
         assert group.rows is None
         assert not group.load
         assert not group.save
-        positions = batch.positions
-        if batch.canvases:
-            self._model.canvases, positions = batch.canvases, positions.clone()
-            for first, stop, _ in batch.canvases:
-                positions[first:stop] = positions[first].item()  # windows of a canvas begin with that of its first row
+        positions = batch.positions.clone() if batch.canvases else batch.positions
+        for first, stop, _ in batch.canvases:
+            positions[first:stop] = positions[first].item()  # all rows of a canvas have the window of the first one
         written = None if bool((group.kv_write >= 0).all()) else (group.kv_write >= 0).nonzero()[:, 0]
         slots = group.kv_write if written is None else group.kv_write[written]
         step = _Step(
@@ -187,12 +185,11 @@ class TransformersModel:
         )
         token = attention.set(step.attend)
         self._adapters.rows, self._adapters.num_rows = batch.adapters, len(batch.tokens)
+        self._model.canvases = batch.canvases
         try:
             return self._logits(batch.tokens, batch.positions, batch.logits_rows)
         finally:
-            self._adapters.rows = ()
-            if batch.canvases:
-                self._model.canvases = ()
+            self._adapters.rows = self._model.canvases = ()
             attention.reset(token)
 
     def _logits(self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

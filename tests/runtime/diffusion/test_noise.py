@@ -260,6 +260,7 @@ def edited(path, tmp_path, name, **changes):
         ("config.json", {"tie_word_embeddings": False}, "weights of its decoder tied"),
         ("config.json", {"text_config": {"use_bidirectional_attention": "all"}}, "where its encoder is causal"),
         ("config.json", {"canvas_length": 0}, "canvas_length 0"),
+        ("config.json", {"text_config": None}, "no text_config"),
         ("generation_config.json", {"t_max": -1.0}, "has a t_max that cannot be used"),
         ("generation_config.json", {"sampler_config": {"entropy_bound": "much"}}, "entropy_bound that cannot be used"),
         ("generation_config.json", {"sampler_config": 3}, "sampler_config 3"),
