@@ -15,6 +15,8 @@ from runtime.sampling.sampler import BadLogits
 
 # Below, quotients of capped logits would leave float32.
 _LEAST_TEMPERATURE = 1e-4
+# Computed together; each takes several copies of its logits, which are large.
+_ENTROPY_ROWS = 16
 
 
 class NoiseCanvas:
@@ -86,7 +88,8 @@ class NoiseCanvas:
         if self._bias is not None:
             logits = logits.index_add(1, self._bias[0], self._bias[1].expand(len(logits), -1))
         logits = logits / self._temperature()
-        entropy = Categorical(logits=logits, validate_args=False).entropy()
+        parts = (Categorical(logits=rows, validate_args=False).entropy() for rows in logits.split(_ENTROPY_ROWS))
+        entropy = torch.cat(list(parts))
         if not bool(entropy.isfinite().all()):
             raise BadLogits
         best, before = logits.argmax(-1), self.tokens[: self.settled]

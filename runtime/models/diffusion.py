@@ -154,8 +154,11 @@ def canvas_spec(config: dict[str, Any], generation: dict[str, Any]) -> Diffusion
     try:
         DiffusionParams.model_validate(defaults, strict=True)
     except ValidationError as error:
-        (name, *_), reason = error.errors()[0]["loc"], error.errors()[0]["msg"]
+        (own, *_), reason = error.errors()[0]["loc"], error.errors()[0]["msg"]
+        name = next((name for name, (each, _) in _NOISE.items() if each == own), own)
         raise ModelError(f"generation_config.json has a {name} that cannot be used: {reason}") from None
+    if defaults["t_min"] > defaults["t_max"]:
+        raise ModelError(f"the model's t_min is {defaults['t_min']}, more than its t_max, {defaults['t_max']}")
     return DiffusionSpec(-1, 0, "entropy_bound", attended=1, block=length, defaults=defaults)
 
 

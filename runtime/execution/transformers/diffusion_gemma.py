@@ -10,6 +10,7 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from runtime.batch import CanvasRows
+from runtime.errors import ModelError
 
 
 class DiffusionGemma(nn.Module):
@@ -23,9 +24,13 @@ class DiffusionGemma(nn.Module):
     """
 
     def __init__(self, model: transformers.DiffusionGemmaForBlockDiffusion):
+        """Raises ModelError if the encoder has weights of its own."""
         super().__init__()
         decoder = model.model.decoder
         self._layers, self._embed = model.model.encoder.language_model, decoder.embed_tokens
+        shared = set(decoder.parameters())
+        if own := [name for name, each in self._layers.named_parameters() if each not in shared]:
+            raise ModelError(f"the encoder has weights of its own, e.g. {own[0]}; supported are those of its decoder")
         self._condition, self._head = decoder.self_conditioning, model.lm_head
         self._cap = model.final_logit_softcapping
         self._factors = [
@@ -54,7 +59,7 @@ class DiffusionGemma(nn.Module):
             layer.layer_scalar = torch.where(denoised, denoising, causal) if self.canvases else causal
         states = self._layers(inputs_embeds=states, position_ids=position_ids, use_cache=use_cache).last_hidden_state
         logits = self._head(states[:, logits_to_keep]).float()
-        return CausalLMOutput(logits=torch.tanh(logits / self._cap) * self._cap)
+        return CausalLMOutput(logits=logits.div_(self._cap).tanh_().mul_(self._cap))
 
     @torch.inference_mode()
     def soften(self, logits: torch.Tensor) -> torch.Tensor:

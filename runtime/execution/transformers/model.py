@@ -288,7 +288,7 @@ def _load(
     kind = getattr(transformers, name)
     with _refusing(name):
         settings = kind.config_class.from_pretrained(path, local_files_only=True)
-        _refuse_stateful(kind, settings)
+        _refuse_stateful(kind, getattr(settings, "text_config", settings))
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": NAME}
         if config.random_weights:
             with torch.random.fork_rng():
@@ -299,6 +299,8 @@ def _load(
             disable_progress_bar()
         # Tensors that do not fit are in the report, by name.
         options |= {"use_safetensors": True, "local_files_only": True, "ignore_mismatched_sizes": True}
+        if name == DIFFUSION_GEMMA:  # which refuses a generation_config.json with fields that it does not know
+            options["generation_config"] = kind.generation_config_class()
         model, report = kind.from_pretrained(path, config=settings, output_loading_info=True, **options)
         missing = sorted(report["missing_keys"]) + sorted(str(each[0]) for each in report["mismatched_keys"])
         if missing:

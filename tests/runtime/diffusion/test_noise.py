@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers.models.diffusion_gemma.generation_diffusion_gemma import EntropyBoundSamplerConfig
 
 from runtime.config import make_config
@@ -27,7 +29,7 @@ from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
 BOUND, STEPS = 1.0, 6
 # Canvases end at different steps.
 EARLY = {"stability_threshold": 0, "confidence_threshold": 1.2}
-ALONE = {"confidence_threshold": 0.0}
+VARYING = {"full_attention": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
 
 
 @pytest.fixture(scope="module")
@@ -248,9 +250,10 @@ def edited(path, tmp_path, name, **changes):
     copy.mkdir()
     for file in path.iterdir():
         (copy / file.name).symlink_to(file)
-    changed = json.loads((path / name).read_text()) | changes
+    given = json.loads((path / name).read_text())
+    given |= {key: given[key] | value if isinstance(value, dict) else value for key, value in changes.items()}
     (copy / name).unlink()
-    (copy / name).write_text(json.dumps(changed))
+    (copy / name).write_text(json.dumps(given))
     return copy
 
 
@@ -261,7 +264,10 @@ def edited(path, tmp_path, name, **changes):
         ("config.json", {"text_config": {"use_bidirectional_attention": "all"}}, "where its encoder is causal"),
         ("config.json", {"canvas_length": 0}, "canvas_length 0"),
         ("config.json", {"text_config": None}, "no text_config"),
+        ("config.json", {"text_config": {"rope_parameters": VARYING}}, "rope scaling is 'dynamic'"),
         ("generation_config.json", {"t_max": -1.0}, "has a t_max that cannot be used"),
+        ("generation_config.json", {"max_denoising_steps": 0}, "has a max_denoising_steps that cannot be used"),
+        ("generation_config.json", {"t_min": 2.0}, "t_min is 2.0, more than its t_max, 0.9"),
         ("generation_config.json", {"sampler_config": {"entropy_bound": "much"}}, "entropy_bound that cannot be used"),
         ("generation_config.json", {"sampler_config": 3}, "sampler_config 3"),
     ],
@@ -269,6 +275,19 @@ def edited(path, tmp_path, name, **changes):
 def test_checkpoints_that_cannot_be_served_are_refused(path, tmp_path, name, changes, words):
     with pytest.raises(ModelError, match=words):
         make_core(edited(path, tmp_path, name, **changes))
+
+
+def test_an_encoder_with_weights_of_its_own_is_refused(path, tmp_path):
+    """A file may hold both; transformers ties them where they are the same."""
+    copy = edited(path, tmp_path, "generation_config.json", of_a_later_version=True)
+    name = "layers.1.self_attn.o_proj.weight"
+    tensors = load_file(path / "model.safetensors")
+    for more, matches in ((0.0, True), (0.5, False)):
+        both = tensors | {f"model.encoder.language_model.{name}": tensors[f"model.decoder.{name}"] + more}
+        (copy / "model.safetensors").unlink()
+        save_file(both, copy / "model.safetensors", metadata={"format": "pt"})
+        with nullcontext() if matches else pytest.raises(ModelError, match=f"its own, e.g. {name}"):
+            make_core(copy)
 
 
 def test_options_that_have_no_meaning_are_refused(path):
