@@ -97,7 +97,8 @@ class NoiseCanvas:
         self.num_steps += 1
         self._left -= 1
         self.shown = np.concatenate((before, best.cpu().numpy()))
-        if not self._left or (self._is_stable(best) and bool(entropy.mean() < self.params.confidence_threshold)):
+        sure = bool(entropy.mean() < (self.params.confidence_threshold or 0.0))
+        if not self._left or (sure and self._is_stable(best)):
             self._begin(self.shown)
             return
         self._history.append(best)
