@@ -25,6 +25,8 @@ from runtime.reuse.modules.compile import ModulePrompt
 OnOutput = Callable[[Output | RametError], None]
 _NONE = ReuseParams(method="none")
 _NO_REUSE = Planner()
+# Tokens of a diffusion model's answer, which costs all of them from the first step on.
+_UNASKED = 128
 
 
 @dataclass(slots=True)
@@ -249,6 +251,8 @@ class Frontend:
             shared = self.tokenizer.encode(shared_text, submission.add_special_tokens)
             differ = (i for i, (mine, theirs) in enumerate(zip(shared, tokens, strict=False)) if mine != theirs)
             params = params.model_copy(update={"prefix_tokens": next(differ, min(len(shared), len(tokens)))})
+        if params.gen_length is None and submission.sampling.max_new_tokens is None:
+            params = params.model_copy(update={"gen_length": self._unasked(len(tokens))})
         filled = params.filled(info, submission.sampling)
         filled.check(info, submission.sampling, info.num_layers, len(tokens))
         return filled
@@ -277,11 +281,20 @@ class Frontend:
                     code="context_length_exceeded",
                 )
 
+    @property
+    def _canvas(self) -> int:
+        """Positions that are denoised as a whole behind a prompt; 1: those that are asked for."""
+        info = self.info.diffusion
+        return info.block if info is not None and info.algorithm == "entropy_bound" else 1
+
     def _positions(self, new: int) -> int:
         """Positions of new tokens: those of whole canvases, where these begin behind the prompt."""
-        info = self.info.diffusion
-        unit = info.block if info is not None and info.algorithm == "entropy_bound" else 1
-        return -(-new // unit) * unit
+        return -(-new // self._canvas) * self._canvas
+
+    def _unasked(self, prompt: int) -> int:
+        """Length of a diffusion model's answer to a request that sets no limit, at least 1."""
+        room = (min(self.info.context_length, self.info.pool_tokens) - prompt) // self._canvas * self._canvas
+        return max(min(max(_UNASKED, self._canvas), room, self._config.max_output_tokens or room), 1)
 
     def _check_canvas(self, prompt: int, params: DiffusionParams) -> None:
         """Raise InvalidRequest if the canvases need more positions than there are, or guidance more pages."""

@@ -231,6 +231,14 @@ def test_a_canvas_that_cannot_be_a_whole_one_is_refused(path):
     with pytest.raises(InvalidRequest, match=f"canvases of {CANVAS} take {CANVAS} more"):
         frontend.encode(Submission(text(65 - CANVAS), sampling))
     assert frontend.encode(Submission(text(90), sampling, last_tokens=-1)) == text(90)[-(64 - CANVAS) :]
+    sampling.max_new_tokens = None
+    for most, prompt, length in ((None, 4, 5 * CANVAS), (None, 30, 2 * CANVAS), (7, 4, 7), (None, 52, CANVAS)):
+        core.config.scheduler.max_output_tokens = most
+        submission = Submission(text(prompt), sampling)
+        frontend.encode(submission)
+        assert submission.diffusion.gen_length == length, "no limit is set: what there is room for"
+    with pytest.raises(InvalidRequest, match=f"canvases of {CANVAS} take {CANVAS} more"):
+        frontend.encode(Submission(text(53), sampling))
 
 
 def test_logits_that_are_no_numbers_end_the_request(driver, path):
