@@ -119,6 +119,19 @@ def test_a_pin_encodes_the_prefix(tiny):
     assert ask(tiny, text=PROMPT, sampling_params=GREEDY)["meta_info"]["cached_tokens"] == 0
 
 
+def test_an_answer_explains_a_miss(tiny):
+    tiny.post("/flush_cache?pins=true")
+    reasons = {"prefix_tokens": 16}, {"prefix_tokens": 16}, {"prefix_tokens": 3}, {"reuse": False}
+    found = [
+        ask(tiny, text=PROMPT, sampling_params=GREEDY, diffusion=fields, explain=True)["meta_info"]["explain"]
+        for fields in reasons
+    ]
+    assert [each["reason"] for each in found] == ["entries_missing", "hit", "too_short", "not_stored"]
+    tiny.post("/flush_cache")
+    unknown = ask(tiny, text=PROMPT, sampling_params=GREEDY, explain=True)["meta_info"]["explain"]
+    assert (unknown["reason"], unknown["cached_tokens"]) == ("never_here", 0)
+
+
 def test_server_info_and_health(tiny):
     info = tiny.get("/server_info").json()
     assert info["model_info"]["diffusion"]["mask_token_id"] == MASK
