@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 # A prefix is measured with its first so many requests until it is settled, and then with every so many.
 _FIRST = _AGAIN = 16
-# A trial costs a pass, which so few layers more do not bring back in dozens of requests.
-_LAYERS_APART = 4
+# A trial costs a pass, which so few layers more bring back in a dozen of requests, if they hold.
+_LAYERS_APART = 7
 # Means follow what is asked: a measurement counts for at least one in so many.
 _WINDOW = 16
 
@@ -30,7 +30,7 @@ class Ladder:
     """Mean divergence by rung: a depth, or an interval. It grows with the rung, and rung 1 is exact.
 
     Attributes:
-        grain: rungs that lie no further apart are not told apart.
+        grain: rungs that lie no further apart are told apart only when the prefix is measured again.
         reach: a rung that is likely within the bound, so that it is the next one to try; 0: none is known.
     """
 
@@ -55,13 +55,13 @@ class Ladder:
         low, high = self._around(bound)
         if high is None:
             return self.reach if low < self.reach <= top else min(2 * low, top)
-        return low if self._is_near(low, high) else (low + high) // 2
+        return low if self._is_near(low, high, 1) else (low + high) // 2
 
     def is_settled(self, bound: float, top: int) -> bool:
         """Whether the rungs above the chosen one are known to exceed the bound, or beyond `top` or `reach`."""
         low, high = self._around(bound)
         unlikely = self.reach + 1 if high is None and self.reach else high
-        return bound == 0 or low >= top or (unlikely is not None and self._is_near(low, unlikely))
+        return bound == 0 or low >= top or (unlikely is not None and self._is_near(low, unlikely, self.grain))
 
     def _around(self, bound: float) -> tuple[int, int | None]:
         """The largest rung within the bound and below each that exceeds it, and the smallest of these."""
@@ -69,8 +69,9 @@ class Ladder:
         within = (rung for rung in self.tallies if high is None or rung < high)
         return max(within, default=1), high
 
-    def _is_near(self, low: int, high: int) -> bool:
-        return high <= max(low + self.grain, 3 * low // 2)
+    @staticmethod
+    def _is_near(low: int, high: int, grain: int) -> bool:
+        return high <= max(low + grain, 3 * low // 2)
 
     def describe(self) -> dict[str, float]:
         return {str(rung): round(tally.mean, 4) for rung, tally in sorted(self.tallies.items())}

@@ -141,7 +141,8 @@ def _is_due(share: Share, canvas: Canvas) -> bool:
     if share.refreshed_at < 0:
         return True
     if share.drift is not None and share.drift.known:
-        return share.drift.is_due
+        # In the last quarter of the steps a refresh costs what it always does, and serves few masks.
+        return share.drift.is_due and canvas.num_steps < 0.75 * canvas.params.steps
     return canvas.num_steps - share.refreshed_at >= share.interval
 
 
