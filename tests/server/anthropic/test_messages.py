@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from msgspec.structs import replace
 
 import httpx
 import pytest
