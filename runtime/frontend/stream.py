@@ -81,7 +81,11 @@ class OutputStream:
 
     def _put(self, item: Output | RametError) -> None:
         last = self._ready[-1] if self._ready else None
-        if isinstance(item, Output) and isinstance(last, Output) and (item.index, item.choice) == (last.index, last.choice):
+        if (
+            isinstance(item, Output)
+            and isinstance(last, Output)
+            and (item.index, item.choice) == (last.index, last.choice)
+        ):
             self._ready[-1] = merge_outputs(last, item)
         else:
             self._ready.append(item)

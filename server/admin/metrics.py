@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
@@ -118,6 +118,7 @@ class Metrics:
     def __init__(self, model: str):
         self._labels = {"model_name": model}
         self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
         self._state: dict[str, Any] = {}
         self._generated = Rate()
         self._ttfts = Recent()
@@ -129,7 +130,9 @@ class Metrics:
         self._queue = self._histogram(
             "Seconds in the waiting queue", "sglang:queue_time_seconds", "vllm:request_queue_time_seconds"
         )
-        self._prefill = self._histogram("Seconds from admission to the first token", "vllm:request_prefill_time_seconds")
+        self._prefill = self._histogram(
+            "Seconds from admission to the first token", "vllm:request_prefill_time_seconds"
+        )
         self._decode = self._histogram("Seconds from the first token to the end", "vllm:request_decode_time_seconds")
         self._tpot = self._histogram(
             "Seconds per output token after the first", "vllm:request_time_per_output_token_seconds"
