@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from runtime import Document, Engine, ReuseParams, SamplingParams, Segments, Submission
 from runtime.errors import EngineDead, InvalidRequest, ModelError
