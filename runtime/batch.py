@@ -115,6 +115,19 @@ class AdapterRows(NamedTuple):
     stop: int
 
 
+class CanvasRows(NamedTuple):
+    """Rows of a canvas that begins as noise. In layers with a window, all of them see what the first one does.
+
+    Attributes:
+        first, stop: the rows, of the step or of a row set.
+        soft: [stop - first, hidden], soft embeddings by the last step's distributions; None: it is the first step.
+    """
+
+    first: int
+    stop: int
+    soft: torch.Tensor | None
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """One step of the model over many requests. Tensors are on the host except where noted.
@@ -126,6 +139,7 @@ class ForwardBatch:
         groups: in the order of their layers; there is none for layers in which no row is computed.
         logits_rows: int64 [S], the flat rows whose logits are computed.
         adapters: rows with an adapter, in order; those of one lie side by side.
+        canvases: rows of canvases that are noise.
     """
 
     tokens: torch.Tensor
@@ -133,3 +147,4 @@ class ForwardBatch:
     groups: list[LayerGroup]
     logits_rows: torch.Tensor
     adapters: list[AdapterRows] = field(default_factory=list)
+    canvases: list[CanvasRows] = field(default_factory=list)

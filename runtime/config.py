@@ -19,6 +19,8 @@ _ENDPOINT = "^(tcp|ipc|inproc)://."
 # Of a web page: no path and no slash behind the host, with which none would ever match.
 _ORIGIN = r"(\*|null|[^\s,/]+://[^\s,/]+)"
 _NAMES = r"^[^\s,]+(\s*,\s*[^\s,]+)*$"
+# Without a scheme or a port, with which none would ever match.
+_HOSTS = r"^[^\s,/:]+(\s*,\s*[^\s,/:]+)*$"
 
 # Options of the cache that only causal models can use.
 _CAUSAL = ("document_reuse", "reasoning_cache")
@@ -272,7 +274,7 @@ class ServerConfig(Section):
     )
     allowed_hosts: str | None = Field(
         None,
-        pattern=_NAMES,
+        pattern=_HOSTS,
         description="names by which clients call a server without keys, separated by commas; * allows all; "
         "addresses, localhost and this machine's name are allowed anyway",
     )

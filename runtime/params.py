@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal, Protocol
 
@@ -9,7 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from runtime.errors import InvalidRequest
 
-Algorithm = Literal["low_confidence", "joint_threshold", "entropy", "maskgit_plus", "topk_margin", "origin"]
+Algorithm = Literal[
+    "low_confidence", "joint_threshold", "entropy", "maskgit_plus", "topk_margin", "origin", "entropy_bound"
+]
 DocumentMethod = Literal["none", "a3", "cacheblend", "prophetkv", "legolink", "pie", "full", "random"]
 
 # Fields of `SamplingParams` that constrain the output; they exclude each other.
@@ -37,6 +40,9 @@ _OF_PREFIXES = (
 _BY_PROBABILITY = ("low_confidence", "joint_threshold", "maskgit_plus")
 # LLaDA2.1's joint threshold as its authors recommend it for quality.
 _JOINT = {"threshold": 0.7, "edit_threshold": 0.5, "max_post_edit_steps": 16}
+# Fields of canvases of noise, and those that they share with canvases of masks.
+_OF_NOISE = ("entropy_bound", "t_min", "t_max", "stability_threshold", "confidence_threshold")
+_OF_ALL = ("gen_length", "steps", "block_length", "algorithm", "stream_canvas")
 
 
 class Lazy(BaseModel):
@@ -158,14 +164,19 @@ class Denoised(Protocol):
     def threshold(self) -> float | None: ...
     @property
     def edits(self) -> bool: ...
+    @property
+    def defaults(self) -> Mapping[str, float]: ...
 
 
 class DiffusionParams(BaseModel):
-    """Denoising parameters, with the names of LLaDA, Dream and Fast-dLLM. Absent ones have the model's default."""
+    """Denoising parameters, with the names of LLaDA, Dream, Fast-dLLM and DiffusionGemma.
+
+    Absent ones have the model's default.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=False)
 
-    gen_length: int | None = Field(None, ge=1, le=1 << 16, description="masks to denoise; default: max_new_tokens")
+    gen_length: int | None = Field(None, ge=1, le=1 << 16, description="positions to denoise; default: max_new_tokens")
     steps: int | None = Field(
         None, ge=1, le=1 << 16, description="steps over all blocks; of block diffusion models: of each block"
     )
@@ -208,12 +219,32 @@ class DiffusionParams(BaseModel):
         "interval", description="drift: refresh when the prompt's rows behind the prefix have moved too far"
     )
     drift_threshold: float = Field(0.1, gt=0, description="distance over the norm, of keys and values, for `drift`")
+    entropy_bound: float | None = Field(
+        None,
+        gt=0,
+        le=1e6,
+        description="entropy_bound: accept tokens while the entropies of others add up to this (0.1)",
+    )
+    t_min: float | None = Field(None, ge=0, le=100, description="entropy_bound: temperature to which steps fall (0.4)")
+    t_max: float | None = Field(None, gt=0, le=100, description="entropy_bound: temperature from which they fall (0.8)")
+    stability_threshold: int | None = Field(
+        None,
+        ge=0,
+        le=1024,
+        description="entropy_bound: end a canvas that did not change in so many steps (1), if it is",
+    )
+    confidence_threshold: float | None = Field(
+        None, ge=0, le=100, description="below this mean entropy as well (0.005); 0: all steps are done"
+    )
     stream_canvas: bool = Field(False, description="report all positions at every step, decided or masked")
 
     def filled(self, model: Denoised, sampling: SamplingParams) -> DiffusionParams:
         """A copy with the defaults of the model and the request filled in."""
         alg = self.algorithm or model.algorithm
         length = self.gen_length or sampling.max_new_tokens or 128
+        if model.algorithm == "entropy_bound":
+            own = {**model.defaults, "algorithm": alg, "block_length": model.block, "gen_length": length}
+            return self.model_copy(update={name: own[name] for name in own if getattr(self, name) is None})
         if model.attended is not None:
             return self._filled_by_block(model, alg, length)
         blocks = self.cache != "none" or alg == "low_confidence"
@@ -236,6 +267,33 @@ class DiffusionParams(BaseModel):
         assert self.gen_length
         assert self.block_length
         assert self.steps
+        if model.algorithm == "entropy_bound":
+            self._check_noise(model)
+        else:
+            self._check_masks(model, num_layers, prompt_tokens)
+        _refuse_sampling(sampling)
+
+    def _check_noise(self, model: Denoised) -> None:
+        """Raise InvalidRequest for what a model whose canvases begin as noise has no use for."""
+        default = DiffusionParams()
+        for name in type(self).model_fields:
+            if name not in (*_OF_NOISE, *_OF_ALL) and getattr(self, name) != getattr(default, name):
+                _refuse(f"{name} is not for models whose canvases begin as noise", name)
+        for name, own in (("algorithm", model.algorithm), ("block_length", model.block)):
+            if (asked := getattr(self, name)) != own:
+                _refuse(f"{name} is {asked}; the model's is {own}", name)
+        if (self.t_min or 0.0) > (self.t_max or 0.0):
+            _refuse(f"t_min is {self.t_min}, more than t_max, {self.t_max}", "t_min")
+
+    def _check_masks(self, model: Denoised, num_layers: int, prompt_tokens: int) -> None:
+        """Raise InvalidRequest for values that do not fit each other or a model whose canvases begin as masks."""
+        assert self.gen_length
+        assert self.block_length
+        assert self.steps
+        if name := next((name for name in _OF_NOISE if getattr(self, name) is not None), None):
+            _refuse(f"{name} is for models whose canvases begin as noise (DiffusionGemma)", name)
+        if self.algorithm == "entropy_bound":
+            _refuse("algorithm entropy_bound is for models whose canvases begin as noise (DiffusionGemma)", "algorithm")
         if model.attended is None:
             blocks, rest = divmod(self.gen_length, self.block_length)
             if rest:
@@ -255,7 +313,6 @@ class DiffusionParams(BaseModel):
             _refuse(f"depth is {self.depth}; the model has {num_layers} layers", "depth")
         if self.prefix_tokens is not None and self.prefix_tokens > prompt_tokens:
             _refuse(f"prefix_tokens is {self.prefix_tokens}; the prompt has {prompt_tokens} tokens", "prefix_tokens")
-        _refuse_sampling(sampling)
 
     def _check_edits(self, model: Denoised) -> None:
         """Raise InvalidRequest for tokens that are to be edited by a model or an algorithm that does not edit."""

@@ -363,12 +363,12 @@ class DiffusionInfo(msgspec.Struct):
     """Properties of a diffusion model.
 
     Attributes:
-        mask_token_id: the token at undecided positions.
+        mask_token_id: the token at undecided positions; -1: there is none.
         algorithm: its default sampler.
         num_layers: most layers that can be reused.
         depth_table: name of the table of reuse depths.
         refresh_interval: steps between refreshes of a prefix's other layers, unless a request says otherwise.
-        attended, block, threshold, edits: see `runtime.models.diffusion.DiffusionSpec`.
+        attended, block, threshold, edits, defaults: see `runtime.models.diffusion.DiffusionSpec`.
         depth_bound: nats that measured depths may bring, unless a request says otherwise; None: nothing is measured.
     """
 
@@ -382,6 +382,7 @@ class DiffusionInfo(msgspec.Struct):
     threshold: float | None = None
     edits: bool = False
     depth_bound: float | None = None
+    defaults: dict[str, int | float] = {}
 
 
 class ModelInfo(msgspec.Struct):

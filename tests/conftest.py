@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,13 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
+def _chance_begins_anew() -> None:
+    """A test draws the same numbers whatever ran before it in its process."""
+    torch.manual_seed(0)
+    random.seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -43,10 +43,10 @@ async def descriptors(server: Server, scale: float, draw: random.Random) -> Find
         reached_s = await _health(server)
         healthy = [await _health(server) for _ in range(20)]
         status, _ = await server.generate(ids(draw, 20), 4)
+        events = await stream  # else it would keep the server busy
         busy, written = await _exhaust(server, seconds)
         after_s = await _health(server)
     problems = await server.problems(before)
-    events = await stream
     if events < _TOKENS:
         problems.append(f"a stream that ran before ended after {events} of {_TOKENS} tokens")
     if max(healthy) > _HEALTHY_WITHIN_S or reached_s > _REACHED_WITHIN_S or status != 200:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from rich.progress import track
 
 from loadgen.http.files import write_json
+from loadgen.http.options import count
 from loadgen.http.outputs import add_files, drawing
 from loadgen.http.tables import make_table, wide_console
 from loadgen.micro.drive import matrix_weights, model_path
@@ -60,12 +61,12 @@ class Case(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="default: the default model")
     parser.add_argument("--builds", nargs="+", metavar="ISA|NAME=FILE", help="default: the best one")
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 16, 32, 64, 256], help="of products")
-    parser.add_argument("--prompts", type=int, nargs="*", default=[256, 1024, 2048, 4096], help="tokens")
-    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 64], help="decoding requests")
-    parser.add_argument("--shared", type=int, default=2048, help="tokens of the shared prefix (default: 2048)")
-    parser.add_argument("--threads", type=int, default=ALL_THREADS, help=f"default: {ALL_THREADS}")
-    parser.add_argument("--rounds", type=int, default=15, help="of each median (default: 15)")
+    parser.add_argument("--rows", type=count, nargs="*", default=[1, 8, 16, 32, 64, 256], help="of products")
+    parser.add_argument("--prompts", type=count, nargs="*", default=[256, 1024, 2048, 4096], help="tokens")
+    parser.add_argument("--batches", type=count, nargs="*", default=[1, 8, 32, 64], help="decoding requests")
+    parser.add_argument("--shared", type=count, default=2048, help="tokens of the shared prefix (default: 2048)")
+    parser.add_argument("--threads", type=count, default=ALL_THREADS, help=f"default: {ALL_THREADS}")
+    parser.add_argument("--rounds", type=count, default=15, help="of each median (default: 15)")
     add_files(parser, "plot", json="write all times, after each round")
 
 

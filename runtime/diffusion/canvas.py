@@ -56,7 +56,7 @@ class Canvas:
         self._generator = generator
         self._length, self._edits = params.block_length, params.algorithm == "joint_threshold"
         self._times = torch.linspace(1, params.eps, self._steps + 1)
-        self._bias = _bias_of(sampling, generator.device)
+        self._bias = bias_of(sampling, generator.device)
         self.num_steps = 0
         self._begin(self.prompt_len)
 
@@ -75,6 +75,11 @@ class Canvas:
     @property
     def done(self) -> bool:
         return not self.block
+
+    @property
+    def shown(self) -> np.ndarray:
+        """The canvas as people see it."""
+        return self.tokens
 
     @property
     def num_decided(self) -> int:
@@ -244,7 +249,8 @@ def restrict(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
     return logits
 
 
-def _bias_of(sampling: SamplingParams, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+def bias_of(sampling: SamplingParams, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Tokens int64 [n] whose logits are changed, and by how much, float32 [n]."""
     if not sampling.logit_bias:
         return None
     tokens = torch.tensor(list(sampling.logit_bias), dtype=torch.int64, device=device)

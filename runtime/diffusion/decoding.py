@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from runtime.diffusion.canvas import Canvas
+from runtime.diffusion.noise import NoiseCanvas
 from runtime.errors import RametError
 from runtime.models.diffusion import DiffusionSpec
 from runtime.params import DiffusionParams
@@ -38,14 +40,21 @@ def _index(token: int, logits: torch.Tensor) -> torch.Tensor:
 
 
 class CanvasDecoding(Decoding):
-    """Decides masks of a request's canvas: its prompt, followed by masks."""
+    """Decides positions of a request's canvas: its prompt, followed by masks or by noise."""
 
     counted = ("denoise_steps",)
 
-    def __init__(self, spec: DiffusionSpec, device: torch.device):
-        """`device`: of the logits."""
+    def __init__(
+        self,
+        spec: DiffusionSpec,
+        device: torch.device,
+        vocab_size: int = 0,
+        soften: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ):
+        """`device`: of the logits; `vocab_size`, `soften`: for canvases of noise, see `NoiseCanvas`."""
         super().__init__()
         self._spec, self._device = spec, device
+        self._vocab_size, self._soften = vocab_size, soften
 
     def open(self, request: Request, asked: dict[str, Any]) -> None:
         """Give the request a canvas, unless it wants no tokens."""
@@ -58,7 +67,11 @@ class CanvasDecoding(Decoding):
             generator.manual_seed(request.sampling.seed)
         prompt = np.array(request.tokens, dtype=np.int64)
         params = DiffusionParams.model_construct(**asked)
-        request.canvas = Canvas(prompt, params, request.sampling, self._spec, generator)
+        if self._soften is not None:
+            sampler = request.sampling, generator, self._vocab_size, self._soften
+            request.canvas = NoiseCanvas(prompt, params, *sampler)
+        else:
+            request.canvas = Canvas(prompt, params, request.sampling, self._spec, generator)
         request.max_tokens = request.prompt_len + (params.gen_length or 0)
 
     def wanted(self, work: Work) -> np.ndarray:
@@ -94,15 +107,15 @@ class CanvasDecoding(Decoding):
         return self._report(request)
 
     def _report(self, request: Request) -> TokenEvent | None:
-        """New final tokens of this step: those before the first mask, up to the first stop token.
+        """New final tokens of this step: those before the first mask or the noise, up to the first stop token.
 
         These never change. So the request ends at a stop token that follows the prompt without a gap.
         """
         canvas = request.canvas
-        output = canvas.tokens[request.prompt_len : request.max_tokens]
+        output = canvas.shown[request.prompt_len : request.max_tokens]
         new = output[request.num_output : canvas.num_decided].tolist()
         stop = next((i for i, token in enumerate(new) if token in request.stop_ids), None)
-        finish = Finish("length") if request.num_output + len(new) == len(output) else None
+        finish = Finish("length") if len(request.tokens) + len(new) == request.max_tokens else None
         if stop is not None:
             new, finish = new[: stop + 1], Finish("stop", matched=new[stop])
         shown = output.tolist() if canvas.params.stream_canvas else None

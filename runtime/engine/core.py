@@ -45,7 +45,7 @@ from runtime.protocol import (
 from runtime.request import Request, Work
 from runtime.reuse.bicache.depth_table import read_table
 from runtime.reuse.bicache.strategy import BiCache
-from runtime.reuse.blocks import BlockPrefix
+from runtime.reuse.blocks import BlockPrefix, CanvasPrefix
 from runtime.reuse.fusion.strategy import Fusion
 from runtime.reuse.modules.strategy import Modules
 from runtime.reuse.planner import Planner
@@ -166,12 +166,12 @@ class EngineCore:
             return NextToken(sampler)
         strategy: BlockPrefix | BiCache
         if spec.diffusion.attended is not None:
-            strategy = BlockPrefix(self.cache, spec.num_layers, spec.diffusion)
+            strategy = (CanvasPrefix if executor.soften else BlockPrefix)(self.cache, spec.num_layers, spec.diffusion)
         else:
             strategy = BiCache.load(self.config.diffusion, path, spec, self.cache)
         self.add_strategy(strategy)
         self.info.diffusion = strategy.info
-        return CanvasDecoding(spec.diffusion, executor.device)
+        return CanvasDecoding(spec.diffusion, executor.device, spec.vocab_size, executor.soften)
 
     def add_strategy(self, strategy: Strategy) -> None:
         """Serve requests that ask for a strategy by its name."""

@@ -27,7 +27,7 @@ from runtime.execution.parallel.group import Group
 from runtime.execution.sizing import check_weights, pool_pages
 from runtime.kv.pool import KVPool
 from runtime.models.adapters.lora import LoraAdapter
-from runtime.models.implementation import own_spec
+from runtime.models.implementation import is_diffusion_gemma, own_spec
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.shards import Shard, split_spec
 from runtime.models.spec import LlamaSpec, ModelSpec
@@ -58,6 +58,7 @@ class Executor:
             not finite there. None: torch finds them.
         implementation: whose code computes the model.
         has_windows: whether some layers see only the nearest positions, so that they need every row's position.
+        soften: the mean embeddings [n, hidden] of distributions, by their logits [n, vocab], for models that read them.
         rope, project: of Ramet's own code; `project`: see `LlamaModel.project`; of this rank's heads.
     """
 
@@ -68,6 +69,7 @@ class Executor:
     rope: RotaryEmbedding
     argmax: Callable[[torch.Tensor], torch.Tensor] | None = None
     project: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
+    soften: Callable[[torch.Tensor], torch.Tensor] | None = None
     least_saved_tokens = AttentionBackend.least_saved_tokens
 
     def __init__(self, config: Config, path: Path, group: Group | None = None):
@@ -79,7 +81,8 @@ class Executor:
         # Whether layers with a window are groups of their own even where all keys are within it.
         self._split = False
         spec = own_spec(config.model, path)
-        if given := unusable(config, is_diffusion := spec is not None and spec.diffusion is not None):
+        is_diffusion = is_diffusion_gemma(path) if spec is None else spec.diffusion is not None
+        if given := unusable(config, is_diffusion):
             raise ModelError(f"--{given}: {path.name} is {'a diffusion' if is_diffusion else 'a causal'} model")
         if spec is not None and spec.needs_torch and config.model.attention_backend == "flashinfer":
             raise ModelError(f"--attention-backend flashinfer is not served with {spec.architecture}")
@@ -105,6 +108,7 @@ class Executor:
         torch.set_num_threads(config.engine.threads or ALL_THREADS)
         self._decoder = model = TransformersModel(path, config.model, self.dtype, self.device)
         self.spec = model.spec
+        self.soften = model.soften
         self.context_length = _context_length(config, self.spec)
         self.pool = self._make_pool(config, self.spec)
         self.has_windows = any(window.size < self.context_length for window in model.windows)

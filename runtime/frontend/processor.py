@@ -127,7 +127,7 @@ class Frontend:
         if self.info.diffusion is not None:
             submission.diffusion = self._denoising(submission, tokens)
             self._check_length(len(tokens), submission.diffusion.gen_length)
-            self._check_guidance(len(tokens), submission.diffusion)
+            self._check_canvas(len(tokens), submission.diffusion)
             return tokens
         if submission.diffusion is not None:
             raise InvalidRequest("this model is no diffusion model", param="diffusion")
@@ -162,7 +162,7 @@ class Frontend:
             raise InvalidRequest("a prompt with documents is not truncated", param="last_tokens")
         if last == -1:
             new = submission.sampling.max_new_tokens
-            room = min(self.info.context_length, self.info.pool_tokens) - (1 if new is None else new)
+            room = min(self.info.context_length, self.info.pool_tokens) - self._positions(1 if new is None else new)
             last = max(min(room, self._config.max_prompt_tokens or room), 1)
         left_out = max(len(tokens) - last, 0)
         submission.keep = [(max(place - left_out, 0), ttl_s) for place, ttl_s in submission.keep]
@@ -277,8 +277,22 @@ class Frontend:
                     code="context_length_exceeded",
                 )
 
-    def _check_guidance(self, prompt: int, params: DiffusionParams) -> None:
-        """Raise InvalidRequest if guidance needs more pages, for its second canvas, than the pool has."""
+    def _positions(self, new: int) -> int:
+        """Positions of new tokens: those of whole canvases, where these begin behind the prompt."""
+        info = self.info.diffusion
+        unit = info.block if info is not None and info.algorithm == "entropy_bound" else 1
+        return -(-new // unit) * unit
+
+    def _check_canvas(self, prompt: int, params: DiffusionParams) -> None:
+        """Raise InvalidRequest if the canvases need more positions than there are, or guidance more pages."""
+        wanted, room = self._positions(params.gen_length or 0), min(self.info.context_length, self.info.pool_tokens)
+        if prompt + wanted > room:
+            raise InvalidRequest(
+                f"the prompt has {prompt} tokens and canvases of {params.block_length} take {wanted} more, but there "
+                f"is room for {room} tokens",
+                param="max_new_tokens",
+                code="context_length_exceeded",
+            )
         page_size = self.info.page_size
         pages = -(-(prompt + (params.gen_length or 0)) // page_size)
         if params.cfg_scale and 2 * pages * page_size > self.info.pool_tokens:

@@ -1,12 +1,15 @@
-"""Masked diffusion models: their config keys and tensor names, and the mask token."""
+"""Diffusion models: their config keys and tensor names, the mask token, and their authors' settings."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from runtime.errors import ModelError
-from runtime.params import Algorithm
+from runtime.params import Algorithm, DiffusionParams
 
 # architecture -> decoder family
 FAMILIES = {
@@ -19,10 +22,14 @@ FAMILIES = {
     "Fast_dLLM_QwenForCausalLM": "Qwen2",
 }
 
-# Architectures that are refused, with the reason.
-REFUSED = {
-    "DiffusionGemmaForBlockDiffusion": "its canvas has no masks but random tokens, drawn anew and fed back as "
-    "soft embeddings, and it attends to prompts and to finished canvases causally"
+DIFFUSION_GEMMA = "DiffusionGemmaForBlockDiffusion"
+# Its settings by their names in generation_config.json, with transformers' defaults.
+_NOISE = {
+    "max_denoising_steps": ("steps", 48),
+    "t_min": ("t_min", 0.4),
+    "t_max": ("t_max", 0.8),
+    "stability_threshold": ("stability_threshold", 1),
+    "confidence_threshold": ("confidence_threshold", 0.005),
 }
 
 # Switches of LLaDA's configuration, with the values of its published models; others are refused.
@@ -76,10 +83,10 @@ _LLADA_END_OF_TURN = 126348
 
 @dataclass(frozen=True, slots=True)
 class DiffusionSpec:
-    """A masked diffusion model.
+    """A diffusion model.
 
     Attributes:
-        mask_token_id: the token of undecided positions.
+        mask_token_id: the token of undecided positions; -1: there is none, canvases begin as random tokens.
         logits_shift: the logits of token i are read from row i - logits_shift.
         algorithm: its authors' sampler.
         attended: positions of a block that attends to itself and all before it (block diffusion); None: every position
@@ -87,6 +94,7 @@ class DiffusionSpec:
         block: positions that are denoised together, unless a request says otherwise.
         threshold: likewise the confidence from which masks are decided; None: a schedule decides.
         edits: whether it may be asked to replace tokens that are decided (joint threshold).
+        defaults: its own defaults of other fields of `DiffusionParams`.
     """
 
     mask_token_id: int
@@ -96,6 +104,7 @@ class DiffusionSpec:
     block: int = 32
     threshold: float | None = None
     edits: bool = False
+    defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 _SDAR = DiffusionSpec(151669, 0, "low_confidence", attended=4, block=4, threshold=0.85)
@@ -129,6 +138,25 @@ def diffusion_spec(config: dict[str, Any], architecture: str) -> DiffusionSpec |
     if shift not in (0, 1):
         raise ModelError(f"config.json has logits_shift {shift!r}; supported are 0 and 1")
     return DiffusionSpec(mask, shift, "low_confidence")
+
+
+def canvas_spec(config: dict[str, Any], generation: dict[str, Any]) -> DiffusionSpec:
+    """The spec of DiffusionGemma, whose rows are causal but for those of the canvas. Raises ModelError."""
+    length = config.get("canvas_length", 256)
+    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+        raise ModelError(f"config.json has canvas_length {length!r}; it must be a positive integer")
+    given = {name: generation[name] for name in _NOISE if generation.get(name) is not None}
+    defaults = {own: given.get(name, value) for name, (own, value) in _NOISE.items()}
+    sampler = generation.get("sampler_config") or {}
+    if not isinstance(sampler, dict):
+        raise ModelError(f"generation_config.json has sampler_config {sampler!r}; it must be an object")
+    defaults["entropy_bound"] = sampler.get("entropy_bound", 0.1)
+    try:
+        DiffusionParams.model_validate(defaults, strict=True)
+    except ValidationError as error:
+        (name, *_), reason = error.errors()[0]["loc"], error.errors()[0]["msg"]
+        raise ModelError(f"generation_config.json has a {name} that cannot be used: {reason}") from None
+    return DiffusionSpec(-1, 0, "entropy_bound", attended=1, block=length, defaults=defaults)
 
 
 def _by_config(published: DiffusionSpec, mask: int, config: dict[str, Any]) -> DiffusionSpec:

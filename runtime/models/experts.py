@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +126,14 @@ def _gpt_oss(config: dict[str, Any]) -> ExpertSpec:
         config["num_local_experts"],
         config["num_experts_per_tok"],
         config["intermediate_size"],
-        limit=float(config.get("swiglu_limit", 7.0)),
-        alpha=float(config.get("swiglu_alpha", 1.702)),
+        limit=_positive(config, "swiglu_limit", 7.0),
+        alpha=_positive(config, "swiglu_alpha", 1.702),
         packed=bool(config.get("quantization_config")),
     )
+
+
+def _positive(config: dict[str, Any], name: str, default: float) -> float:
+    value = config.get(name, default)
+    if not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"config.json has {name} {value!r}; it must be a positive number")
+    return float(value)

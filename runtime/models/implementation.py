@@ -7,8 +7,8 @@ from typing import Any
 
 from runtime.config import ModelConfig
 from runtime.errors import ModelError
-from runtime.models.diffusion import REFUSED
-from runtime.models.spec import LlamaSpec, Unsupported, read_json
+from runtime.models.diffusion import DIFFUSION_GEMMA
+from runtime.models.spec import LlamaSpec, Unsupported, is_packed, read_json
 
 # Sections of a configuration, for inputs that are no text.
 _SENSES = {"vision_config": "images", "audio_config": "sound", "speech_config": "sound"}
@@ -19,13 +19,14 @@ def own_spec(config: ModelConfig, directory: Path) -> LlamaSpec | None:
 
     Raises ModelError if neither does, or not the one of `--model-impl`.
     """
+    given = read_json(directory / "config.json")
     if config.model_impl != "transformers":
         try:
             return LlamaSpec.load(directory)
         except Unsupported:
-            if config.model_impl == "ramet":
+            if config.model_impl == "ramet" or is_packed(given):
                 raise
-    check_served(read_json(directory / "config.json"))
+    check_served(given)
     return None
 
 
@@ -34,22 +35,38 @@ def context_of(config: ModelConfig, directory: Path) -> int:
     if (spec := own_spec(config, directory)) is not None:
         return spec.context_length
     given = read_json(directory / "config.json")
+    given = given["text_config"] if is_diffusion_gemma(directory) else given
     if not isinstance(context := given.get("max_position_embeddings"), int):
         raise ModelError("config.json has no max_position_embeddings")
     return context
 
 
+def is_diffusion_gemma(directory: Path) -> bool:
+    """Whether a directory has the one diffusion model that transformers' code computes. Raises ModelError."""
+    return DIFFUSION_GEMMA in (read_json(directory / "config.json").get("architectures") or [])[:1]
+
+
 def check_served(config: dict[str, Any]) -> None:
     """Raise ModelError for a configuration that transformers' code cannot serve here either."""
     architecture = (config.get("architectures") or ["(none named)"])[0]
-    if reason := REFUSED.get(architecture):
-        raise ModelError(f"{architecture} is not served: {reason}")
-    if config.get("is_encoder_decoder"):
+    if architecture == DIFFUSION_GEMMA:
+        _check_diffusion_gemma(config)
+    elif config.get("is_encoder_decoder"):
         raise ModelError(f"{architecture} is an encoder-decoder; supported are decoders")
-    if found := [kind for section, kind in _SENSES.items() if config.get(section)]:
+    elif found := [kind for section, kind in _SENSES.items() if config.get(section)]:
         raise ModelError(f"{architecture} takes {found[0]}; supported is text alone")
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ModelError(
             f"the checkpoint is quantised with {method!r}; supported are float32, bfloat16 and float16 weights"
         )
+
+
+def _check_diffusion_gemma(config: dict[str, Any]) -> None:
+    """Its text is served, and its images are not."""
+    if not config.get("tie_word_embeddings", True):
+        raise ModelError(f"{DIFFUSION_GEMMA} is served with the weights of its decoder tied to those of its encoder")
+    if not isinstance(text := config.get("text_config"), dict):
+        raise ModelError("config.json has no text_config")
+    if text.get("use_bidirectional_attention") == "all":
+        raise ModelError(f"{DIFFUSION_GEMMA} is served where its encoder is causal")

@@ -288,11 +288,18 @@ def _refuse_unsupported(config: dict[str, Any], architecture: str) -> None:
             raise Unsupported(f"config.json has {name} {config[name]!r}; supported are models without it")
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        if (architecture, method) == ("GptOssForCausalLM", "mxfp4"):
+        if is_packed(config):
             return
         raise ModelError(
             f"the checkpoint is quantised with {method!r}; supported are float32, bfloat16 and float16 weights"
         )
+
+
+def is_packed(config: dict[str, Any]) -> bool:
+    """Whether a checkpoint is quantised in the one way that is read: gpt-oss in MXFP4, by Ramet's own code."""
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    return (config.get("architectures"), method) == (["GptOssForCausalLM"], "mxfp4")
 
 
 def _size(config: dict[str, Any], name: str, default: int | None = None) -> int:

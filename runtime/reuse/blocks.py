@@ -1,4 +1,4 @@
-"""Exact prefix caching of block diffusion models, which see all of a position's block and of the blocks before it."""
+"""Exact prefix caching of diffusion models that denoise a block behind all that is settled."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from runtime.batch import CanvasRows
 from runtime.errors import ModelError
 from runtime.kv.cache import PagedCache
 from runtime.models.diffusion import DiffusionSpec
 from runtime.protocol import DiffusionInfo
 from runtime.request import Request, Work
-from runtime.reuse.build import Read, Stage
+from runtime.reuse.build import Read, RowSet, Stage
 from runtime.reuse.prefix import PrefixStrategy
 from runtime.reuse.strategy import Found
 
@@ -43,7 +44,9 @@ class BlockPrefix(PrefixStrategy):
         """The model, for the front end."""
         spec = self._spec
         own = (spec.attended, spec.block, spec.threshold, spec.edits)
-        return DiffusionInfo(spec.mask_token_id, spec.algorithm, self.num_layers, "none", 1, *own)
+        return DiffusionInfo(
+            spec.mask_token_id, spec.algorithm, self.num_layers, "none", 1, *own, defaults=dict(spec.defaults)
+        )
 
     def find(self, request: Request) -> Found:
         found = super().find(request)
@@ -70,14 +73,19 @@ class BlockPrefix(PrefixStrategy):
         start = request.sequence.num_computed
         count = self._end(request) - start
         if count > limit:
-            count = min(count, max(self._whole(limit), self._block))
+            count = min(count, self._part(request, limit))
         return Work(request, start, count, count)
 
+    def _part(self, request: Request, most: int) -> int:
+        """Rows of a step that is to have no more than so many, unless the smallest possible one has."""
+        return max(self._whole(most), self._block)
+
     def shrink(self, work: Work) -> bool:
-        count = self._whole(work.count // 2)
-        if count:
-            work.count = work.num_rows = count
-        return count > 0
+        count = self._part(work.request, work.count // 2)
+        if count >= work.count:
+            return False
+        work.count = work.num_rows = count
+        return True
 
     def tokens_of(self, work: Work) -> Sequence[int]:
         stop = work.start + work.count
@@ -85,13 +93,17 @@ class BlockPrefix(PrefixStrategy):
         return tokens[work.start : stop]
 
     def _stages(self, request: Request, first: int, stop: int) -> list[Stage]:
-        """All rows, each of which sees all before it, and its block."""
+        """All rows, with all that each of them sees."""
         page_size, sequence = self.cache.page_size, request.sequence
         found = request.segments[0].pages if request.segments else sequence.pages[:0]
         pages = found + sequence.pages[: -(-(stop - sequence.start) // page_size)]
-        seen = (np.arange(first, stop, dtype=np.int32) // self._block + 1) * self._block
-        read = Read(np.frombuffer(pages, dtype=np.int32), stop, visible=np.minimum(seen, stop, dtype=np.int32))
+        seen = np.minimum(self._seen(request, np.arange(first, stop, dtype=np.int32)), stop, dtype=np.int32)
+        read = Read(np.frombuffer(pages, dtype=np.int32), stop, visible=seen)
         return [Stage(range(self.num_layers), sequence.slots(first, stop, page_size), [read])]
+
+    def _seen(self, request: Request, rows: np.ndarray) -> np.ndarray:
+        """The number of leading rows that each of some rows, int32 [n], sees, as far as there are any."""
+        return (rows // self._block + 1) * self._block
 
     def book(self, work: Work, saved: Sequence[torch.Tensor | None], seconds: float) -> bool:
         """The KV of a block is final once it was computed from decided tokens alone."""
@@ -108,3 +120,30 @@ class BlockPrefix(PrefixStrategy):
 
     def report(self, request: Request) -> dict[str, Any] | None:
         return None if request.canvas is None else {"denoise_steps": request.canvas.num_steps}
+
+
+class CanvasPrefix(BlockPrefix):
+    """Of DiffusionGemma, which reads prompts and canvases that ended causally, and lets the present canvas see itself.
+
+    The KV of what is settled is exact at any length; that of the canvas is written again in each step, and lastly by
+    causal rows, beside the first step of the canvas that follows.
+    """
+
+    def rows(self, work: Work) -> list[RowSet]:
+        (one,) = super().rows(work)
+        first = self._settled(work.request) - work.start
+        if first < work.count:
+            one.canvas = CanvasRows(first, work.count, work.request.canvas.soft)
+        return [one]
+
+    def _settled(self, request: Request) -> int:
+        """Leading tokens whose rows are causal."""
+        return request.prompt_len if request.canvas is None else int(request.canvas.settled)
+
+    def _part(self, request: Request, most: int) -> int:
+        """Causal rows alone, or the whole canvas."""
+        causal = self._settled(request) - request.sequence.num_computed
+        return min(max(most, 1), causal) or self._spec.block
+
+    def _seen(self, request: Request, rows: np.ndarray) -> np.ndarray:
+        return np.where(rows < self._settled(request), rows + 1, np.iinfo(np.int32).max)

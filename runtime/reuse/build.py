@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from radix.node import TOKEN_BYTES, common_tokens
-from runtime.batch import AdapterRows, AttentionPlan, ForwardBatch, HiddenRows, LayerGroup, Span
+from runtime.batch import AdapterRows, AttentionPlan, CanvasRows, ForwardBatch, HiddenRows, LayerGroup, Span
 
 _BLOCK = 64  # tokens; kKeys of the CPU kernels
 
@@ -67,6 +67,7 @@ class RowSet:
         stages: cover all layers, in order.
         logits: int64, the rows whose logits are wanted, ascending.
         adapter: digest of the one with which they are computed; empty: none.
+        canvas: those of them that are noise.
     """
 
     tokens: np.ndarray
@@ -74,6 +75,7 @@ class RowSet:
     stages: list[Stage]
     logits: np.ndarray
     adapter: str = ""
+    canvas: CanvasRows | None = None
 
     @property
     def row_layers(self) -> int:
@@ -150,6 +152,11 @@ def build(
         groups=groups,
         logits_rows=torch.tensor(logits_rows, dtype=torch.int64),
         adapters=_adapters(ordered) if any(one.adapter for one in sets) else [],
+        canvases=[
+            CanvasRows(start + one.canvas.first, start + one.canvas.stop, one.canvas.soft)
+            for one, start in ordered
+            if one.canvas is not None
+        ],
     )
     return Plan(batch, logits, saved)
 

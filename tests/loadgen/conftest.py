@@ -36,7 +36,7 @@ class BadServer:
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-        self._started.wait(10)
+        assert self._started.wait(60)
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -72,7 +72,7 @@ class BadServer:
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 @pytest.fixture

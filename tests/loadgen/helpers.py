@@ -34,7 +34,7 @@ def run(url: str, api: str = "completions", model: str = "tiny", **changes: Any)
         "arrivals": Closed(2),
         "bounds": Bounds(requests=4),
         "seed": 5,
-        "timeouts": Timeouts(total_s=10, stall_s=10),
+        "timeouts": Timeouts(total_s=60, stall_s=60),
     }
     return execute(prepared(url, api, model), Plan(**(plan | changes)))
 

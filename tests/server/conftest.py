@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +26,11 @@ from tests.runtime.reuse.bicache.models import save_tiny
 # Each test has clients of its own, and each of them would read the system's certificates, for 25 ms of the processor.
 httpx._transports.default.create_ssl_context = lru_cache(httpx._transports.default.create_ssl_context)
 
+# Seconds until what must come counts as missing: on a busy machine any process may stand still for a while.
+PATIENCE_S = 120.0
+for _limit in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _limit, PATIENCE_S)
+
 
 @dataclass
 class LiveServer:
@@ -35,7 +43,7 @@ class LiveServer:
     def state(self) -> dict:
         return httpx.get(f"{self.url}/server_info").json()["state"]
 
-    def wait(self, condition: Callable[[dict], bool], seconds: float = 30) -> dict:
+    def wait(self, condition: Callable[[dict], bool], seconds: float = PATIENCE_S) -> dict:
         """Poll the engine's state until a condition holds."""
         deadline = time.monotonic() + seconds
         while not condition(state := self.state()):
@@ -48,6 +56,16 @@ class LiveServer:
         state = self.wait(lambda s: s["running"] == s["waiting"] == 0)
         assert state["pages_private"] == state["pages_locked"] == 0
         assert state["pages_free"] + state["pages_tree"] == state["pages_total"]
+
+    @contextmanager
+    def leaving(self, path: str, body: dict) -> Iterator[None]:
+        """A client that posts a body and leaves at the end of the context, whether it has its answer or not."""
+        host, port = self.url.removeprefix("http://").split(":")
+        content = json.dumps(body)
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode())
+            yield
 
     def engine_pid(self) -> int:
         """The engine process, by the parent's id."""
@@ -80,7 +98,7 @@ def start(log: Path, *options: str, verify: ssl.SSLContext | bool = True, own_gr
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
             process_group=0 if own_group else None,
         )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while not (found := re.search(r"serving on (https?://[^\s\"]+)", log.read_text())):
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
@@ -98,7 +116,7 @@ def stop(server: LiveServer) -> int:
     """SIGTERM, and the exit code."""
     if server.process.poll() is None:
         server.process.send_signal(signal.SIGTERM)
-    return server.process.wait(30)
+    return server.process.wait(PATIENCE_S)
 
 
 @pytest.fixture(scope="session")

@@ -158,7 +158,7 @@ def test_fetch_model_refuses_a_directory_without_a_model(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--allowed-hosts", "a b"], "argument --allowed-hosts: "),
+        *((["--allowed-hosts", host], "argument --allowed-hosts: ") for host in ("a b", "http://a", "b, a:80")),
         (["--trusted-proxies", "10.0.0.1 10.0.0.2"], "argument --trusted-proxies: "),
         (["--disk-space", "5"], "argument --disk-space: it belongs to --disk-cache"),
     ],

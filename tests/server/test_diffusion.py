@@ -8,6 +8,8 @@ import httpx
 import openai
 import pytest
 
+from tests.runtime.diffusion.gemma import CANVAS, save_gemma
+from tests.server.conftest import start, stop
 from tests.server.http.test_generate import ask, events
 
 GREEDY = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
@@ -138,6 +140,8 @@ def test_server_info_and_health(tiny):
         ({"diffusion": {"prefix_tokens": 500}}, "diffusion.prefix_tokens"),
         ({"diffusion": {"algorithm": "best"}}, "diffusion.algorithm"),
         ({"diffusion": {"algorithm": "joint_threshold"}}, "diffusion.algorithm"),
+        ({"diffusion": {"algorithm": "entropy_bound"}}, "diffusion.algorithm"),
+        ({"diffusion": {"confidence_threshold": 0.5}}, "diffusion.confidence_threshold"),
         ({"diffusion": {"eps": 0}}, "diffusion.eps"),
         ({"diffusion": {"what": 1}}, "diffusion.what"),
         ({"diffusion": {"gen_length": 600}}, "sampling_params.max_new_tokens"),
@@ -156,3 +160,59 @@ def test_a_causal_model_does_not_denoise(client):
     answer = client.post("/generate", json={"text": PROMPT, "sampling_params": GREEDY, "diffusion": {"steps": 4}})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "diffusion"
+
+
+@pytest.fixture(scope="module")
+def noisy(default_model_dir, tmp_path_factory):
+    """A client of a server of a small random DiffusionGemma; its pages are checked at the end."""
+    directory = tmp_path_factory.mktemp("noisy")
+    path = save_gemma(directory / "tiny-gemma", {"max_denoising_steps": 4}, default_model_dir)
+    server = start(directory / "log", "--model", str(path), "--pool-tokens", "1024", "--debug-invariants")
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+    server.check_idle()
+    assert stop(server) == 0
+    assert "Traceback" not in (directory / "log").read_text()
+
+
+def test_noise_streams_by_canvas(noisy):
+    sampling = {"max_new_tokens": 2 * CANVAS + 2, "seed": 3, "ignore_eos": True}
+    whole = ask(noisy, text=PROMPT, sampling_params=sampling)
+    parts = events(noisy, text=PROMPT, sampling_params=sampling, diffusion={"stream_canvas": True})
+    assert "".join(part["delta"] for part in parts) == parts[-1]["text"] == whole["text"]
+    assert parts[-1]["output_ids"] == parts[-1]["canvas"] == whole["output_ids"]
+    assert [len(part["output_ids"]) for part in parts] == [0] * 3 + [CANVAS] * 4 + [2 * CANVAS] * 4 + [2 * CANVAS + 2]
+    meta = parts[-1]["meta_info"]
+    assert (meta["denoise_steps"], meta["completion_tokens"]) == (12, 2 * CANVAS + 2)
+    assert meta["cached_tokens"] == meta["prompt_tokens"]
+    info = noisy.get("/server_info").json()["model_info"]
+    assert (info["model_impl"], info["diffusion"]["defaults"]["steps"]) == ("transformers", 4)
+
+
+def test_noise_in_a_chat_and_in_choices(noisy):
+    body = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 9, "seed": 1, "n": 2}
+    first, again = (noisy.post("/v1/chat/completions", json=body).json() for _ in range(2))
+    assert first["choices"] == again["choices"]
+    assert first["choices"][0]["message"] != first["choices"][1]["message"]
+    pieces = [
+        line for line in noisy.post("/v1/chat/completions", json={**body, "stream": True}).text.split("\n\n") if line
+    ]
+    assert pieces[-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"diffusion": {"block_length": 6}}, "diffusion.block_length"),
+        ({"diffusion": {"threshold": 0.9}}, "diffusion.threshold"),
+        ({"diffusion": {"t_min": 0.9, "t_max": 0.5}}, "diffusion.t_min"),
+        ({"diffusion": {"entropy_bound": 0}}, "diffusion.entropy_bound"),
+        ({"diffusion": {"entropy_bound": "all"}}, "diffusion.entropy_bound"),
+        ({"diffusion": {"gen_length": 254}}, "sampling_params.max_new_tokens"),
+        ({"sampling_params": {"max_new_tokens": 4, "frequency_penalty": 1}}, "sampling_params.frequency_penalty"),
+    ],
+)
+def test_noise_refuses(noisy, body, param):
+    answer = noisy.post("/generate", json={"input_ids": [5], "sampling_params": GREEDY, **body})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param

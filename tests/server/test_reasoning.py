@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
 
-from tests.server.conftest import LiveServer, start, stop
+from tests.server.conftest import PATIENCE_S, LiveServer, start, stop
 
 STEP = r"So we see that it is the first of all that we know\.\n\n"
 SHARED = {"method": "reasoncache", "percentile": 100}
@@ -46,16 +47,23 @@ def body(**fields):
     return {"text": "Think.", "sampling_params": sampling, **fields}
 
 
+def until_shared(ask: Callable[[], dict]) -> dict:
+    """An answer's account of its reuse. Steps are compared beside it: on a busy machine it may have ended before."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (told := ask())["substituted_pages"]:
+        assert time.monotonic() < deadline
+    return told
+
+
 def metric(http: httpx.Client, name: str) -> float:
     lines = http.get("/metrics").text.splitlines()
     return float(next(line.rsplit(" ", 1)[1] for line in lines if line.startswith(f"{name}{{")))
 
 
 def test_an_answer_says_what_was_shared(http):
-    told = http.post("/generate", json=body(reuse=SHARED)).json()["meta_info"]["reuse"]
+    told = until_shared(lambda: http.post("/generate", json=body(reuse=SHARED)).json()["meta_info"]["reuse"])
     assert told["method"] == "reasoncache"
     assert told["approximate"]
-    assert told["substituted_pages"] > 0
     assert 0 < told["amsr"] < 1
     assert 0 < told["first_substituted_token"] < told["exact_tokens"] < 160
     assert metric(http, "ramet:substituted_pages_total") >= told["substituted_pages"]
@@ -64,10 +72,13 @@ def test_an_answer_says_what_was_shared(http):
 
 
 def test_streams_say_it_at_their_end(http):
-    with http.stream("POST", "/generate", json=body(reuse=SHARED, stream=True)) as answer:
-        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
-    assert events[-1]["meta_info"]["reuse"]["substituted_pages"] > 0
-    assert not any("reuse" in event["meta_info"] for event in events[:-1])
+    def end() -> dict:
+        with http.stream("POST", "/generate", json=body(reuse=SHARED, stream=True)) as answer:
+            *events, last = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+        assert not any("reuse" in event["meta_info"] for event in events)
+        return last["meta_info"]["reuse"]
+
+    assert until_shared(end)["approximate"]
 
 
 def test_the_servers_default_and_how_to_leave_it(http):
@@ -127,12 +138,19 @@ def test_modules_are_refused(http):
 def test_routes_that_cannot_say_it_stay_exact(http, thinker):
     """Whatever they ask for is served by another strategy: no page of theirs is handed to the evaluation."""
     model = http.get("/v1/models").json()["data"][0]["id"]
-    before = metric(http, "ramet:reasoning_cpu_seconds_total")
+    short = {"text": "Think.", "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
+
+    def booked() -> float:
+        """The time is booked by a later request that shares steps."""
+        assert http.post("/generate", json=short).status_code == 200
+        return metric(http, "ramet:reasoning_cpu_seconds_total")
+
+    times = [booked() for _ in range(2)]
+    while times[-2] != times[-1]:  # what earlier tests left to be compared
+        time.sleep(0.2)
+        times.append(booked())
     said = {"model": model, "messages": [{"role": "user", "content": "Think."}], "max_tokens": 24, "temperature": 0}
     assert http.post("/v1/messages", json=said).status_code == 200
     asked = {"model": model, "input": "Think.", "max_output_tokens": 24, "temperature": 0}
     assert http.post("/v1/responses", json=asked).status_code == 200
-    # The time is booked by a later request that shares steps.
-    short = {"text": "Think.", "sampling_params": {"max_new_tokens": 2, "temperature": 0}}
-    assert http.post("/generate", json=short).status_code == 200
-    assert metric(http, "ramet:reasoning_cpu_seconds_total") == before
+    assert booked() == times[-1]

@@ -26,9 +26,12 @@ from runtime.execution.attention.cpu import CPUAttention
 from runtime.execution.attention.windows import Window, within
 from runtime.execution.transfers import upload
 from runtime.execution.transformers.adapters import Adapters
+from runtime.execution.transformers.diffusion_gemma import DiffusionGemma
 from runtime.execution.transformers.interface import NAME, Layer, attention
 from runtime.kv.pool import KVPool
 from runtime.models.adapters.lora import LoraAdapter, LowRank
+from runtime.models.diffusion import DIFFUSION_GEMMA, canvas_spec
+from runtime.models.implementation import is_diffusion_gemma
 from runtime.models.spec import ModelSpec, read_generation, read_json, token_ids
 from runtime.models.weights import find_weights
 
@@ -105,15 +108,21 @@ class TransformersModel:
     Attributes:
         spec: its shapes.
         windows: those of its layers, besides full attention.
+        soften: see `Executor`; None: the model does not read such embeddings.
     """
 
     def __init__(self, path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device):
         """Load a model directory and compare its logits with transformers' own attention. Raises ModelError."""
+        is_gemma, generation = is_diffusion_gemma(path), read_generation(path)
+        diffusion = canvas_spec(read_json(path / "config.json"), generation) if is_gemma else None
         settings, self._model = _load(path, config, dtype, device)
+        name = type(self._model).__name__
+        if is_gemma:
+            settings, self._model = settings.text_config, DiffusionGemma(self._model)
+        self.soften = self._model.soften if is_gemma else None
         self._device, self._dtype = device, dtype
         self._adapters = Adapters(self._model)
         self._takes_rows = "logits_to_keep" in inspect.signature(self._model.forward).parameters
-        name = type(self._model).__name__
         with _refusing(name):
             shapes, vocab_size = self._probe()
             self.windows = shapes.windows
@@ -129,8 +138,9 @@ class TransformersModel:
                 head_dim=most[2],
                 vocab_size=vocab_size,
                 context_length=_context(settings),
-                eos_token_ids=token_ids(settings.eos_token_id, read_generation(path).get("eos_token_id")),
+                eos_token_ids=token_ids(settings.eos_token_id, generation.get("eos_token_id")),
                 fingerprint=_fingerprint(settings),
+                diffusion=diffusion,
             )
             self._check()
 
@@ -159,6 +169,9 @@ class TransformersModel:
         assert group.rows is None
         assert not group.load
         assert not group.save
+        positions = batch.positions.clone() if batch.canvases else batch.positions
+        for first, stop, _ in batch.canvases:
+            positions[first:stop] = positions[first].item()  # all rows of a canvas have the window of the first one
         written = None if bool((group.kv_write >= 0).all()) else (group.kv_write >= 0).nonzero()[:, 0]
         slots = group.kv_write if written is None else group.kv_write[written]
         step = _Step(
@@ -166,16 +179,17 @@ class TransformersModel:
             pool,
             backend,
             group.attention,
-            batch.positions,
+            positions,
             upload(slots, self._device),
             None if written is None else upload(written, self._device),
         )
         token = attention.set(step.attend)
         self._adapters.rows, self._adapters.num_rows = batch.adapters, len(batch.tokens)
+        self._model.canvases = batch.canvases
         try:
             return self._logits(batch.tokens, batch.positions, batch.logits_rows)
         finally:
-            self._adapters.rows = ()
+            self._adapters.rows = self._model.canvases = ()
             attention.reset(token)
 
     def _logits(self, tokens: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -266,7 +280,7 @@ def _load(
     """The configuration and the model in `dtype` on `device`, of safetensors alone. Raises ModelError."""
     given = read_json(path / "config.json")
     name = (given.get("architectures") or ["(none named)"])[0]
-    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+    if name not in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), DIFFUSION_GEMMA):
         remote = "; its own code in the checkpoint is never run" if given.get("auto_map") else ""
         raise ModelError(
             f"the model's architecture is {name}, no decoder that transformers {transformers.__version__} knows{remote}"

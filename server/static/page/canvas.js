@@ -1,4 +1,5 @@
 // A diffusion model's output, one cell a position. A mask is a blank; what has been decided changes only where the model edits.
+// Without a mask (-1), the canvas has its likeliest tokens, and grows by the next one when it ends.
 class Canvas {
   static pieces = new Map();
   static async learn(ids) {
@@ -10,21 +11,19 @@ class Canvas {
   cells = []; ids = [];
   show(ids, step) {
     const mask = served.diffusion.mask_token_id, box = $("canvas");
-    if (!this.cells.length) {
-      this.cells = ids.map(() => make("span", "", { class: "cell mask" }));
-      this.ids = ids.map(() => mask);
-      box.replaceChildren(...this.cells); box.hidden = false;
-    }
+    if (!this.cells.length) { box.replaceChildren(); box.hidden = false; }
+    while (this.cells.length < ids.length) this.cells.push(box.appendChild(make("span", "", { class: "cell mask" })));
     this.cells.forEach((cell, i) => {
       cell.classList.remove("fresh");
-      if (ids[i] === this.ids[i]) return;
+      if (ids[i] === (this.ids[i] ?? mask)) return;
       cell.textContent = Canvas.pieces.get(ids[i]);
       cell.className = "cell fresh";
-      cell.title = `position ${i + 1}, decided at step ${step}`;
+      cell.title = `position ${i + 1}, ${mask < 0 ? "changed" : "decided"} at step ${step}`;
     });
     this.ids = ids;
     const end = ids.findIndex((id) => served.eos_token_ids.includes(id));
     this.cells.forEach((cell, i) => cell.classList.toggle("beyond", end >= 0 && i > end));
-    box.setAttribute("aria-label", `${ids.filter((id) => id !== mask).length} of ${ids.length} positions decided`);
+    const decided = ids.filter((id) => id !== mask).length;
+    box.setAttribute("aria-label", mask < 0 ? `${ids.length} positions at step ${step}` : `${decided} of ${ids.length} positions decided`);
   }
 }

@@ -7,10 +7,12 @@ async function learn() {
   const diffusion = served.diffusion;
   document.querySelectorAll("[data-diffusion]").forEach((element) => { element.hidden = !diffusion; });
   if (!diffusion) await listSchemas().catch(() => {});
-  $("tokensname").textContent = diffusion ? "masks" : "new tokens";
+  const isNoise = diffusion?.algorithm === "entropy_bound";
+  $("tokensname").textContent = diffusion && !isNoise ? "masks" : "new tokens";
   // Prefixes of models that attend by blocks are shared as they are.
   if (diffusion?.attended) $("shared").parentElement.hidden = true;
-  if (diffusion) $("algorithm").replaceChildren(...ALGORITHMS.concat(diffusion.edits ? ["joint_threshold"] : []).map((name) => {
+  if (isNoise) $("block").parentElement.hidden = true;
+  if (diffusion) $("algorithm").replaceChildren(...(isNoise ? [diffusion.algorithm] : ALGORITHMS.concat(diffusion.edits ? ["joint_threshold"] : [])).map((name) => {
     const option = make("option", name, { value: name });
     option.selected = name === diffusion.algorithm;
     return option;

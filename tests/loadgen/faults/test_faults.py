@@ -52,7 +52,7 @@ def test_a_server_stands(options):
     asyncio.run(live())
 
 
-@pytest.mark.parametrize(("case", "more"), [("frozen", ["--step-timeout", "0.5"]), ("retraction", []), ("signals", []),
+@pytest.mark.parametrize(("case", "more"), [("frozen", ["--step-timeout", "1"]), ("retraction", []), ("signals", []),
                                             ("tiers", [])])  # fmt: skip
 def test_a_server_of_its_own_stands(case, more, options, tmp_path, monkeypatch):
     out = tmp_path / "out.json"

@@ -153,7 +153,7 @@ def test_sweep_stops_where_the_service_level_breaks(bench, bad_server, tmp_path)
 
 def with_places(places):
     """A script of a server that answers so many requests at once."""
-    answer = slow(0.1)
+    answer = slow(0.2)
 
     async def script(reader, writer, head):
         if answer.running < places:

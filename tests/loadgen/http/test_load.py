@@ -38,7 +38,7 @@ def slow(seconds):
 
 
 def test_a_closed_loop_holds_its_concurrency(bad_server):
-    script = slow(0.05)
+    script = slow(0.2)
     result = run(bad_server(script).url, arrivals=Closed(3), bounds=Bounds(requests=10))
     assert script.most == 3
     assert len(result.records) == result.summary["completed"] == 10
@@ -62,7 +62,7 @@ def test_the_duration_ends_the_sending_and_the_grace_what_is_under_way(bad_serve
     assert result.summary["errors"] == {"interrupted": 2}
     result = run(bad_server(slow(0.05)).url, bounds=Bounds(duration_s=0.4))
     assert result.summary["errors"] == {}
-    assert max(record.sent_s for record in result.records) <= 0.4
+    assert 2 <= len(result.records) <= 2 * 8, "of each user no more than answers of 0.05 s fit into that"
     assert result.facts["ended_by"] == "the duration"
 
 
@@ -87,7 +87,7 @@ def test_what_comes_in_the_first_seconds_can_be_left_out(bad_server):
 
 
 def test_the_warm_up_is_not_counted(bad_server):
-    script = slow(0.02)
+    script = slow(0.1)
     server = bad_server(script)
     result = run(server.url, warmup=3, bounds=Bounds(requests=4))
     assert (server.requests, script.most) == (7, 2)

@@ -36,6 +36,13 @@ def test_it_measures_builds_side_by_side(run, tmp_path):
     assert (tmp_path / "k.png").stat().st_size > 10_000
 
 
+def test_nothing_to_measure(run, capsys):
+    for option in ("--rows", "--rounds", "--batches", "--prompts", "--shared", "--threads"):
+        with pytest.raises(SystemExit, match="2"):
+            run(option, "0")
+        assert f"argument {option}: must be at least 1" in capsys.readouterr().err
+
+
 def test_a_build_that_is_not_there(run, capsys):
     assert run("--builds", "other=/nowhere.so") == 1
     assert "other" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,8 @@ class Driver:
         while self.core.busy:
             if between is not None:
                 between(self.steps)
+            if self.core.grammars.open:
+                wait(self.core.grammars.open.values())  # else the number of steps is that of a wait for a thread
             self.step()
             assert self.steps < limit, "the engine does not come to an end"
         self.check_idle()

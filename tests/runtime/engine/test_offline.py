@@ -141,7 +141,7 @@ def test_what_can_never_be_served_is_refused(engine, prompt, sampling, word):
 
 
 def test_a_request_id_in_use_is_refused(engine):
-    stream = engine.stream_all([Submission("x", SamplingParams(max_new_tokens=50), rid="mine")])
+    stream = engine.stream_all([Submission("x", SamplingParams(max_new_tokens=3000, ignore_eos=True), rid="mine")])
     next(stream)
     with pytest.raises(InvalidRequest, match="in use"):
         next(engine.stream_all([Submission("y", rid="mine")]))

@@ -64,7 +64,7 @@ def texts_of(tokenizer: Tokenizer) -> set[str]:
 
 
 async def until(condition) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -159,7 +159,7 @@ def test_a_grammar_without_end_is_its_keys_alone(engine):
     """Neither the wait for a turn nor the start of a process counts as compiling."""
 
     async def main() -> None:
-        work = TextWork(0.4)
+        work = TextWork(1.5)
         ask = [Submission("x", SamplingParams(json_schema=ENDLESS), account="flood") for _ in range(2)]
         flood = [asyncio.create_task(work.encode(engine._frontend, submission)) for submission in ask]
         good = Submission("x", SamplingParams(regex="[a-z]+"), account="flood")
@@ -170,7 +170,7 @@ def test_a_grammar_without_end_is_its_keys_alone(engine):
             await work.encode(engine._frontend, other[1])
         assert not last.done()
         for task in flood:
-            with pytest.raises(InvalidRequest, match=r"json_schema takes longer than 0\.4 s"):
+            with pytest.raises(InvalidRequest, match=r"json_schema takes longer than 1\.5 s"):
                 await task
         assert await last, "it waited for seconds"
         processes = list(work._processes._all)

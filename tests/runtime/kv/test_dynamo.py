@@ -6,12 +6,11 @@ import os
 import subprocess
 import time
 from array import array
-from contextlib import closing
-from socket import socket
 
 import httpx
 import pytest
 
+from loadgen.http.local_server import free_port
 from radix import Namespace, Removed, Stored
 from radix.events import block_hashes
 from runtime.config import CacheConfig
@@ -23,12 +22,6 @@ ACME = Namespace("acme", "s")
 FIRST, SECOND, SALTED, LATER = (list(range(n, n + 40)) for n in (100, 200, 300, 400))
 
 pytestmark = pytest.mark.skipif(PYTHON is None, reason="needs RAMET_DYNAMO_PYTHON, with ai-dynamo-runtime")
-
-
-def free_port() -> int:
-    with closing(socket()) as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 class Replica:

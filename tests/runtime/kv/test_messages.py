@@ -35,7 +35,7 @@ class Wire:
         self.asks.connect(replay)
 
     def receive(self, socket: zmq.Socket) -> tuple[int, list]:
-        assert socket.poll(5000)
+        assert socket.poll(60_000)
         self.topic, number, payload = socket.recv_multipart()
         assert len(number) == 8
         events = msgspec.msgpack.decode(payload)[1] if payload else []
@@ -43,7 +43,7 @@ class Wire:
 
     def replay(self, *request: bytes) -> None:
         self.asks.send_multipart([b"", *request])
-        assert self.publisher._replay.poll(5000)
+        assert self.publisher._replay.poll(60_000)
         self.publisher.answer_replays()
 
     def replayed(self, first: int) -> list[int]:
@@ -69,8 +69,8 @@ def listen(wire: Wire) -> None:
     """Publish until the subscriber hears."""
     while not wire.heard.poll(20):
         wire.publisher.publish([STORED])
-    while wire.heard.poll(20):
-        wire.heard.recv_multipart()
+    while wire.receive(wire.heard)[0] < wire.publisher._next - 1:
+        pass
 
 
 def stored(hashes: list[int], parent: int | None, tokens: list[int], **more) -> dict:

@@ -46,7 +46,7 @@ class Consumer:
                     parent = value
             else:
                 for value in event["block_hashes"]:
-                    del self.blocks[value]
+                    self.blocks.pop(value, None)  # it may have been stored before this consumer was heard
 
     def until(self, condition: Callable[[], bool], seconds: float = 60) -> bool:
         """Read until a condition holds; returns whether it did in that time."""
@@ -126,7 +126,7 @@ def test_a_process_that_published_events_ends(tiny_dir, tmp_path):
         f"with Engine({str(tiny_dir)!r}, dtype='float32', pool_tokens=64, kv_events='ipc://{tmp_path}/e') as engine:\n"
         "    engine.generate([[5, 6, 7]], {'max_new_tokens': 2})\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_the_padding_of_a_module_is_no_token():

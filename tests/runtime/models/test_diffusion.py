@@ -7,13 +7,13 @@ import json
 import numpy as np
 import pytest
 import torch
+from transformers import DiffusionGemmaGenerationConfig
 
 from runtime.batch import AttentionPlan, ForwardBatch, LayerGroup, Span
 from runtime.config import make_config
 from runtime.errors import ModelError
 from runtime.execution.executor import Executor
-from runtime.models.diffusion import DiffusionSpec
-from runtime.models.implementation import own_spec
+from runtime.models.diffusion import DiffusionSpec, canvas_spec
 from runtime.models.shards import split_spec
 from runtime.models.spec import LlamaSpec
 from runtime.models.weights import load_weights
@@ -107,10 +107,13 @@ def test_the_bias_of_experts_keeps_its_bits(tmp_path):
     }
 
 
-def test_diffusion_gemma_is_refused_by_name(tmp_path):
-    path = edited(tmp_path, "sdar", architectures=["DiffusionGemmaForBlockDiffusion"], model_type="diffusion_gemma")
-    with pytest.raises(ModelError, match="DiffusionGemmaForBlockDiffusion is not served: its canvas has no masks"):
-        own_spec(make_config(model=str(path)).model, path)
+def test_diffusion_gemmas_defaults_are_those_of_transformers():
+    theirs = DiffusionGemmaGenerationConfig._get_default_generation_params()
+    names = {"steps": "max_denoising_steps"}
+    spec = canvas_spec({}, {})
+    assert (spec.block, spec.algorithm) == (256, "entropy_bound")
+    assert spec.defaults.pop("entropy_bound") == theirs["sampler_config"].entropy_bound
+    assert spec.defaults == {name: theirs[names.get(name, name)] for name in spec.defaults}
 
 
 def test_llada2_minis_shapes(tmp_path):

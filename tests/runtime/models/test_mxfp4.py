@@ -80,6 +80,9 @@ def test_what_is_not_served_is_named(packed):
     (path / "config.json").write_text(json.dumps({**config, "intermediate_size": 48}))
     with pytest.raises(ModelError, match="has 48 columns, no multiple of 32"):
         make_core(path)
+    (path / "config.json").write_text(json.dumps({**config, "hidden_act": "relu"}))
+    with pytest.raises(ModelError, match="activation is 'relu'"):
+        make_core(path)
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "bitsandbytes"}}))
     with pytest.raises(ModelError, match="quantised with 'bitsandbytes'"):
         make_core(path)

@@ -57,6 +57,18 @@ def edit(directory, drop=(), **fields):
             },
             ["linear_attention"],
         ),
+        *(
+            (
+                {
+                    "architectures": ["GptOssForCausalLM"],
+                    "num_local_experts": 2,
+                    "num_experts_per_tok": 1,
+                    "swiglu_limit": limit,
+                },
+                [f"swiglu_limit {limit}"],
+            )
+            for limit in (-1, float("nan"))
+        ),
         (
             {
                 "architectures": ["Qwen3MoeForCausalLM"],

@@ -46,7 +46,7 @@ def test_accounts_take_turns(asked, left):
     started.set()
     for i, piece in enumerate(pieces):
         if i not in left:
-            piece.result(10)
+            piece.result(60)
     turns.close()
     assert done == [i for i in in_turns(asked) if i not in left]
 
@@ -55,11 +55,11 @@ def test_an_account_that_floods_leaves_a_thread_to_the_others(gate):
     turns = Turns(3, "test")
     for _ in range(100):
         turns.submit("flood", gate.wait)
-    assert turns.submit("other", lambda: "done").result(10) == "done"
+    assert turns.submit("other", lambda: "done").result(60) == "done"
     other = [turns.submit("other", gate.wait), turns.submit("third", lambda: "done")]
     assert not other[1].done(), "two accounts have all threads"
     gate.set()
-    assert other[1].result(10) == "done"
+    assert other[1].result(60) == "done"
     turns.close()
 
 
@@ -82,8 +82,8 @@ def test_whoever_leaves_before_the_turn_costs_nothing(gate):
 
 def test_an_error_is_the_callers_and_ends_no_thread():
     turns = Turns(1, "test")
-    assert isinstance(turns.submit("a", lambda: 1 // 0).exception(10), ZeroDivisionError)
-    assert turns.submit("a", lambda: 1).result(10) == 1
+    assert isinstance(turns.submit("a", lambda: 1 // 0).exception(60), ZeroDivisionError)
+    assert turns.submit("a", lambda: 1).result(60) == 1
     assert not turns._running
     turns.close()
 

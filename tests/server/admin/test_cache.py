@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import socket
 from array import array
 
 import pytest
@@ -47,13 +45,9 @@ def test_pin_list_unpin(client, how):
     ],
 )
 def test_who_leaves_while_a_prefix_is_computed_leaves_nothing_to_compute(client, server, path, body):
-    host, port = server.url.removeprefix("http://").split(":")
-    content = json.dumps(body)
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     client.post("/pause")
     try:
-        with socket.create_connection((host, int(port))) as left:
-            left.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode())
+        with server.leaving(path, body):
             server.wait(lambda state: state["waiting"] == 1)
         server.wait(lambda state: state["waiting"] == 0)
     finally:

@@ -94,12 +94,17 @@ def test_figures_and_requests_move(page, server):
     open_plain(page, server.url)
     page.locator("#chart-pool .value", has_text="% in use").wait_for()
     page.locator("#prompt").fill("Once upon a time there lived")
-    page.locator("#tokens").fill("300")
+    page.locator("#tokens").fill("2000")
     page.get_by_role("button", name="Send").click()
-    page.locator("#requests td", has_text="decode").first.wait_for()
-    page.locator("#chart-requests .value", has_text="1 running").wait_for()
-    page.get_by_role("button", name="Stop").click()
-    page.locator("#chart-requests .value", has_text="0 running").wait_for()
+    page.locator("#told", has_text="generated").wait_for()
+    httpx.post(f"{server.url}/pause")  # no machine is too quick for what follows
+    try:
+        page.locator("#requests td", has_text="decode").first.wait_for()
+        page.locator("#chart-requests .value", has_text="1 running").wait_for()
+        page.get_by_role("button", name="Stop").click()
+        page.locator("#chart-requests .value", has_text="0 running").wait_for()
+    finally:
+        httpx.post(f"{server.url}/resume")
     assert page.locator("#chart-requests path").count() == 2
 
 
@@ -195,7 +200,8 @@ def test_the_canvas_is_shown_as_it_denoises(page, denoiser):
         [...document.querySelectorAll("#canvas:not([hidden]) .cell")].map(
             (cell) => cell.matches(".mask") ? null : cell.textContent)
     )).observe(document.getElementById("told"), { childList: true })""")
-    for cached in (0, 16):
+    for attempt in range(6):
+        cached = 16 * bool(attempt)
         page.evaluate("() => { window.seen = [] }")
         page.get_by_role("button", name="Send").click()
         page.locator("#told", has_text="after 48 steps").wait_for()
@@ -203,8 +209,10 @@ def test_the_canvas_is_shown_as_it_denoises(page, denoiser):
         told = page.locator("#told").text_content()
         assert told.startswith(f"{cached} of ")
         assert ("reused in 1 of 4 layers" in told) == (cached > 0)
-    seen = [cells for cells in page.evaluate("window.seen") if cells]
-    masked = [sum(text is None for text in cells) for cells in seen]
+        seen = [cells for cells in page.evaluate("window.seen") if cells]
+        masked = [sum(text is None for text in cells) for cells in seen]
+        if attempt and len(masked) > 1:  # a reader that stood still had all steps at once, and has another try
+            break
     assert set(masked) <= set(range(0, 95, 2)), "each step decides two"
     assert masked == sorted(set(masked), reverse=True)
     assert masked[-1] == 0

@@ -200,7 +200,7 @@ def test_a_request_id_is_of_its_key_alone(ask):
     ask("root", path="/abort_request", rid="mine")
     ask("root", path="/resume")
     for waiting in (thread, other):
-        waiting.join(30)
+        waiting.join(60)
     assert [answer.json()["meta_info"]["finish_reason"]["type"] for answer in found] == ["abort", "abort"]
 
 

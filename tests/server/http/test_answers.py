@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 from itertools import pairwise
@@ -21,6 +22,7 @@ from server.admin.journal import Journal
 from server.admin.metrics import Metrics
 from server.http.answers import JsonAnswer, JsonList, encode, write_logprobs
 from server.http.generate import GenerateRequest, _answer
+from tests.server.http.test_budget import slowness
 
 VALUES = st.recursive(st.none() | st.booleans() | st.integers(0, 9) | st.text(), st.lists, max_leaves=5)
 
@@ -115,9 +117,12 @@ def test_a_large_answer_leaves_the_event_loop_to_others(default_model_dir):
         ticker.cancel()
         return json.loads(answer)
 
+    gc.collect()
+    gc.freeze()  # other tests' objects
     entries = asyncio.run(main())
+    gc.unfreeze()
     assert len(entries) == 256
     first = [-1.0, 0, tokenizer.decode([0], False)]
     assert entries[7]["meta_info"]["input_token_logprobs"][0] == first
     assert len(entries[7]["meta_info"]["output_top_logprobs"][2]) == 128
-    assert max(later - earlier for earlier, later in pairwise(turns)) < 0.25
+    assert max(later - earlier for earlier, later in pairwise(turns)) < 0.25 * slowness()

@@ -11,6 +11,8 @@ import time
 import httpx
 import pytest
 
+from tests.server.conftest import PATIENCE_S
+
 LARGE = 2_000_000  # more than a socket holds: the client still sends when it is answered
 
 
@@ -20,7 +22,7 @@ def connect(guarded):
     opened = []
 
     def connect() -> socket.socket:
-        opened.append(socket.create_connection((host, int(port)), timeout=30))
+        opened.append(socket.create_connection((host, int(port)), timeout=PATIENCE_S))
         return opened[-1]
 
     yield connect
@@ -81,7 +83,7 @@ def test_a_body_that_was_announced_and_not_sent_is_not_the_next_request(connect)
 
 
 def test_a_refusal_without_a_body_keeps_the_connection(guarded):
-    connection = http.client.HTTPConnection(guarded.url.removeprefix("http://"), timeout=30)
+    connection = http.client.HTTPConnection(guarded.url.removeprefix("http://"), timeout=PATIENCE_S)
     used = set()
     for _ in range(3):
         connection.request("GET", "/v1/models")
@@ -95,7 +97,7 @@ def test_a_refusal_without_a_body_keeps_the_connection(guarded):
 
 def logged(server, text: str) -> str:
     """The one line with a text, which is written after the answer."""
-    for _ in range(200):
+    for _ in range(2400):
         if found := [line for line in server.log.read_text().splitlines() if text in line]:
             break
         time.sleep(0.05)

@@ -6,6 +6,8 @@ import json
 from itertools import pairwise
 
 GREEDY = {"temperature": 0, "max_new_tokens": 8}
+# Of a request that is under way when something happens to it; it has to be ended.
+ENDLESS = {"max_new_tokens": 6000, "ignore_eos": True}
 
 
 def ask(client, **body):
@@ -133,7 +135,7 @@ def test_abort_by_id(client, server):
     with client.stream(
         "POST",
         "/generate",
-        json={"text": "Count:", "stream": True, "rid": "long", "sampling_params": {"max_new_tokens": 4000}},
+        json={"text": "Count:", "stream": True, "rid": "long", "sampling_params": ENDLESS},
     ) as answer:
         lines = (line for line in answer.iter_lines() if line.startswith("data: "))
         next(lines)
@@ -147,7 +149,7 @@ def test_a_client_that_leaves_aborts_its_request(client, server):
     before = server.state()["aborted_requests"]
     for _ in range(3):
         with client.stream(
-            "POST", "/generate", json={"text": "Count:", "stream": True, "sampling_params": {"max_new_tokens": 4000}}
+            "POST", "/generate", json={"text": "Count:", "stream": True, "sampling_params": ENDLESS}
         ) as answer:
             next(answer.iter_lines())
     state = server.wait(lambda s: s["running"] == 0)
@@ -155,15 +157,8 @@ def test_a_client_that_leaves_aborts_its_request(client, server):
 
 
 def test_a_client_that_leaves_without_streaming_aborts_its_request(client, server):
-    import socket
-
     before = server.state()["aborted_requests"]
-    host, port = server.url.removeprefix("http://").split(":")
-    body = json.dumps({"text": "Count:", "sampling_params": {"max_new_tokens": 4000}})
-    with socket.create_connection((host, int(port))) as raw:
-        head = "POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        head += f"Content-Length: {len(body)}\r\n\r\n"
-        raw.sendall((head + body).encode())
+    with server.leaving("/generate", {"text": "Count:", "sampling_params": ENDLESS}):
         server.wait(lambda s: s["running"] == 1)
     state = server.wait(lambda s: s["running"] == 0)
     assert state["aborted_requests"] - before == 1

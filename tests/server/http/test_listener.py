@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import json
 import os
@@ -83,7 +84,7 @@ class Served:
         for connection in self.opened:
             connection.close()
         self.loop.call_soon_threadsafe(self.accepting.cancel)
-        self.thread.join(10)
+        self.thread.join(60)
         self.socket.close()
         assert not self.thread.is_alive()
 
@@ -166,6 +167,7 @@ def test_a_body_that_does_not_come_holds_no_place_beyond_the_bound(served):
 @contextmanager
 def no_descriptors():
     """Every descriptor of the process is in use."""
+    gc.collect()  # else it might give one back meanwhile
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = 1 + max(int(name) for name in os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))

@@ -606,7 +606,8 @@ class Attention {
     // multiple of kPanel. Tops, which are whole, and sums [R, kLanes] are updated; decay [R] is the factor of earlier
     // results. Not inline: or the compiler, which has the tile to keep, would spill here.
     template <int R, bool Pairs>
-    [[gnu::noinline]] static void weigh(float* scores, int64_t stride, int64_t padded, float* tops, float* sums, float* decay) {
+    [[gnu::noinline]] static void weigh(float* scores, int64_t stride, int64_t padded, float* tops, float* sums,
+                                        float* decay) {
         Vec highest[kLanes];
 #pragma GCC unroll 16
         for (int r = 0; r < kLanes; ++r) {

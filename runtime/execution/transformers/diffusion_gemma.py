@@ -1,0 +1,64 @@
+"""The text of DiffusionGemma: its canvases begin as noise, and what a step made of them comes back in the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import transformers
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
+
+from runtime.batch import CanvasRows
+
+
+class DiffusionGemma(nn.Module):
+    """Encoder and decoder as one decoder, since their weights are the same: a step may have rows of both.
+
+    What differs are the embeddings of a canvas' rows, which take in what the last step made of them, the factors of
+    the layers, and the mask, which is the plan's. The image tower is left to the garbage collector.
+
+    Attributes:
+        canvases: of the step that runs, rows that the model's decoder would compute; its encoder would the others.
+    """
+
+    def __init__(self, model: transformers.DiffusionGemmaForBlockDiffusion):
+        super().__init__()
+        decoder = model.model.decoder
+        self._layers, self._embed = model.model.encoder.language_model, decoder.embed_tokens
+        self._condition, self._head = decoder.self_conditioning, model.lm_head
+        self._cap = model.final_logit_softcapping
+        self._factors = [
+            (causal.layer_scalar, denoising.layer_scalar)
+            for causal, denoising in zip(self._layers.layers, decoder.layers, strict=True)
+        ]
+        self.canvases: Sequence[CanvasRows] = ()
+
+    def set_attn_implementation(self, name: str) -> None:
+        self._layers.set_attn_implementation(name)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self._head
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool, logits_to_keep: torch.Tensor
+    ) -> CausalLMOutput:
+        """Tokens and positions int64 [1, T]; the logits [1, n, vocab] of n rows."""
+        states = self._embed(input_ids)
+        denoised = torch.zeros(len(input_ids[0]), 1, dtype=torch.bool, device=input_ids.device)
+        for first, stop, soft in self.canvases:
+            own = states[:, first:stop]
+            states[:, first:stop] = self._condition(own, torch.zeros_like(own) if soft is None else soft[None])
+            denoised[first:stop] = True
+        for layer, (causal, denoising) in zip(self._layers.layers, self._factors, strict=True):
+            layer.layer_scalar = torch.where(denoised, denoising, causal) if self.canvases else causal
+        states = self._layers(inputs_embeds=states, position_ids=position_ids, use_cache=use_cache).last_hidden_state
+        logits = self._head(states[:, logits_to_keep]).float()
+        return CausalLMOutput(logits=torch.tanh(logits / self._cap) * self._cap)
+
+    @torch.inference_mode()
+    def soften(self, logits: torch.Tensor) -> torch.Tensor:
+        """The mean embeddings [n, hidden] of the distributions that logits [n, vocab] are."""
+        weight = self._embed.weight
+        probs = logits.to(weight.dtype).softmax(-1, dtype=torch.float32).to(weight.dtype)
+        return probs @ weight * self._embed.embed_scale.to(weight.dtype)
