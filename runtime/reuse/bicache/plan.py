@@ -141,8 +141,7 @@ def _is_due(share: Share, canvas: Canvas) -> bool:
     if share.refreshed_at < 0:
         return True
     if share.drift is not None and share.drift.known:
-        # In the last quarter of the steps a refresh costs what it always does, and serves few masks.
-        return share.drift.is_due and 4 * canvas.num_steps < 3 * (canvas.params.steps or 1)
+        return share.drift.is_due
     return canvas.num_steps - share.refreshed_at >= share.interval
 
 
