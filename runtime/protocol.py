@@ -298,7 +298,7 @@ class CacheBooks(msgspec.Struct):
     places: list[Place]
 
 
-class TokenEvent(msgspec.Struct, array_like=True):
+class TokenEvent(msgspec.Struct, array_like=True, gc=False):
     """One request's results of a step; exactly one event of a request has `finish` set, its last.
 
     `cached_tokens` counts prompt tokens whose KV came from the cache at first admission, `loaded_tokens` those of them

@@ -6,7 +6,7 @@ import logging
 import os
 import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -60,6 +60,12 @@ def _logs_end_with_their_test() -> Iterator[None]:
         if type(handler) is logging.StreamHandler and handler not in before:
             root.removeHandler(handler)
             root.setLevel(level)
+
+
+@pytest.fixture
+def logged_here(caplog: pytest.LogCaptureFixture) -> Callable[[], list[logging.LogRecord]]:
+    """Ramet's own records; libraries may log what earlier tests left open."""
+    return lambda: [record for record in caplog.records if record.name.startswith(("ramet", "runtime"))]
 
 
 @pytest.fixture(scope="session")

@@ -34,6 +34,7 @@ from loadgen.accuracy.sections import (
     Cluster,
     Row,
     Section,
+    account_section,
     case_section,
     gain_section,
     measured_section,
@@ -88,6 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--measured",
         action="store_true",
         help="instead of the table: depths and intervals that are measured in serving",
+    )
+    parser.add_argument(
+        "--alone", action="store_true", help="of these the cases that reuse, without Fast-dLLM's caches"
     )
     parser.add_argument("--bound", type=float, default=0.05, help="nats, of these (default: 0.05)")
     parser.add_argument("--drift", type=float, default=0.1, help="threshold of refreshes on drift (default: 0.1)")
@@ -170,7 +174,7 @@ class _Bench:
         """The table's and the sweeps' cases."""
         a, rules, ratio = self.arguments, self._rules, round(100 * cell.ratio)
         if a.measured:
-            found = {"measured": measured_cases(self.plan, a.bound, a.drift)}
+            found = {"measured": measured_cases(self.plan, a.bound, a.drift, a.alone)}
         else:
             found = {} if a.rules else {"table": table_cases(self.plan)}
         if a.depths:
@@ -225,7 +229,12 @@ class _Bench:
         each = len(clusters) // len(self.arguments.tasks)
         named = {task: clusters[i * each :][:each] for i, task in enumerate(self.arguments.tasks)}
         named["all tasks"] = clusters
-        return [measured_section(f"{name}, {self._about()}", found) for name, found in named.items() if found]
+        return [
+            make(f"{name}, {what}{self._about()}", found)
+            for name, found in named.items()
+            if found
+            for make, what in ((measured_section, ""), (account_section, "rows of a list's requests, "))
+        ]
 
     def _about(self) -> str:
         a = self.arguments

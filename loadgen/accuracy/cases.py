@@ -87,25 +87,25 @@ def table_cases(plan: Plan) -> list[Case]:
     return cases
 
 
-def measured_cases(plan: Plan, bound: float, threshold: float) -> list[Case]:
+def measured_cases(plan: Plan, bound: float, threshold: float, alone: bool = False) -> list[Case]:
     """The table's depth and interval, and what is measured or seen while serving in place of one, or of both.
 
-    `bound`: nats of the divergence; `threshold`: of the drift.
+    `bound`: nats of the divergence; `threshold`: of the drift; `alone`: leave out Fast-dLLM's caches, and no cache.
     """
     table = _alone(plan, plan.depth)
     whole = {name: value for name, value in table.items() if name not in ("depth", "refresh_interval")}
     fast = {"block_length": plan.block, "threshold": plan.threshold, "cache": "prefix"}
     measured, drift = {"depth_bound": bound}, {"refresh": "drift", "drift_threshold": threshold}
-    alone, both = next(iter(COMBINED.items()))
     every = {
         BY_TABLE: table,
         "depth and interval measured": {**whole, **measured},
         "refreshed on drift": {**whole, **drift, "depth": plan.depth},
         "depth measured, refreshed on drift": {**whole, **measured, **drift},
-        both: {**table, **fast},
-        alone: {**whole, **fast, "reuse": False},
-        NO_CACHE: {**whole, "reuse": False},
     }
+    if not alone:
+        without, both = next(iter(COMBINED.items()))
+        every |= {both: {**table, **fast}, without: {**whole, **fast, "reuse": False}}
+        every[NO_CACHE] = {**whole, "reuse": False}
     return [Case(name, fields, cold=True) for name, fields in every.items()]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from loadgen.accuracy.cases import Case
@@ -45,6 +45,8 @@ class Outcome:
         rows: forward rows (rows x layers over layers); with the encoding of the prefix in cold cases alone.
         depth: reused layers; `divergence`: the mean in nats that was measured with them while serving, if it was.
         ratio: the prefix's share of a request.
+        parts: rows of each request of a group, in order: for encoding the prefix, behind the prefix, for refreshes, for
+            measuring. Sums over groups; empty without reuse, and with Fast-dLLM's caches.
     """
 
     answers: int = 0
@@ -58,6 +60,7 @@ class Outcome:
     depth: int = 0
     ratio: float = 0.0
     divergence: float | None = None
+    parts: list[list[float]] = field(default_factory=list)
 
     @classmethod
     def total(cls, outcomes: Iterable[Outcome]) -> Outcome:
@@ -72,6 +75,8 @@ class Outcome:
         for name in ("answers", "exact", "tokens", "right", "generated", "seconds", "cpu_s", "rows"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.depth, self.ratio, self.divergence = other.depth, other.ratio, other.divergence
+        own = self.parts or [[0.0] * len(parts) for parts in other.parts]
+        self.parts = [[a + b for a, b in zip(*both, strict=True)] for both in zip(own, other.parts, strict=True)]
 
 
 class Runner:
@@ -93,10 +98,8 @@ class Runner:
             short = params.model_copy(update={"gen_length": 1, "block_length": 1, "steps": 1})
             self._generate(examples[0], short)
         out = Outcome()
-        before = self._engine.state()["row_layers"]
         for example in examples:
             self._ask(example, params, out)
-        out.rows = (self._engine.state()["row_layers"] - before) / self._layers
         if "depth_bound" in case.fields:
             out.divergence = self._divergence(out.depth)
         return out
@@ -107,10 +110,15 @@ class Runner:
         return next((mean for mean in means if mean is not None), None)
 
     def _ask(self, example: Example, params: DiffusionParams, out: Outcome) -> None:
+        before = self._engine.state()["row_layers"]
         start, cpu = time.perf_counter(), time.process_time()
         tokens, reuse = self._generate(example, params)
         out.seconds += time.perf_counter() - start
         out.cpu_s += time.process_time() - cpu
+        rows = (self._engine.state()["row_layers"] - before) / self._layers
+        out.rows += rows
+        if params.cache == "none" and reuse["shallow_depth"]:
+            out.parts.append(self._parts(example, rows, reuse))
         wanted = example.answer[: example.answer.index(self._end) + 1]
         right = sum(a == b for a, b in zip(tokens, wanted, strict=False))
         out.answers += 1
@@ -120,7 +128,17 @@ class Runner:
         out.generated += len(tokens)
         out.depth, out.ratio = reuse["shallow_depth"], len(example.prefix) / len(example.ids)
 
+    def _parts(self, example: Example, rows: float, reuse: dict[str, Any]) -> list[float]:
+        """See `Outcome.parts`; what a depth changes within a request counts as measuring."""
+        prefix = reuse["encoded_tokens"]
+        encoding = 0 if reuse["cached_tokens"] else prefix
+        behind = reuse["denoise_steps"] * (len(example.ids) - prefix)
+        refreshes = 0.0
+        if reuse["shallow_depth"] < self._layers:
+            refreshes = reuse["refreshes"] * prefix * (self._layers - reuse["shallow_depth"] + 1) / self._layers
+        return [encoding, behind, refreshes, rows - encoding - behind - refreshes]
+
     def _generate(self, example: Example, params: DiffusionParams) -> tuple[list[int], dict[str, Any]]:
         submission = Submission(example.prefix + example.suffix, _GREEDY, diffusion=params)
         *_, last = self._engine.stream_all([submission])
-        return last.token_ids, last.reuse or {}
+        return last.token_ids, {**(last.reuse or {}), "cached_tokens": last.cached_tokens}

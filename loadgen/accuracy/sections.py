@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from rich.table import Table
@@ -126,6 +127,22 @@ def measured_section(title: str, clusters: Sequence[Cluster], seed: int = 0) -> 
         "rows/answer",
     ]
     return Section(title, [*columns, "tokens/CPU s", "times the table's", "95 % interval"], filled)
+
+
+def account_section(title: str, clusters: Sequence[Cluster]) -> Section:
+    """Mean rows of the requests of a list in their order, and what they are for, of the cases that reuse a prefix."""
+    filled: list[list[str]] = []
+    columns: list[str] = []
+    for name in clusters[0]:
+        parts = np.array(Outcome.total(cluster[name] for cluster in clusters).parts) / len(clusters)
+        if parts.size:
+            ends = [0, *(2**n for n in range(20) if 2**n < len(parts)), len(parts)]
+            places = list(pairwise(ends))
+            columns = [f"{a + 1}" if b == a + 1 else f"{a + 1} to {b}" for a, b in places]
+            means = [*(parts[a:b].sum(1).mean() for a, b in places), *parts.mean(0)]
+            filled.append([name, *(f"{mean:.0f}" for mean in means)])
+    kinds = [f"for {kind}" for kind in ("the encoding", "rows behind the prefix", "refreshes", "measuring")]
+    return Section(title, [*(f"request {place}" for place in columns), *kinds], filled)
 
 
 def _difference(clusters: Sequence[Cluster], name: str, rng: np.random.Generator, base: str = NO_CACHE) -> list[str]:

@@ -20,7 +20,8 @@ from loadgen.http.relay import Relay
 
 # The pool holds some of the prompts, so that each round evicts, writes and loads.
 _OPTIONS = ("--pool-tokens", "1024", "--max-running", "4", "--dtype", "float32", "--on-engine-death", "restart")
-_PROMPTS, _LENGTH, _NEW = 8, 300, 8
+# Long enough that a small model on a quick machine takes longer to compute one than to load it.
+_PROMPTS, _LENGTH, _NEW = 8, 450, 8
 _WAIT_S = 120.0
 # A request waits for a store no longer than for a load that hangs, and some time to be computed.
 _MOST_ANSWER_S = 30.0

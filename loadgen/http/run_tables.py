@@ -66,6 +66,13 @@ def _figures(result: Result) -> dict[str, str]:
         rows["hit ratio by the server's counters"] = f"{metrics['hit_ratio']:.1%}"
     if goodput := summary.get("goodput"):
         rows["goodput, requests/s"] = f"{goodput['request_throughput']:.3f} ({goodput['share']:.1%} of requests)"
+    used_s = {
+        "client": result.facts["client"]["cpu_share"] * summary["seconds"],
+        "server's own process": metrics and metrics["counters"].get("process_cpu_seconds"),
+    }
+    for name, cpu_s in used_s.items():
+        if cpu_s and summary["output_tokens"]:
+            rows[f"CPU of the {name}, us a token"] = f"{1e6 * cpu_s / summary['output_tokens']:.0f}"
     for kind, count in summary["errors"].items():
         rows[f"failed: {kind}"] = f"{count}"
     return rows

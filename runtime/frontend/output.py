@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from radix import Namespace
 from runtime.params import AnyReuse, DiffusionParams, SamplingParams
@@ -112,8 +114,7 @@ class Submission:
         return self.account, self.rid
 
 
-@dataclass(slots=True)
-class Output:
+class Output(msgspec.Struct):
     """The state of one completion after one or more steps.
 
     Attributes:
@@ -141,8 +142,8 @@ class Output:
     rid: str
     text: str = ""
     delta: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    new_token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
+    new_token_ids: list[int] = []
     logprobs: Logprobs = None
     prompt_logprobs: Logprobs = None
     prompt_tokens: int = 0
@@ -155,7 +156,7 @@ class Output:
     reuse: dict[str, Any] | None = None
     canvas: list[int] | None = None
     lookup: Lookup | None = None
-    loaded_tokens: dict[str, int] = field(default_factory=dict)
+    loaded_tokens: dict[str, int] = {}
     cache: CacheBooks | None = None
     drafted: int = 0
     accepted: int = 0
@@ -168,7 +169,7 @@ def join_logprobs(first: Logprobs, later: Logprobs) -> Logprobs:
 
 def merge_outputs(first: Output, later: Output) -> Output:
     """Two successive Outputs of one completion as one."""
-    return replace(
+    return msgspec.structs.replace(
         later,
         delta=first.delta + later.delta,
         new_token_ids=first.new_token_ids + later.new_token_ids,

@@ -28,8 +28,8 @@ class OutputStream:
         """`in_turn`: does work on Outputs in a thread."""
         self._frontend = frontend
         self.in_turn = in_turn
-        self._queue: asyncio.Queue[Output | RametError] = asyncio.Queue()
         self._ready: deque[Output | RametError] = deque()
+        self._news = asyncio.Event()
         self.submissions: list[Submission] = []
         self.prompts: dict[int, list[int]] = {}
         self._open = 0
@@ -37,7 +37,7 @@ class OutputStream:
 
     def submit(self, submission: Submission, tokens: list[int]) -> None:
         """Add a submission; `index` of its Outputs counts the calls. Raises InvalidRequest, Overloaded, RateLimited."""
-        self._frontend.submit(submission, tokens, len(self.submissions), self._queue.put_nowait)
+        self._frontend.submit(submission, tokens, len(self.submissions), self._put)
         if submission.show_tokens:
             self.prompts[len(self.submissions)] = tokens
         self.submissions.append(submission)
@@ -56,7 +56,7 @@ class OutputStream:
         for submission in self.submissions:
             self._frontend.drop(submission)
         if self._open:
-            self._queue.put_nowait(error)
+            self._put(error)
 
     def __enter__(self) -> OutputStream:
         return self
@@ -71,22 +71,22 @@ class OutputStream:
         if not self._open:
             raise StopAsyncIteration
         if not self._ready:
-            self._fill(await self._queue.get())
+            self._news.clear()
+            await self._news.wait()
         output = self._ready.popleft()
         if isinstance(output, RametError):
             raise output
         self._open -= output.finish is not None
         return output
 
-    def _fill(self, item: Output | RametError) -> None:
-        """Take all items that have arrived, and merge successive Outputs of one completion."""
-        while True:
-            last = self._ready[-1] if self._ready else None
-            same = isinstance(item, Output) and isinstance(last, Output) and item.index == last.index
-            if same and item.choice == last.choice:  # type: ignore[union-attr]
-                self._ready[-1] = merge_outputs(last, item)  # type: ignore[arg-type]
-            else:
-                self._ready.append(item)
-            if self._queue.empty():
-                return
-            item = self._queue.get_nowait()
+    def _put(self, item: Output | RametError) -> None:
+        last = self._ready[-1] if self._ready else None
+        if (
+            isinstance(item, Output)
+            and isinstance(last, Output)
+            and (item.index, item.choice) == (last.index, last.choice)
+        ):
+            self._ready[-1] = merge_outputs(last, item)
+        else:
+            self._ready.append(item)
+        self._news.set()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import cached_property
 from itertools import accumulate
@@ -29,15 +28,18 @@ _INCOMPLETE = 3
 _LONG = 4096
 
 
-@contextmanager
-def _no_panic() -> Iterator[None]:
-    """Turn a panic of the library, which is not an Exception, into a RametError."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise RametError("the tokenizer failed") from None
+class _NoPanic:
+    """Turns a panic of the library, which is not an Exception, into a RametError."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and kind.__name__ == "PanicException":
+            raise RametError("the tokenizer failed") from None
+
+
+_no_panic = _NoPanic()
 
 
 class Tokenizer:
@@ -78,7 +80,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` adds the model's BOS, if it has one."""
-        with _no_panic():
+        with _no_panic:
             # Unlike `encode`, this releases the interpreter lock; megabytes take seconds.
             return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
@@ -86,18 +88,18 @@ class Tokenizer:
         self, text: str, places: list[int], add_special_tokens: bool = True
     ) -> tuple[list[int], list[int]]:
         """As `encode`, and for each place, in characters, the number of leading tokens that end there or before."""
-        with _no_panic():
+        with _no_panic:
             encoding = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         ends = list(accumulate((end for _, end in encoding.offsets), max))
         return encoding.ids, [bisect_right(ends, place) for place in places]
 
     def encode_each(self, texts: list[str]) -> list[list[int]]:
         """Token ids of many texts, each alone and without special tokens around it."""
-        with _no_panic():
+        with _no_panic:
             return [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        with _no_panic():
+        with _no_panic:
             if len(ids) > _LONG:  # as `encode_batch_fast`
                 return self._fast.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
             return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -233,7 +235,8 @@ class Detokenizer:
     def push(self, ids: list[int]) -> str:
         """Add tokens; returns the new text, which never ends within a UTF-8 character."""
         # Tokens without text are left out, as they would stay in the window for ever.
-        self._ids.extend(i for i in ids if i not in self._skip and self._tokenizer.id_to_token(i) is not None)
+        text_of, name_of = self._tokenizer.token_text, self._tokenizer.id_to_token
+        self._ids += [i for i in ids if i not in self._skip and (text_of(i) or name_of(i) is not None)]
         before, text = self._window(self._shown), self._window(len(self._ids))
         if not text.endswith(_REPLACEMENT):
             return self._show(len(self._ids), text[len(before) :])
@@ -251,7 +254,8 @@ class Detokenizer:
         return text[len(before) :]
 
     def _window(self, end: int) -> str:
-        return self._tokenizer.decode(self._ids[self._context : end], skip_special_tokens=False)
+        ids = self._ids[self._context : end]
+        return self._tokenizer.token_text(*ids) if len(ids) == 1 else self._tokenizer.decode(ids, False)
 
     def _show(self, end: int, text: str) -> str:
         if text:

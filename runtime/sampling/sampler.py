@@ -30,6 +30,9 @@ _TRIES = 40
 _BLOCK = 64
 _LEAST_NOISE = 1e-30
 
+# Rows that a CPU draws for at once: what more of them need is fresh memory each time, which costs more than the work.
+_TOGETHER = 64
+
 # Tokens that top-p rather counts by classes than sorts.
 _MANY = 2048
 _ONE = 2.0**52
@@ -173,6 +176,9 @@ class Sampler:
 
     def _draw_all(self, logits: torch.Tensor, requests: Sequence[Request], aheads: Sequence[int]) -> torch.Tensor:
         """Draw int64 [n] for requests that do not adjust their logits [n, vocab]."""
+        if self._may_wait and len(logits) > _TOGETHER:
+            pieces = [slice(at, at + _TOGETHER) for at in range(0, len(logits), _TOGETHER)]
+            return torch.cat([self._draw_all(logits[one], requests[one], aheads[one]) for one in pieces])
         probs = self.filter(logits, [request.sampling for request in requests])
         noise = probs.new_empty(len(probs), -(-probs.shape[-1] // _BLOCK) + _BLOCK)
         if any(request.sampling.seed is None for request in requests):

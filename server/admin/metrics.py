@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
+from radix.stats import Histogram
 from runtime.frontend.output import Output
 from server.http.rate import Rate, Recent
 
@@ -115,26 +118,28 @@ class Metrics:
     def __init__(self, model: str):
         self._labels = {"model_name": model}
         self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
         self._state: dict[str, Any] = {}
         self._generated = Rate()
         self._ttfts = Recent()
+        self._histograms: list[tuple[str, str, Histogram]] = []
         self._registry.register(self)
-        self._ttft = self._histograms("Seconds to the first token", *_both("time_to_first_token_seconds"))
-        self._itl = self._histograms("Seconds between output tokens", *_both("inter_token_latency_seconds"))
-        self._e2e = self._histograms("Seconds from submission to the end", *_both("e2e_request_latency_seconds"))
-        self._queue = self._histograms(
+        self._ttft = self._histogram("Seconds to the first token", *_both("time_to_first_token_seconds"))
+        self._itl = self._histogram("Seconds between output tokens", *_both("inter_token_latency_seconds"))
+        self._e2e = self._histogram("Seconds from submission to the end", *_both("e2e_request_latency_seconds"))
+        self._queue = self._histogram(
             "Seconds in the waiting queue", "sglang:queue_time_seconds", "vllm:request_queue_time_seconds"
         )
-        self._prefill = self._histograms(
+        self._prefill = self._histogram(
             "Seconds from admission to the first token", "vllm:request_prefill_time_seconds"
         )
-        self._decode = self._histograms("Seconds from the first token to the end", "vllm:request_decode_time_seconds")
-        self._tpot = self._histograms(
+        self._decode = self._histogram("Seconds from the first token to the end", "vllm:request_decode_time_seconds")
+        self._tpot = self._histogram(
             "Seconds per output token after the first", "vllm:request_time_per_output_token_seconds"
         )
-        self._prompt = self._histograms("Prompt tokens of a request", "vllm:request_prompt_tokens", buckets=_TOKENS)
-        self._generation = self._histograms(
-            "Generated tokens of a completion", "vllm:request_generation_tokens", buckets=_TOKENS
+        self._prompt = self._histogram("Prompt tokens of a request", "vllm:request_prompt_tokens", bounds=_TOKENS)
+        self._generation = self._histogram(
+            "Generated tokens of a completion", "vllm:request_generation_tokens", bounds=_TOKENS
         )
         self._http = Counter("http_requests", "HTTP requests", ["handler", "method", "status"], registry=self._registry)
         self._success = Counter(
@@ -147,11 +152,10 @@ class Metrics:
             registry=self._registry,
         ).labels(**self._labels)
 
-    def _histograms(self, text: str, *names: str, buckets: tuple[float, ...] = _SECONDS) -> list[Histogram]:
-        return [
-            Histogram(name, text, list(self._labels), registry=self._registry, buckets=buckets).labels(**self._labels)
-            for name in names
-        ]
+    def _histogram(self, text: str, *names: str, bounds: tuple[float, ...] = _SECONDS) -> Histogram:
+        made = Histogram(bounds)
+        self._histograms += [(name, text, made) for name in names]
+        return made
 
     def count_request(self, method: str, path: str, status: int) -> None:
         """Count an HTTP request; `path`: of its route, so that no client can make up labels."""
@@ -163,25 +167,25 @@ class Metrics:
         new = len(output.new_token_ids)
         self._generated.add(new)
         if new and previous_s is None:
-            _observe(self._ttft, output.e2e_s)
+            self._ttft.add(output.e2e_s)
             self._ttfts.add(output.e2e_s)
-            _observe(self._queue, output.queue_s)
-            _observe(self._prefill, output.prefill_s)
+            self._queue.add(output.queue_s)
+            self._prefill.add(output.prefill_s)
         elif new and previous_s is not None:
-            _observe(self._itl, (output.e2e_s - previous_s) / new, times=new)
+            self._itl.add((output.e2e_s - previous_s) / new, times=new)
         if output.finish is not None:
             self._observe_end(output)
 
     def _observe_end(self, output: Output) -> None:
         assert output.finish is not None
-        _observe(self._generation, output.completion_tokens)
+        self._generation.add(output.completion_tokens)
         if output.choice == 0:
-            _observe(self._prompt, output.prompt_tokens)
+            self._prompt.add(output.prompt_tokens)
         decode_s = max(output.e2e_s - output.queue_s - output.prefill_s, 0.0)
-        _observe(self._e2e, output.e2e_s)
-        _observe(self._decode, decode_s)
+        self._e2e.add(output.e2e_s)
+        self._decode.add(decode_s)
         if output.completion_tokens > 1:
-            _observe(self._tpot, decode_s / (output.completion_tokens - 1))
+            self._tpot.add(decode_s / (output.completion_tokens - 1))
         self._success.labels(**self._labels, finished_reason=output.finish.type).inc()
 
     def now(self) -> dict[str, float | None]:
@@ -214,12 +218,13 @@ class Metrics:
                     metric = family(name, text, labels=list(self._labels))
                     metric.add_metric(list(self._labels.values()), self._state.get(key, 0))
                     yield metric
+        yield from (self._as_metric(name, text, **vars(own)) for name, text, own in self._histograms)
         if self._state:
+            yield from (self._as_metric(name, text, **self._state[key]) for key, (text, name) in _HISTOGRAMS.items())
             yield self._by("evicted_tokens_by_cause", "ramet:evicted_tokens", "Tokens evicted from the cache", "cause")
             yield self._by("requests_by_adapter", "ramet:adapter_requests", "Requests of an adapter", "adapter")
             yield from self._tiers()
             yield self._waiting()
-            yield from self._engine_histograms()
 
     def _by(self, key: str, name: str, text: str, label: str) -> Metric:
         family = CounterMetricFamily(name, text, labels=[*self._labels, label])
@@ -262,21 +267,12 @@ class Metrics:
             family.add_metric([*self._labels.values(), reason], count)
         return family
 
-    def _engine_histograms(self) -> Iterator[Metric]:
-        for key, (text, name) in _HISTOGRAMS.items():
-            plain = self._state[key]
-            bounds = [*(str(bound) for bound in plain["bounds"]), "+Inf"]
-            family = HistogramMetricFamily(name, text, labels=list(self._labels))
-            buckets = list(zip(bounds, accumulate(plain["counts"]), strict=True))
-            family.add_metric(list(self._labels.values()), buckets, plain["total"])
-            yield family
+    def _as_metric(self, name: str, text: str, bounds: Sequence[float], counts: list[int], total: float) -> Metric:
+        family = HistogramMetricFamily(name, text, labels=list(self._labels))
+        buckets = zip(map(floatToGoString, [*bounds, math.inf]), accumulate(counts), strict=True)
+        family.add_metric(list(self._labels.values()), list(buckets), total)
+        return family
 
 
 def _both(name: str) -> tuple[str, str]:
     return f"sglang:{name}", f"vllm:{name}"
-
-
-def _observe(histograms: list[Histogram], value: float, times: int = 1) -> None:
-    for histogram in histograms:
-        for _ in range(times):
-            histogram.observe(value)

@@ -23,6 +23,14 @@ log = logging.getLogger("ramet.explain")
 
 # Fields of an answer's `reuse` that tell of KV which is not found by prefix.
 _OF_ENTRIES = frozenset({"computed_modules", "computed_documents", "encoded_tokens"})
+# By the field `unshared` of a diffusion model's answers.
+_UNSHARED: dict[str, tuple[Reason, str]] = {
+    "off": ("not_stored", "prefixes are not shared: reuse, or the prefix cache, is off"),
+    "no_prefix": ("never_here", "a shared prefix is neither declared nor found; a chat declares its system message"),
+    "too_short": ("too_short", "the shared prefix fills no page"),
+    "no_room": ("unavailable", "the shared prefix and the rest of the request do not fit into the pool together"),
+    "no_layer": ("unavailable", "the shared prefix is reused in no layer, as the depth table or the request says"),
+}
 
 # Makes the conversation that a prompt renders, when it is needed; raises RametError.
 MakeConversation = Callable[[], Conversation | None]
@@ -168,7 +176,7 @@ def _of_entries(reuse: dict[str, Any], cached: int) -> tuple[Reason, str]:
         return "hit", f"all that this way of reuse reads was in the cache: {cached} tokens; see `reuse`"
     if length := reuse["encoded_tokens"]:
         return "entries_missing", f"the shared prefix of {length} tokens was not in the cache, and was encoded"
-    return "unavailable", "this prompt shares no prefix that is reused"
+    return _UNSHARED[reuse["unshared"]]
 
 
 def _left(lookup: Lookup) -> tuple[Reason, str]:

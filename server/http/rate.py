@@ -39,8 +39,9 @@ class Rate:
         second = int(self._clock())
         if self._seconds and self._seconds[-1][0] == second:
             amount += self._seconds.pop()[1]
+        else:
+            self._forget()
         self._seconds.append((second, amount))
-        self._forget()
 
     def per_second(self) -> float:
         """The mean over the window, or over the time since start while that is shorter."""

@@ -47,7 +47,7 @@ class EventStream(StreamingResponse):
         gone = asyncio.ensure_future(_wait_gone(receive))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await self._send_all(gone, send)
+            await self._send_all(gone, scope.get("state", {}).get("send_body", send))
             if not gone.done():
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except OSError:

@@ -219,11 +219,14 @@ async def _events(
         text, calls = reader.push(output.delta, last=output.finish is not None)
         delta = ({"content": text} if text else {}) | ({"tool_calls": calls} if calls else {})
         finish = _finish_reason(output, bool(reader.num_calls))
-        logprobs = Logprobs(body, context.engine.tokenizer)
-        await write_logprobs(outputs, logprobs.add, output)
+        logprobs = None
+        if body.logprobs:
+            written = Logprobs(body, context.engine.tokenizer)
+            await write_logprobs(outputs, written.add, output)
+            logprobs = written.fields()
         more = (reuse_of(output) if finish else {}) | await _explained(body, inquiry, outputs, output)
         ids = {"token_ids": output.new_token_ids} if body.return_token_ids else {}
-        yield chunk(output.choice, delta, logprobs.fields() if body.logprobs else None, finish, **ids) | more
+        yield chunk(output.choice, delta, logprobs, finish, **ids) | more
     if body.with_usage:
         yield {**head, "choices": [], "usage": usage(last.values())}
 

@@ -93,6 +93,7 @@ async def _events(
     body: CompletionRequest, head: dict[str, Any], writers: _Writers, outputs: OutputStream, context: Context
 ) -> Events:
     last: dict[tuple[int, int], Output] = {}
+    extra: dict[str, Any] = {"usage": None} if body.with_usage else {}
     async for output in follow(outputs, context):
         key = (output.index, output.choice)
         last[key] = output
@@ -100,9 +101,7 @@ async def _events(
         choice = await writers[key].write(output, output.delta)
         if body.return_token_ids:
             choice["token_ids"] = output.new_token_ids
-        event = {**head, "choices": [choice]}
-        reuse = reuse_of(output) if output.finish is not None else {}
-        yield event | reuse | ({"usage": None} if body.with_usage else {})
+        yield {**head, "choices": [choice], **(reuse_of(output) if output.finish is not None else {}), **extra}
     if body.with_usage:
         yield {**head, "choices": [], "usage": usage(last.values())}
 
@@ -129,6 +128,8 @@ class _Choice:
         self._fields = self._empty()
 
     def _empty(self) -> dict[str, JsonList | None]:
+        if self._body.logprobs is None:
+            return {}
         top = JsonList() if self._body.logprobs else None
         return {"tokens": JsonList(), "token_logprobs": JsonList(), "top_logprobs": top, "text_offset": JsonList()}
 
@@ -161,7 +162,7 @@ class _Choice:
         return {
             "index": output.index * self._body.n + output.choice,
             "text": text,
-            "logprobs": fields if self._body.logprobs is not None else None,
+            "logprobs": fields or None,
             "finish_reason": finish_reason(output),
             **ids,
             **await explained(self._inquiry, self._outputs, output),

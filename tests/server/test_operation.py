@@ -301,7 +301,7 @@ def test_no_client_writes_a_log_line_of_its_own(form, capsys, monkeypatch):
     assert "forged" in line
 
 
-def test_an_unexpected_failure_is_logged_once(caplog):
+def test_an_unexpected_failure_is_logged_once(caplog, logged_here):
     sent, counted = [], []
 
     async def app(scope, receive, send):
@@ -316,8 +316,8 @@ def test_an_unexpected_failure_is_logged_once(caplog):
     assert counted == [("GET", "none", 500)]
     assert sent[0]["status"] == 500
     assert b"secret" not in sent[1]["body"]
-    assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"]
-    assert not any("\n" in record.getMessage() or len(record.getMessage()) > 400 for record in caplog.records)
+    assert [record.levelname for record in logged_here()] == ["ERROR", "INFO"]
+    assert not any("\n" in record.getMessage() or len(record.getMessage()) > 400 for record in logged_here())
 
 
 def test_a_signal_lets_what_runs_end_and_takes_nothing_new(tiny_dir, tmp_path):
@@ -423,10 +423,10 @@ def test_a_signal_while_the_model_is_loaded(tiny_dir, tmp_path, number, code):
         ("0.0.0.0", False, "public", 1),
     ],
 )
-def test_an_operator_is_told_who_may_ask_and_whom_events_leave_out(caplog, host, has_keys, events, warnings):
+def test_an_operator_is_told_who_may_ask_and_whom_events_leave_out(logged_here, host, has_keys, events, warnings):
     options = {} if events is None else {"kv_events": "tcp://127.0.0.1:1", "kv_events_of": events}
     _warn(make_config(host=host, **options), [Tenant("a", b"")] if has_keys else [])
-    assert len(caplog.records) == warnings
+    assert len(logged_here()) == warnings
 
 
 class Collector(BaseHTTPRequestHandler):

@@ -48,7 +48,7 @@ def body(**fields):
 
 
 def until_shared(ask: Callable[[], dict]) -> dict:
-    """What an answer says of its reuse. Steps are compared beside it: on a busy machine it may have ended before."""
+    """An answer's account of its reuse. Steps are compared beside it: on a busy machine it may have ended before."""
     deadline = time.monotonic() + PATIENCE_S
     while not (told := ask())["substituted_pages"]:
         assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""Drift of a prompt's rows: when a prefix is refreshed (after Elastic-Cache, Nguyen-Tri et al., 2025)."""
+"""Distances of keys and values: drift, which says when to refresh (after Elastic-Cache), and the reach of a depth."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import numpy as np
 import torch
 
 from runtime.kv.pool import KVPool
+
+# Of cached and fresh values, over the norm of these. It says where to measure, and nothing else.
+_NEAR = 0.3
 
 
 class Drift:
@@ -44,3 +47,16 @@ class Drift:
             # A depth that was measured at the refresh may have moved the first of the layers.
             now, then = now[-len(self._at_refresh) :], self._at_refresh[-len(now) :]
             self.value = float(((now - then).norm(dim=1) / then.norm(dim=1)).max())
+
+
+def num_near_layers(pool: KVPool, fresh: np.ndarray, cached: np.ndarray) -> int:
+    """Leading layers in which the values in the slots `cached` lie near those in `fresh`, int64 [n] each.
+
+    Keys have large constant parts, which hide how far they part.
+    """
+    at_fresh, at_cached = (torch.from_numpy(slots).to(pool.v.device) for slots in (fresh, cached))
+    for number, layer in enumerate(pool.v):
+        now, then = (layer.index_select(0, rows).float() for rows in (at_fresh, at_cached))
+        if not (now - then).norm() <= _NEAR * now.norm():
+            return number
+    return len(pool.v)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-# A prefix is measured with so many requests until it is settled, and then with every so many.
-_FIRST, _AGAIN = 16, 8
+# A prefix is measured with its first so many requests until it is settled, and then with every so many.
+_FIRST = _AGAIN = 16
+# A trial costs a pass, which so few layers more bring back in a dozen of requests, if they hold.
+_LAYERS_APART = 7
 # Means follow what is asked: a measurement counts for at least one in so many.
 _WINDOW = 16
 
@@ -25,10 +27,17 @@ class Tally:
 
 
 class Ladder:
-    """Mean divergence by rung: a depth, or an interval. It grows with the rung, and rung 1 is exact."""
+    """Mean divergence by rung: a depth, or an interval. It grows with the rung, and rung 1 is exact.
 
-    def __init__(self) -> None:
+    Attributes:
+        grain: rungs that lie no further apart are told apart only when the prefix is measured again.
+        reach: a rung that is likely within the bound, so that it is the next one to try; 0: none is known.
+    """
+
+    def __init__(self, grain: int = 1) -> None:
         self.tallies: dict[int, Tally] = {}
+        self.grain = grain
+        self.reach = 0
 
     def note(self, rung: int, nats: float) -> None:
         self.tallies.setdefault(rung, Tally()).add(nats)
@@ -45,13 +54,14 @@ class Ladder:
             return start
         low, high = self._around(bound)
         if high is None:
-            return min(2 * low, top)
-        return low if self._is_near(low, high) else (low + high) // 2
+            return self.reach if low < self.reach <= top else min(2 * low, top)
+        return low if self._is_near(low, high, 1) else (low + high) // 2
 
     def is_settled(self, bound: float, top: int) -> bool:
-        """Whether the rungs above the chosen one are known to exceed the bound, or beyond `top`."""
+        """Whether the rungs above the chosen one are known to exceed the bound, or beyond `top` or `reach`."""
         low, high = self._around(bound)
-        return bound == 0 or low >= top or (high is not None and self._is_near(low, high))
+        unlikely = self.reach + 1 if high is None and self.reach else high
+        return bound == 0 or low >= top or (unlikely is not None and self._is_near(low, unlikely, self.grain))
 
     def _around(self, bound: float) -> tuple[int, int | None]:
         """The largest rung within the bound and below each that exceeds it, and the smallest of these."""
@@ -60,8 +70,8 @@ class Ladder:
         return max(within, default=1), high
 
     @staticmethod
-    def _is_near(low: int, high: int) -> bool:
-        return high <= max(low + 1, 3 * low // 2)
+    def _is_near(low: int, high: int, grain: int) -> bool:
+        return high <= max(low + grain, 3 * low // 2)
 
     def describe(self) -> dict[str, float]:
         return {str(rung): round(tally.mean, 4) for rung, tally in sorted(self.tallies.items())}
@@ -77,15 +87,14 @@ class Ledger:
         requests: admitted so far.
     """
 
-    depth: Ladder = field(default_factory=Ladder)
+    depth: Ladder = field(default_factory=lambda: Ladder(_LAYERS_APART))
     interval: Ladder = field(default_factory=Ladder)
     requests: int = 0
 
-    def wants(self, bound: float, most_depth: int, most_interval: int) -> bool:
-        """Whether the next request measures; `most_depth`, `most_interval`: that it can measure, 0 for none."""
-        settled = self.depth.is_settled(bound, most_depth) and self.interval.is_settled(bound, most_interval)
-        is_due = self.requests % _AGAIN == 0 or (self.requests < _FIRST and not settled)
-        return max(most_depth, most_interval) > 0 and is_due
+    def wants(self, ladder: Ladder, bound: float, top: int) -> bool:
+        """Whether the next request measures rungs of one of the ladders, of which it can measure up to `top`."""
+        is_new = self.requests < _FIRST and not ladder.is_settled(bound, top)
+        return top > 1 and (is_new or self.requests % _AGAIN == 0)
 
 
 class Measured:

@@ -39,12 +39,14 @@ class Share:
         encoded: tokens that were encoded together with them; more than `length` where part of an encoding matches.
         depth: layers in which they are reused.
         encoding: the prefix's namespace in the tree; None without reuse.
+        unshared: why there is none: reuse is `off`, `no_prefix` is known, it is `too_short` for a page, there is
+            `no_room` for it, or `no_layer` is to be reused.
         is_encoding: whether the next step encodes the prefix alone.
         boundary: states with which the prefix enters layer `depth`, float32 [length, hidden], once they are known.
         refreshed_at: the number of the last denoising step that refreshed; -1: none has.
         refreshes: how many have.
         meta: the record of the encoding's nodes.
-        measures: whether this request measures, for which it has pages for a second canvas.
+        measures_depth, measures_interval: what this request measures, for which it has pages for a second canvas.
         divergences: largest divergence in nats of what this request was served with, by `depth` and `refresh`.
     """
 
@@ -60,13 +62,19 @@ class Share:
     encoded: int = 0
     depth: int = 0
     encoding: Namespace | None = None
+    unshared: str | None = None
     is_encoding: bool = False
     boundary: torch.Tensor | None = None
     refreshed_at: int = -1
     refreshes: int = 0
     meta: ShallowMeta | None = None
-    measures: bool = False
+    measures_depth: bool = False
+    measures_interval: bool = False
     divergences: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def measures(self) -> bool:
+        return self.measures_depth or self.measures_interval
 
     @property
     def is_partial(self) -> bool:

@@ -20,7 +20,7 @@ from runtime.protocol import DiffusionInfo
 from runtime.request import Request, Run, Segment, Work
 from runtime.reuse.bicache.boundary_states import BoundaryStore
 from runtime.reuse.bicache.depth_table import NO_TABLE, DepthTable, choose_table
-from runtime.reuse.bicache.drift import Drift
+from runtime.reuse.bicache.drift import Drift, num_near_layers
 from runtime.reuse.bicache.encodings import Beginning, Encodings, encoding_of
 from runtime.reuse.bicache.measured import Ledger
 from runtime.reuse.bicache.plan import Share, Trial, next_work, plan_rows, slots_of
@@ -122,10 +122,11 @@ class BiCache(Strategy):
         share = request.reuse
         found = self._whole(request)
         found = self._beginning(request, found) or found
-        share.measures = False
+        share.measures_depth = share.measures_interval = False
+        share.unshared = self._without_prefix(share) if not found.length else None
         private = self._num_private(request)
         if self.cache.pages_for(found.length) + private > self.cache.pool.num_pages:
-            found = Beginning(None, 0, 0)
+            found, share.unshared = Beginning(None, 0, 0), "no_room"
         share.length, share.encoded = found.length, found.encoded
         match = None
         if found.encoding is not None and request.canvas is not None:
@@ -133,9 +134,17 @@ class BiCache(Strategy):
             found = replace(found, meta=None if match is None else meet_all(match.node))
         share.depth = self._depth(request, found)
         share.encoding = found.encoding if share.depth else None
+        if found.length and not share.depth:
+            share.unshared = "no_layer"
         share.meta = found.meta or ShallowMeta(found.encoded, self.table)
-        share.measures = self._measures(request)
+        if self._can_measure(request):
+            self._choose_measures(request)
         return Found(share.length, match) if match is not None and share.depth else Found()
+
+    def _without_prefix(self, share: Share) -> str:
+        if not (share.reuse and self.cache.enabled):
+            return "off"
+        return "too_short" if share.declared else "no_prefix"
 
     def _num_private(self, request: Request) -> int:
         """Pages for the canvas, and with guidance or for measurements for a second one."""
@@ -314,6 +323,7 @@ class BiCache(Strategy):
         return {
             "shallow_depth": share.depth if share.encoding else 0,
             "encoded_tokens": share.encoded if share.encoding else 0,
+            **({} if share.encoding else {"unshared": share.unshared}),
             "refreshes": share.refreshes,
             "prefix_ratio": round(share.length / request.max_tokens, 4),
             "denoise_steps": canvas.num_steps,
@@ -336,30 +346,33 @@ class BiCache(Strategy):
         """With a Fast-dLLM cache there are few steps, and refreshes at a block's beginning alone."""
         return self._follows(request.reuse) and request.canvas.params.cache == "none"
 
-    def _measures(self, request: Request) -> bool:
-        """Whether a request that shares a whole encoding measures, where there is something to learn, and room."""
+    def _can_measure(self, request: Request) -> bool:
+        """Whether a request shares a whole encoding under a bound, and there is room for a second canvas."""
         share, canvas = request.reuse, request.canvas
         if not share.bound or share.encoding is None or canvas is None or share.is_partial:
             return False
         room = self.cache.pages_for(share.length) + 2 * self.cache.pages_for(request.max_tokens)
-        if canvas.params.cfg_scale or room > self.cache.pool.num_pages:
-            return False
-        most_depth = self.num_layers if share.wanted_depth is None else 0
-        learns_interval = self._learns_interval(request) and share.depth < self.num_layers
-        most_interval = _most_interval(canvas) if learns_interval else 0
-        return self._ledger(request).wants(share.bound, most_depth, most_interval)
+        return not canvas.params.cfg_scale and room <= self.cache.pool.num_pages
+
+    def _choose_measures(self, request: Request) -> None:
+        """Measure what there is to learn."""
+        share, ledger = request.reuse, self._ledger(request)
+        if share.wanted_depth is None:
+            share.measures_depth = ledger.wants(ledger.depth, share.bound, self.num_layers)
+        if self._learns_interval(request) and share.depth < self.num_layers:
+            share.measures_interval = ledger.wants(ledger.interval, share.bound, _most_interval(request.canvas))
 
     def _trial(self, request: Request) -> Trial | None:
         """The trial of the next refresh: at the first, while all is masked, a depth, later the age of the prefix."""
         share, ledger = request.reuse, self._ledger(request)
-        if share.wanted_depth is None and share.refreshed_at < 0:
+        if share.measures_depth and share.refreshed_at < 0:
             start = self.table.depth(share.length / request.max_tokens)
             depth = ledger.depth.trial(share.bound, start, self.num_layers)
             if depth > 1:
                 boundary = self.boundaries.get(share.encoding, share.length, depth)
                 return Trial(depth, 0, boundary, lambda nats: self._note_depth(request, depth, nats))
         age = request.canvas.num_steps - share.refreshed_at
-        if share.refreshed_at < 0 or age < 2 or share.depth == self.num_layers or not self._learns_interval(request):
+        if share.refreshed_at < 0 or age < 2 or share.depth == self.num_layers or not share.measures_interval:
             return None
         return Trial(share.depth, age, share.boundary, lambda nats: self._note_interval(request, age, nats))
 
@@ -367,6 +380,11 @@ class BiCache(Strategy):
         """The request goes on with the depth that follows; it has just computed the prefix in all layers."""
         share, ladder = request.reuse, self._ledger(request).depth
         ladder.note(depth, nats)
+        fresh, cached = (
+            slots_of(np.frombuffer(pages, dtype=np.int32), np.arange(share.length), self.cache.page_size)
+            for pages in (request.sequence.pages, request.segments[0].pages)
+        )
+        ladder.reach = num_near_layers(self.cache.pool, fresh, cached)
         if depth == share.depth:
             self._count(share, "depth", nats)
         chosen = ladder.choose(share.bound, depth)

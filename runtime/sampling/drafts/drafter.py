@@ -12,9 +12,7 @@ from runtime.sampling.drafts.lookup import LEAST, Places, Recent, continuation
 from runtime.sampling.drafts.pace import LEAST_GAIN, Acceptance, Pace, share_out
 
 # Most drafted rows of a request and of all, in a step.
-LONGEST, _ROWS = 32, 64
-# Most requests that decode beside drafts: with 32, none were found to pay (loadgen/results/drafts.md).
-_MOST_REQUESTS = 16
+LONGEST, _ROWS = 32, 128
 # Where a look has found nothing that pays, so many lookups are worth a step's wait.
 _LOOKUPS = 8
 # Tokens that are read from the tree at a time.
@@ -82,7 +80,7 @@ class Drafter:
         """
         decoding = [item for item in work if item.num_rows == 1 and not item.prefills]
         rows = sum([item.num_rows for item in work])
-        if not 0 < len(decoding) <= _MOST_REQUESTS or rows >= step_tokens:
+        if not decoding or rows >= step_tokens:
             return
         if self._idle:
             self._idle -= 1

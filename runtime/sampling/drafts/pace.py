@@ -6,18 +6,19 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
-# Share of a step's time that a further row is taken to cost at least before that is measured: a few rows are tried
-# where they may pay, more only where they are likely to.
-_HOPED, _UNKNOWN, _TRIED = 0.005, 0.02, 8
+# Share of a step's time that a further row costs at least where that is not known: half of what known ones do, but no
+# less than the first figure. Drafts cost the second one at least, as their step is planned anew.
+_HOPED, _LEAST = 0.005, 0.03
+# Unknown steps have up to so many drafted rows, or four times as many as known ones.
+_TRIED = 8
 _RECENT = 0.2
-# Times that are kept of one kind of step, and how many of steps without drafts there have to be.
+# Times that are kept of one kind of step; with fewer than so many, it is not known.
 _KEPT, _FEWEST = 5, 3
 # Steps of a batch size after which a time is too old.
-_OLD = 512
+_OLD = 128
 # Where drafts gain less, a step does without.
 LEAST_GAIN = 1.02
 # Steps between two measurements without drafts: at a gain of 1, for each 1 more, and at most.
@@ -37,10 +38,16 @@ class _Cost:
         self.latest = [*self.latest[1 - _KEPT :], (seconds, rows)]
         self.at = at
 
+    def known(self, now: int) -> bool:
+        """Whether it was measured often enough, and of late."""
+        if now - self.at >= _OLD:  # one more shows whether it is as it was
+            self.latest = sorted(self.latest)[: _FEWEST - 1]
+        return len(self.latest) >= _FEWEST
+
     @property
     def low(self) -> tuple[int, float]:
-        """Rows and seconds of the second quickest of five, the quickest of fewer: what else the machine does delays."""
-        seconds, rows = sorted(self.latest)[(len(self.latest) - 1) // 4]
+        """Rows and seconds of the quickest: what else the machine does delays."""
+        seconds, rows = min(self.latest)
         return rows, seconds
 
 
@@ -71,23 +78,23 @@ class Pace:
             cost.note(seconds, requests + drafted, at)
 
     def seconds(self, requests: int, most: int, beside: int = 0) -> list[float] | None:
-        """Of steps with 0 to `most` drafted rows; None: those without drafts are not known yet.
+        """Of steps with 0 to `most` drafted rows, or fewer; None: those without drafts are not known yet.
 
         Beside rows of prompts, those of a step in which all decode, had it rows at the price of theirs at least: only
         tokens that come cheaper than in later steps may let prompts wait.
         """
         batch = _bucket(requests)
         costs, now = self._costs.get(batch, {}), self._steps.get(batch, 0)
-        if 0 not in costs or len(costs[0].latest) < _FEWEST:
+        if 0 not in costs or not costs[0].known(costs[0].at) or (beside and self._row_s is None):
             return None
-        if beside and self._row_s is None:
-            return None
-        known = sorted(cost.low for drafted, cost in costs.items() if not drafted or now - cost.at < _OLD)
+        # One slow step says nothing: until a kind is known, it is hoped to be as cheap as others let it seem.
+        known = sorted(cost.low for drafted, cost in costs.items() if not drafted or cost.known(now))
         # More rows never take less time: where they seem to, something else delayed the step with fewer.
         for i in range(len(known) - 2, -1, -1):
             known[i] = known[i][0], min(known[i][1], known[i + 1][1])
-        found, row_s = _lines(known, requests, most), self._row_s if beside else None
-        return found if row_s is None else [max(time, found[0] + row_s * rows) for rows, time in enumerate(found)]
+        found = _lines(known, requests, min(most, max(_TRIED, 4 * (known[-1][0] - requests))))
+        least, row_s = found[0] * (1 + _LEAST), self._row_s if beside and self._row_s else 0.0
+        return [found[0], *(max(time, least, found[0] + row_s * rows) for rows, time in enumerate(found[1:], 1))]
 
     def due(self, requests: int, gain: float) -> bool:
         """Whether a step should do without drafts, so that its time stays known.
@@ -101,12 +108,11 @@ class Pace:
 
 def _lines(known: Sequence[tuple[int, float]], first: int, most: int) -> list[float]:
     """Seconds at `first`, `first + 1`, ..., `first + most` rows on the lines through known points."""
-    slopes = [(high - low) / (right - left) for (left, low), (right, high) in pairwise(known) if right > left] or [0.0]
-    (least, time), points = known[0], list(known)
+    (least, time), (last, longest), points = known[0], known[-1], list(known)
+    price = (longest - time) / (last - least) if last > least else 0.0
     if first < least:
-        points.insert(0, (first, max(time - slopes[0] * (least - first), time * first / least)))
-    for price, more in ((_HOPED, _TRIED), (_UNKNOWN, first + most)):
-        points.append((points[-1][0] + more, points[-1][1] + max(slopes[-1], price * time) * more))
+        points.insert(0, (first, max(time - price * (least - first), time * first / least)))
+    points.append((last + most, longest + max(_HOPED * time, price / 2) * most))
     rows, seconds = zip(*points, strict=True)
     found: list[float] = np.interp(np.arange(first, first + most + 1), rows, seconds).tolist()
     return found

@@ -70,13 +70,19 @@ def test_a_second_run_measures_only_what_is_new(model, tmp_path):
 
 def test_what_is_measured_in_serving_has_a_table_of_its_own(model, tmp_path):
     assert bench_bicache.run(options(model, tmp_path, "--measured", "--groups", "1", "--bound", "1e4")) == 0
-    (of_task, of_all) = [part for part in (tmp_path / "table.md").read_text().split("\n\n") if part.startswith("| ")]
-    assert of_task.count("\n| ") == of_all.count("\n| ") == 1 + 7
+    tables = [part for part in (tmp_path / "table.md").read_text().split("\n\n") if part.startswith("| ")]
+    assert [table.count("\n| ") for table in tables] == 2 * [1 + 7, 1 + 4], "of the task, of all tasks"
     found = {json.dumps(line["of"]["case"]): line["outcome"] for line in lines(tmp_path)}
     assert len(found) == 7
     by_measured = [outcome for case, outcome in found.items() if "depth_bound" in case and "cache" not in case]
-    assert max(outcome["depth"] for outcome in by_measured) > 2, "deeper than the table"
+    assert [outcome["depth"] for outcome in by_measured] == [2, 2], "the first one tried, deeper than without a table"
     assert all(outcome["cpu_s"] > 0 for outcome in found.values())
+    parts = {case: outcome["parts"] for case, outcome in found.items() if outcome["parts"]}
+    assert len(parts) == 4, "reuse, without Fast-dLLM's caches"
+    for case, ((encoding, *_, measuring), (later, *_)) in parts.items():
+        assert encoding > 0 == later, "the first request encodes"
+        assert (measuring > 1) == ("depth_bound" in case)
+        assert sum(map(sum, parts[case])) == pytest.approx(found[case]["rows"])
 
 
 def test_an_adapter_of_the_default_model_in_its_place(default_model_dir, model, tmp_path):
@@ -179,7 +185,7 @@ def test_right_tokens_are_counted_up_to_the_answers_end(engine, group):
             tokens = list(example.answer)
             if example is group[1]:
                 tokens[example.answer.index(2)] = 7
-            return tokens, {"shallow_depth": 0}
+            return tokens, {"shallow_depth": 0, "cached_tokens": 0}
 
     out = Knowing(engine, 2).run(Case("", {**WHOLE, "reuse": False}), group)
     ends = [example.answer.index(2) + 1 for example in group]

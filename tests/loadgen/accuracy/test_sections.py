@@ -6,7 +6,7 @@ import pytest
 
 from loadgen.accuracy.cases import BICACHE, BY_TABLE, COMBINED, NO_CACHE, WITHIN, Case, Plan, table_cases
 from loadgen.accuracy.measure import Outcome
-from loadgen.accuracy.sections import gain_section, measured_section, modelled_cost, pooled_section
+from loadgen.accuracy.sections import account_section, gain_section, measured_section, modelled_cost, pooled_section
 
 PLAN = Plan(room=32, steps=32, block=8, interval=4, threshold=0.9, depth=None, layers=30)
 
@@ -64,3 +64,15 @@ def test_what_is_measured_in_serving_is_compared_with_the_table():
     assert rows["measured"][:8] == of_measured
     low, high = (float(bound) for bound in rows["measured"][8].split(" to "))
     assert 2 <= low < 2.4 < high <= 4
+
+
+def test_rows_are_told_by_request_and_by_their_purpose():
+    def of(*parts):
+        return Outcome(answers=5, parts=[list(map(float, each)) for each in parts])
+
+    first, later, last = (8, 10, 4, 6), (0, 10, 4, 0), (0, 10, 2, 0)
+    clusters = [{"measured": of(first, later, later, last, last), NO_CACHE: of()} for _ in range(2)]
+    section = account_section("keep", clusters)
+    assert section.columns[:4] == ["request 1", "request 2", "request 3 to 4", "request 5"]
+    [row] = section.rows
+    assert row == ["measured", "28", "14", "13", "12", "2", "10", "3", "1"]

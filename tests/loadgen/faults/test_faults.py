@@ -9,7 +9,7 @@ import random
 import pytest
 
 from loadgen.__main__ import main
-from loadgen.faults import amplify, clients, descriptors, endings
+from loadgen.faults import amplify, clients, descriptors, endings, live_tiers, signals, tiers
 from loadgen.faults.bench_faults import CASES
 from loadgen.faults.clients import _judge
 from loadgen.faults.server import Server, http_client, ids, running_server
@@ -28,6 +28,9 @@ def patient(monkeypatch):
         (clients, ("_REFUSED_WITHIN_S", "_REFUSED_AT_LAST_S")),
         (descriptors, ("_HEALTHY_WITHIN_S",)),
         (endings, ("_TOLD_WITHIN_S", "_RESTART_S")),
+        (live_tiers, ("_MOST_ANSWER_S",)),
+        (signals, ("_ENDS_WITHIN_S", "_LEFT_WITHIN_S")),
+        (tiers, ("_MOST_LOAD_S",)),
     ):
         for name in names:
             monkeypatch.setattr(module, name, 10 * getattr(module, name))

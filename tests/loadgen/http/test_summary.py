@@ -16,6 +16,7 @@ from loadgen.http.client import Timeouts
 from loadgen.http.files import read_run, write_csv, write_json
 from loadgen.http.load import Bounds
 from loadgen.http.record import Record
+from loadgen.http.run_tables import figure_table
 from loadgen.http.slo import Slo
 from loadgen.http.summary import spread, summarise
 from loadgen.http.workloads.base import length
@@ -172,3 +173,14 @@ def test_compared_figures_are_those_of_the_summary(recorded):
     assert found["TPOT mean ms"] == pytest.approx(1000 * latency["tpot"]["mean"])
     assert found["hit ratio %"] == pytest.approx(100 * data["summary"]["hit_ratio"])
     assert found["output tokens/s"] == pytest.approx(data["summary"]["output_throughput"], rel=1e-3)
+
+
+def test_cpu_time_of_a_token(recorded):
+    """Of the client, and of the server by its metrics; those before and after are equal where it took next to none."""
+    result, data, _ = recorded
+    result.facts["server_metrics"]["counters"]["process_cpu_seconds"] = 0.5
+    names, values = (list(column.cells) for column in figure_table(result).columns)
+    shown, tokens = dict(zip(names, values, strict=True)), data["summary"]["output_tokens"]
+    assert shown["CPU of the server's own process, us a token"] == f"{0.5e6 / tokens:.0f}"
+    used_s = data["client"]["cpu_share"] * data["summary"]["seconds"]
+    assert float(shown["CPU of the client, us a token"]) == pytest.approx(1e6 * used_s / tokens, abs=1)

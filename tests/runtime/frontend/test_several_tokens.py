@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from runtime.config import SchedulerConfig
-from runtime.frontend.output import Submission
+from runtime.frontend.output import Output, Submission
 from runtime.frontend.processor import Frontend
+from runtime.frontend.stream import OutputStream
 from runtime.models.tokenizer import Tokenizer
 from runtime.params import SamplingParams
 from runtime.protocol import Abort, AddRequest, Finish, TokenEvent, TokenLogprob
@@ -44,3 +47,25 @@ def test_a_stop_string_ends_the_output_at_its_last_token(tiny_dir, params, size)
     assert several[-1].finish == single[-1].finish
     assert [one.token for output in several for one in output.logprobs] == several[-1].token_ids
     assert told == ("stop" in params and several[-1].completion_tokens <= len(tokens) - (len(tokens) % size or size))
+
+
+def test_a_slow_reader_gets_what_has_arrived_of_a_completion_as_one(tiny_dir):
+    tokenizer, sent = Tokenizer.load(tiny_dir), []
+    tokens = tokenizer.encode(TEXT)
+    stream = OutputStream(Frontend(INFO, tokenizer, sent.append, SchedulerConfig()))
+    stream.submit(Submission([1], SamplingParams(n=2)), [1])
+    first, second = (message.rid for message in sent)
+
+    async def read() -> list[Output]:
+        for token in tokens[:3]:
+            stream._frontend.handle(TokenEvent(first, [token]))
+        stream._frontend.handle(TokenEvent(second, tokens[:1], Finish("length")))
+        found = [await anext(stream)]
+        for i, token in enumerate(tokens[3:], start=4):
+            stream._frontend.handle(TokenEvent(first, [token], Finish("length") if i == len(tokens) else None))
+        return found + [output async for output in stream]
+
+    outputs = asyncio.run(read())
+    assert [output.choice for output in outputs] == [0, 1, 0]
+    assert [output.new_token_ids for output in outputs] == [tokens[:3], tokens[:1], tokens[3:]]
+    assert outputs[0].delta + outputs[2].delta == outputs[2].text == tokenizer.decode(tokens)

@@ -131,6 +131,13 @@ def test_draws_follow_the_distribution():
     assert ((counts / 8000 - expected).abs() < 5 * (expected * (1 - expected) / 8000).sqrt()).all()
 
 
+def test_many_rows_draw_what_each_draws_alone():
+    logits, sampler = torch.randn(150, 40, generator=torch.Generator().manual_seed(1)), Sampler(40, CPU)
+    asking = [request(seed=i, temperature=0.5 + i / 100) for i in range(150)]
+    alone = [sampler.sample(row[None], [one]).read()[0] for row, one in zip(logits, asking, strict=True)]
+    assert sampler.sample(logits, asking).read() == alone
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from([0.0, 0.0, 1e-30, 1e-3, 0.25, 3.0]), min_size=1, max_size=200), st.integers(0, 9))
 def test_each_token_is_drawn_as_often_as_it_weighs_and_none_without_weight(weights, seed):

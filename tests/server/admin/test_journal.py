@@ -71,7 +71,7 @@ def test_a_trace_tells_what_is_shared_and_no_text(tmp_path):
     assert not set(json.loads((tmp_path / "second").read_text())["hash_ids"]) & set(first)
 
 
-def test_a_trace_that_cannot_be_written(tmp_path, caplog):
+def test_a_trace_that_cannot_be_written(tmp_path, logged_here):
     with pytest.raises(BadTrace, match=r"--record-trace .* cannot be written: No such file"):
         Trace(tmp_path / "missing" / "trace", {})
     trace = Trace(tmp_path / "trace", {})
@@ -79,5 +79,5 @@ def test_a_trace_that_cannot_be_written(tmp_path, caplog):
     trace._file = open("/dev/full", "a", buffering=1)  # noqa: SIM115 (the trace closes it)
     for _ in range(2):
         Journal(trace).add(*ended("0", [1, 2]))
-    assert [record.message.partition(": ")[0] for record in caplog.records] == ["--record-trace"]
+    assert [record.message.partition(": ")[0] for record in logged_here()] == ["--record-trace"]
     assert trace._file.closed

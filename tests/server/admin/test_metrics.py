@@ -60,6 +60,7 @@ def test_requests_are_counted_under_both_names(client):
     assert [after[name] for name in waiting] == ["0.0", "0.0"]
     assert grown("http_requests_total", '{handler="/generate",method="POST",status="2xx"}') == 1
     assert "vllm:prompt_tokens_cached_total" + LABELS in after
+    assert float(after["process_cpu_seconds_total"]) > 0
     assert grown("vllm:request_success_total", '{finished_reason="length",model_name="smollm2"}') == 2
     assert float(after["sglang:num_running_reqs" + LABELS]) == 0
 

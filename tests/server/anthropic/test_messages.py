@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from runtime.errors import EngineDead, Overloaded, RametError, RateLimited
 from runtime.frontend.output import Output

@@ -182,3 +182,17 @@ def test_nobody_says_where_a_request_comes_from(guarded):
     line = logged(guarded, "forwarded-1")
     assert "127.0.0.1" in line
     assert "192.0.2.7" not in line
+
+
+@pytest.mark.parametrize(("version", "chunked"), [("1.0", False), ("1.1", True)])
+def test_a_stream_is_framed_as_its_version_has_it(connect, version, chunked):
+    sampling = {"max_new_tokens": 20, "ignore_eos": True}
+    body = json.dumps({"text": "hello", "stream": True, "sampling_params": sampling})
+    head = [f"POST /generate HTTP/{version}", "Host: x", KEY, f"Content-Length: {len(body)}", "Connection: close"]
+    connection = connect()
+    connection.sendall("\r\n".join([*head, "", body]).encode())
+    answer = http.client.HTTPResponse(connection)
+    answer.begin()
+    *events, done, end = answer.read().decode().split("\n\n")
+    assert (answer.chunked, done, end) == (chunked, "data: [DONE]", "")
+    assert len(json.loads(events[-1].removeprefix("data: "))["output_ids"]) == 20

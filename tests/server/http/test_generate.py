@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import pairwise
+
+from tests.server.conftest import PATIENCE_S
 
 GREEDY = {"temperature": 0, "max_new_tokens": 8}
 # Of a request that is under way when something happens to it; it has to be ended.
@@ -26,6 +29,14 @@ def events(client, path="/generate", **body):
     blocks = [block for block in text.split("\n\n") if block and not block.startswith(":")]
     assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
     return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]
+
+
+def events_until(wanted, client, **body):
+    """The events of a stream, again until they are as wanted: a reader that stood still has several steps as one."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not wanted(parts := events(client, **body)):
+        assert time.monotonic() < deadline, parts
+    return parts
 
 
 def test_text_ids_and_meta(client):

@@ -81,7 +81,7 @@ def test_a_store_that_cannot_be_written_is_still_read(guarded, flaky):
     assert (guarded.counts["failed"], guarded.counts["skipped"], guarded.counts["refused"]) == (1, 1, 0)
 
 
-def test_a_failure_warns_once_until_the_store_answers_again(guarded, flaky, clock, caplog):
+def test_a_failure_warns_once_until_the_store_answers_again(guarded, flaky, clock, caplog, logged_here):
     caplog.set_level(logging.WARNING)
     for _ in range(2):
         flaky.error = OSError("broken")
@@ -92,7 +92,7 @@ def test_a_failure_warns_once_until_the_store_answers_again(guarded, flaky, cloc
         flaky.error = None
         guarded.get(KEY)
         guarded.put(KEY, [b"x"], "", "evicted")
-    assert [record.getMessage() for record in caplog.records] == [
+    assert [record.getMessage() for record in logged_here()] == [
         "KV tier disk fails, and is tried again later: broken"
     ] * 2
 

@@ -256,8 +256,27 @@ def test_too_large_to_share_is_served_without(deep_dir):
     core = make_core(deep_dir, pool_tokens=96)
     driver = DenoiseDriver(core)
     tokens = driver.one(PROMPTS[2], gen_length=16, prefix_tokens=48, depth=6)
-    assert driver.report(driver.last())["prefix_ratio"] == 0
+    report = driver.report(driver.last())
+    assert (report["prefix_ratio"], report["unshared"]) == (0, "no_room")
     assert tokens == DenoiseDriver(make_core(deep_dir)).one(PROMPTS[2], gen_length=16)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"reuse": False, "prefix_tokens": 48}, "off"),
+        ({}, "no_prefix"),
+        ({"prefix_tokens": 0}, "no_prefix"),
+        ({"prefix_tokens": 15}, "too_short"),
+        ({"prefix_tokens": 48, "depth": 0}, "no_layer"),
+    ],
+)
+def test_an_answer_says_why_it_shares_no_prefix(deep_dir, fields, why):
+    driver = DenoiseDriver(make_core(deep_dir))
+    driver.one(PROMPTS[1], gen_length=4, **fields)
+    assert driver.report(driver.last())["unshared"] == why
+    driver.one(PROMPTS[1], gen_length=4, **{**fields, "reuse": True, "prefix_tokens": 48, "depth": 1})
+    assert "unshared" not in driver.report(driver.last())
 
 
 def test_pins_and_quotas_see_encodings(deep_dir):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from runtime.diffusion import decoding
 from runtime.reuse.bicache import plan
+from runtime.reuse.bicache.drift import num_near_layers
 from runtime.reuse.bicache.measured import Ladder, Ledger
 from tests.runtime.reuse.bicache.driver import DenoiseDriver, make_core
 from tests.runtime.reuse.bicache.reference import PlainModel, llada
@@ -70,20 +72,50 @@ def test_rungs_end_at_the_top():
     assert ladder.trial(9, 1, 6) == 6
 
 
+def test_rungs_that_hardly_differ_are_not_told_apart():
+    ladder = Ladder(grain=4)
+    ladder.note(8, 0.5)
+    assert (ladder.trial(0.1, 8, 30), ladder.is_settled(0.1, 30)) == (4, False)
+    ladder.note(4, 0.4)
+    assert (ladder.choose(0.1, 8), ladder.is_settled(0.1, 30)) == (1, True), "the exact rung is as good as 2 and 3"
+    assert ladder.trial(0.1, 8, 30) == 2, "which are tried when it is measured again"
+    ladder.note(2, 0.02)
+    assert (ladder.choose(0.1, 8), ladder.trial(0.1, 8, 30)) == (2, 3)
+
+
+def test_a_likely_rung_is_tried_next_and_believed_no_sooner():
+    ladder = Ladder(grain=4)
+    ladder.reach = 18
+    assert ladder.trial(0.1, 8, 30) == 8
+    ladder.note(8, 0.02)
+    assert (ladder.choose(0.1, 8), ladder.trial(0.1, 8, 30), ladder.is_settled(0.1, 30)) == (8, 18, False)
+    ladder.note(18, 0.03)
+    assert (ladder.choose(0.1, 8), ladder.is_settled(0.1, 30)) == (18, True)
+    assert ladder.trial(0.1, 8, 30) == 30, "what is beyond is tried when it is measured again"
+    ladder = Ladder(grain=4)
+    ladder.reach = 18
+    ladder.note(8, 0.02)
+    ladder.note(18, 0.5)
+    assert (ladder.choose(0.1, 8), ladder.trial(0.1, 8, 30), ladder.is_settled(0.1, 30)) == (8, 13, False)
+    ladder = Ladder(grain=4)
+    ladder.reach = 18
+    ladder.note(8, 0.5)
+    assert ladder.trial(0.1, 8, 30) == 4, "what was measured counts for more"
+
+
 def test_settled_prefixes_are_measured_now_and_then():
     found = Ledger()
-    assert found.wants(0.1, 6, 8)
-    assert not found.wants(0.1, 0, 0), "nothing is left to the measurements"
-    for ladder, top in ((found.depth, 6), (found.interval, 8)):
-        ladder.note(top, 0.01)
+    assert found.wants(found.depth, 0.1, 6)
+    assert not found.wants(found.interval, 0.1, 1), "nothing is left to the measurements"
+    found.depth.note(6, 0.01)
     wanted = []
-    for found.requests in range(17):
-        wanted.append(found.wants(0.1, 6, 8))
-    assert [i for i, wants in enumerate(wanted) if wants] == [0, 8, 16]
+    for found.requests in range(33):
+        wanted.append(found.wants(found.depth, 0.1, 6))
+    assert [i for i, wants in enumerate(wanted) if wants] == [0, 16, 32]
     found = Ledger(requests=15)
-    assert found.wants(0.1, 6, 8)
+    assert found.wants(found.depth, 0.1, 6)
     found.requests += 2
-    assert not found.wants(0.1, 6, 8), "what sixteen requests could not settle is tried no more often than the rest"
+    assert not found.wants(found.depth, 0.1, 6), "what sixteen requests could not settle is tried no more often"
 
 
 # -- the limits ----------------------------------------------------------------------------------------------
@@ -123,7 +155,10 @@ def test_a_bound_that_all_meet_leads_to_all_layers(make):
     for _ in range(4):
         driver.one(PROMPTS[1], **SETTING)
     found = ledger(driver)
-    assert found.depth.choose(1e4, 1) == 6
+    assert found.depth.choose(1e4, 1) == 4 > found.depth.reach > 0, "beyond the layers that are near"
+    found.requests = 16
+    driver.one(PROMPTS[1], **SETTING)
+    assert found.depth.choose(1e4, 1) == 6, "it is tried when the prefix is measured again"
     assert driver.report(driver.last())["shallow_depth"] == 6
     assert driver.core.counters["divergences_exceeded"] == 0
     wanted = make().one(PROMPTS[1], **SETTING, depth=6)
@@ -141,6 +176,21 @@ def test_a_request_that_says_depth_and_interval_has_them(make):
     found = ledger(driver)
     assert found.depth.tallies
     assert not found.interval.tallies
+
+
+def test_layers_in_which_cached_values_are_near(make):
+    """The values of each layer, in the slots of a prefix, part by a known share of their norm."""
+    pool = make().core.cache.pool
+    fresh, cached = np.arange(8), np.arange(8, 16)
+    pool.v[:, :16] = 1.0
+    assert num_near_layers(pool, fresh, cached) == 6
+    pool.v[4, 8:16] = 1.29
+    pool.v[2, 8] = 1.5
+    assert num_near_layers(pool, fresh, cached) == 6
+    pool.v[4, 8:16] = 1.31
+    assert num_near_layers(pool, fresh, cached) == 4
+    pool.v[0, 8:16] = float("nan")
+    assert num_near_layers(pool, fresh, cached) == 0
 
 
 # -- what is measured ----------------------------------------------------------------------------------------
@@ -175,6 +225,17 @@ def test_an_interval_is_measured_without_changing_what_is_served(make, monkeypat
         assert (fresh - logits[step]).abs().max() < 1e-3
         without = run_at(plain, monkeypatch, {0, 3, 9, 21} - {step}, depth=3)[1][step]
         assert (stale - without).abs().max() < 1e-3 < (stale - fresh).abs().max()
+
+
+def test_what_is_settled_is_not_measured_beside_what_is_not(make):
+    """Each takes a pass of its own."""
+    driver = make()
+    for _ in range(3):
+        driver.one(PROMPTS[1], **SETTING, depth_bound=1e4)
+    found = ledger(driver)
+    assert found.depth.is_settled(1e4, 6)
+    assert sum(tally.count for tally in found.depth.tallies.values()) == 1
+    assert [tally.count for tally in found.interval.tallies.values()] == [1, 1, 1], "3, 6, 12, in one request"
 
 
 def test_a_depth_is_measured_against_no_reuse(make, monkeypatch):
@@ -232,8 +293,7 @@ def test_drift_refreshes_as_soon_as_it_is_seen_or_never(make, monkeypatch, thres
     driver = make()
     got = driver.one(PROMPTS[1], **SETTING, depth=3, refresh="drift", drift_threshold=threshold)
     assert driver.report(driver.last())["refreshes"] == refreshes
-    steps = range(0, 24, 24 // refreshes)
-    assert got == run_at(driver, monkeypatch, steps, depth=3)[0]
+    assert got == run_at(driver, monkeypatch, range(0, 24, 24 // refreshes), depth=3)[0]
 
 
 def test_drift_refreshes_between_these_when_rows_have_moved(make):
@@ -247,11 +307,10 @@ def test_drift_refreshes_between_these_when_rows_have_moved(make):
 
 def test_drift_goes_on_where_a_measurement_changes_the_depth(make):
     driver = make()
-    depths = set()
-    for _ in range(3):
+    for found in (4, 6):
         driver.one(PROMPTS[2], **SETTING, depth_bound=1e4, refresh="drift", drift_threshold=0.1)
-        depths.add(driver.report(driver.last())["shallow_depth"])
-    assert max(depths) == 6
+        assert driver.report(driver.last())["shallow_depth"] == found
+        ledger(driver).requests = 16
 
 
 def test_without_rows_to_watch_the_interval_counts(make):
