@@ -31,6 +31,7 @@ _NOISE = {
     "stability_threshold": ("stability_threshold", 1),
     "confidence_threshold": ("confidence_threshold", 0.005),
 }
+_SAMPLER = "EntropyBoundSamplerConfig"
 
 # Switches of LLaDA's configuration, with the values of its published models; others are refused.
 _LLADA_SWITCHES: dict[str, Any] = {
@@ -147,10 +148,12 @@ def canvas_spec(config: dict[str, Any], generation: dict[str, Any]) -> Diffusion
         raise ModelError(f"config.json has canvas_length {length!r}; it must be a positive integer")
     given = {name: generation[name] for name in _NOISE if generation.get(name) is not None}
     defaults = {own: given.get(name, value) for name, (own, value) in _NOISE.items()}
-    sampler = generation.get("sampler_config") or {}
-    if not isinstance(sampler, dict):
-        raise ModelError(f"generation_config.json has sampler_config {sampler!r}; it must be an object")
-    defaults["entropy_bound"] = sampler.get("entropy_bound", 0.1)
+    sampler = generation.get("sampler_config")
+    sampler = {} if sampler is None else sampler
+    if not isinstance(sampler, dict) or sampler.get("_cls_name", _SAMPLER) != _SAMPLER:
+        raise ModelError(f"generation_config.json has sampler_config {sampler!r}; supported is an {_SAMPLER}")
+    bound = sampler.get("entropy_bound")
+    defaults["entropy_bound"] = 0.1 if bound is None else bound
     try:
         DiffusionParams.model_validate(defaults, strict=True)
     except ValidationError as error:

@@ -278,6 +278,7 @@ def edited(path, tmp_path, name, **changes):
         ("generation_config.json", {"t_min": 2.0}, "t_min is 2.0, more than its t_max, 0.9"),
         ("generation_config.json", {"sampler_config": {"entropy_bound": "much"}}, "entropy_bound that cannot be used"),
         ("generation_config.json", {"sampler_config": 3}, "sampler_config 3"),
+        ("generation_config.json", {"sampler_config": {"_cls_name": "Other"}}, "supported is an EntropyBound"),
     ],
 )
 def test_checkpoints_that_cannot_be_served_are_refused(path, tmp_path, name, changes, words):
