@@ -336,10 +336,12 @@ def _windows(config: dict[str, Any], family: str) -> tuple[int | None, ...]:
 
 
 def token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
-    """The distinct ids of some fields of configurations, each of which has one, several or none."""
+    """The distinct ids of some fields of configurations, each of which has one, several or none. Raises ModelError."""
     found: list[int] = []
     for value in values:
-        found.extend([] if value is None else [value] if isinstance(value, int) else value)
+        found.extend([] if value is None else value if isinstance(value, list) else [value])
+    if bad := [each for each in found if not isinstance(each, int)]:
+        raise ModelError(f"the model's eos_token_id is {bad[0]!r}; it must be an integer, or a list of integers")
     return tuple(dict.fromkeys(found))
 
 

@@ -275,6 +275,7 @@ def edited(path, tmp_path, name, **changes):
         ("config.json", {"text_config": {"rope_parameters": VARYING}}, "rope scaling is 'dynamic'"),
         ("generation_config.json", {"t_max": -1.0}, "has a t_max that cannot be used"),
         ("generation_config.json", {"max_denoising_steps": 0}, "has a max_denoising_steps that cannot be used"),
+        ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id is 'x'"),
         ("generation_config.json", {"t_min": 2.0}, "t_min is 2.0, more than its t_max, 0.9"),
         ("generation_config.json", {"sampler_config": {"entropy_bound": "much"}}, "entropy_bound that cannot be used"),
         ("generation_config.json", {"sampler_config": 3}, "sampler_config 3"),
