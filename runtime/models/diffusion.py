@@ -146,6 +146,9 @@ def canvas_spec(config: dict[str, Any], generation: dict[str, Any]) -> Diffusion
     length = config.get("canvas_length", 256)
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise ModelError(f"config.json has canvas_length {length!r}; it must be a positive integer")
+    context = config.get("text_config", {}).get("max_position_embeddings", length + 1)
+    if length >= context:
+        raise ModelError(f"config.json has canvas_length {length}; it leaves no room for a prompt in {context} tokens")
     given = {name: generation[name] for name in _NOISE if generation.get(name) is not None}
     defaults = {own: given.get(name, value) for name, (own, value) in _NOISE.items()}
     sampler = generation.get("sampler_config")

@@ -271,6 +271,7 @@ def edited(path, tmp_path, name, **changes):
         ("config.json", {"tie_word_embeddings": False}, "weights of its decoder tied"),
         ("config.json", {"text_config": {"use_bidirectional_attention": "all"}}, "where its encoder is causal"),
         ("config.json", {"canvas_length": 0}, "canvas_length 0"),
+        ("config.json", {"canvas_length": 256}, "leaves no room for a prompt in 256"),
         ("config.json", {"text_config": None}, "no text_config"),
         ("config.json", {"text_config": {"rope_parameters": VARYING}}, "rope scaling is 'dynamic'"),
         ("generation_config.json", {"t_max": -1.0}, "has a t_max that cannot be used"),

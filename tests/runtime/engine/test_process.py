@@ -17,7 +17,7 @@ class _Stepped(Exception):
 class _Busy:
     """A core with something to compute, which ends the loop when it does."""
 
-    publisher, busy = None, True
+    idle_s, busy = None, True
 
     def __init__(self) -> None:
         self.counters = {"steps": 0}
