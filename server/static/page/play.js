@@ -11,7 +11,10 @@ async function learn() {
   $("tokensname").textContent = diffusion && !isNoise ? "masks" : "new tokens";
   // Prefixes of models that attend by blocks are shared as they are.
   if (diffusion?.attended) $("shared").parentElement.hidden = true;
-  if (isNoise) $("block").parentElement.hidden = true;
+  if (isNoise) {
+    $("block").parentElement.hidden = $("masked").hidden = true;
+    $("steps").placeholder = diffusion.defaults.steps;
+  }
   if (diffusion) $("algorithm").replaceChildren(...(isNoise ? [diffusion.algorithm] : ALGORITHMS.concat(diffusion.edits ? ["joint_threshold"] : [])).map((name) => {
     const option = make("option", name, { value: name });
     option.selected = name === diffusion.algorithm;
