@@ -40,6 +40,8 @@ _OF_PREFIXES = (
 _BY_PROBABILITY = ("low_confidence", "joint_threshold", "maskgit_plus")
 # LLaDA2.1's joint threshold as its authors recommend it for quality.
 _JOINT = {"threshold": 0.7, "edit_threshold": 0.5, "max_post_edit_steps": 16}
+# Tokens of a diffusion model's answer that nobody limits: it costs all of them from the first step on.
+UNASKED = 128
 # Fields of canvases of noise, and those that they share with canvases of masks.
 _OF_NOISE = ("entropy_bound", "t_min", "t_max", "stability_threshold", "confidence_threshold")
 _OF_ALL = ("gen_length", "steps", "block_length", "algorithm", "stream_canvas")
@@ -241,7 +243,7 @@ class DiffusionParams(BaseModel):
     def filled(self, model: Denoised, sampling: SamplingParams) -> DiffusionParams:
         """A copy with the defaults of the model and the request filled in."""
         alg = self.algorithm or model.algorithm
-        length = self.gen_length or sampling.max_new_tokens or 128
+        length = self.gen_length or sampling.max_new_tokens or UNASKED
         if model.algorithm == "entropy_bound":
             own = {**model.defaults, "algorithm": alg, "block_length": model.block, "gen_length": length}
             return self.model_copy(update={name: own[name] for name in own if getattr(self, name) is None})

@@ -68,8 +68,7 @@ class CanvasDecoding(Decoding):
         prompt = np.array(request.tokens, dtype=np.int64)
         params = DiffusionParams.model_construct(**asked)
         if self._soften is not None:
-            sampler = request.sampling, generator, self._vocab_size, self._soften
-            request.canvas = NoiseCanvas(prompt, params, *sampler)
+            request.canvas = NoiseCanvas(prompt, params, request.sampling, generator, self._vocab_size, self._soften)
         else:
             request.canvas = Canvas(prompt, params, request.sampling, self._spec, generator)
         request.max_tokens = request.prompt_len + (params.gen_length or 0)

@@ -30,7 +30,7 @@ from runtime.models.adapters.lora import LoraAdapter
 from runtime.models.implementation import is_diffusion_gemma, own_spec
 from runtime.models.rope import RotaryEmbedding
 from runtime.models.shards import Shard, split_spec
-from runtime.models.spec import LlamaSpec, ModelSpec
+from runtime.models.spec import LlamaSpec, ModelSpec, read_json
 from runtime.models.weights import load_weights, random_weights
 
 log = logging.getLogger("ramet.engine")
@@ -81,7 +81,10 @@ class Executor:
         # Whether layers with a window are groups of their own even where all keys are within it.
         self._split = False
         spec = own_spec(config.model, path)
-        is_diffusion = is_diffusion_gemma(path) if spec is None else spec.diffusion is not None
+        if spec is None:
+            is_diffusion = is_diffusion_gemma(read_json(path / "config.json"))
+        else:
+            is_diffusion = spec.diffusion is not None
         if given := unusable(config, is_diffusion):
             raise ModelError(f"--{given}: {path.name} is {'a diffusion' if is_diffusion else 'a causal'} model")
         if spec is not None and spec.needs_torch and config.model.attention_backend == "flashinfer":

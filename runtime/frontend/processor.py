@@ -16,7 +16,7 @@ from runtime.frontend.detokenizer import TextStream
 from runtime.frontend.limits import RequestLimits
 from runtime.frontend.output import MAX_PLACES, KeptText, Output, PlacedPrompt, Submission
 from runtime.models.tokenizer import Tokenizer
-from runtime.params import DiffusionParams, ReasoningParams, ReuseParams
+from runtime.params import UNASKED, DiffusionParams, ReasoningParams, ReuseParams
 from runtime.protocol import Abort, AddRequest, Finish, Inbound, ModelInfo, TokenEvent
 from runtime.reuse.fusion.plan import DocumentPrompt, Planner, refuse_reuse
 from runtime.reuse.fusion.prompt import Segments
@@ -25,8 +25,6 @@ from runtime.reuse.modules.compile import ModulePrompt
 OnOutput = Callable[[Output | RametError], None]
 _NONE = ReuseParams(method="none")
 _NO_REUSE = Planner()
-# Tokens of a diffusion model's answer, which costs all of them from the first step on.
-_UNASKED = 128
 
 
 @dataclass(slots=True)
@@ -164,7 +162,7 @@ class Frontend:
             raise InvalidRequest("a prompt with documents is not truncated", param="last_tokens")
         if last == -1:
             new = submission.sampling.max_new_tokens
-            room = min(self.info.context_length, self.info.pool_tokens) - self._positions(1 if new is None else new)
+            room = self._room - self._positions(1 if new is None else new)
             last = max(min(room, self._config.max_prompt_tokens or room), 1)
         left_out = max(len(tokens) - last, 0)
         submission.keep = [(max(place - left_out, 0), ttl_s) for place, ttl_s in submission.keep]
@@ -282,6 +280,11 @@ class Frontend:
                 )
 
     @property
+    def _room(self) -> int:
+        """Most positions that a request can have."""
+        return min(self.info.context_length, self.info.pool_tokens)
+
+    @property
     def _canvas(self) -> int:
         """Positions that are denoised as a whole behind a prompt; 1: those that are asked for."""
         info = self.info.diffusion
@@ -293,12 +296,12 @@ class Frontend:
 
     def _unasked(self, prompt: int) -> int:
         """Length of a diffusion model's answer to a request that sets no limit, at least 1."""
-        room = (min(self.info.context_length, self.info.pool_tokens) - prompt) // self._canvas * self._canvas
-        return max(min(max(_UNASKED, self._canvas), room, self._config.max_output_tokens or room), 1)
+        room = (self._room - prompt) // self._canvas * self._canvas
+        return max(min(max(UNASKED, self._canvas), room, self._config.max_output_tokens or room), 1)
 
     def _check_canvas(self, prompt: int, params: DiffusionParams) -> None:
         """Raise InvalidRequest if the canvases need more positions than there are, or guidance more pages."""
-        wanted, room = self._positions(params.gen_length or 0), min(self.info.context_length, self.info.pool_tokens)
+        wanted, room = self._positions(params.gen_length or 0), self._room
         if prompt + wanted > room:
             raise InvalidRequest(
                 f"the prompt has {prompt} tokens and canvases of {params.block_length} take {wanted} more, but there "

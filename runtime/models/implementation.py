@@ -35,21 +35,21 @@ def context_of(config: ModelConfig, directory: Path) -> int:
     if (spec := own_spec(config, directory)) is not None:
         return spec.context_length
     given = read_json(directory / "config.json")
-    given = given["text_config"] if is_diffusion_gemma(directory) else given
+    given = given["text_config"] if is_diffusion_gemma(given) else given
     if not isinstance(context := given.get("max_position_embeddings"), int):
         raise ModelError("config.json has no max_position_embeddings")
     return context
 
 
-def is_diffusion_gemma(directory: Path) -> bool:
-    """Whether a directory has the one diffusion model that transformers' code computes. Raises ModelError."""
-    return DIFFUSION_GEMMA in (read_json(directory / "config.json").get("architectures") or [])[:1]
+def is_diffusion_gemma(config: dict[str, Any]) -> bool:
+    """Whether a configuration is of the one diffusion model that transformers' code computes."""
+    return DIFFUSION_GEMMA in (config.get("architectures") or [])[:1]
 
 
 def check_served(config: dict[str, Any]) -> None:
     """Raise ModelError for a configuration that transformers' code cannot serve here either."""
     architecture = (config.get("architectures") or ["(none named)"])[0]
-    if architecture == DIFFUSION_GEMMA:
+    if is_diffusion_gemma(config):
         _check_diffusion_gemma(config)
     elif config.get("is_encoder_decoder"):
         raise ModelError(f"{architecture} is an encoder-decoder; supported are decoders")

@@ -113,8 +113,9 @@ class TransformersModel:
 
     def __init__(self, path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device):
         """Load a model directory and compare its logits with transformers' own attention. Raises ModelError."""
-        is_gemma, generation = is_diffusion_gemma(path), read_generation(path)
-        diffusion = canvas_spec(read_json(path / "config.json"), generation) if is_gemma else None
+        given, generation = read_json(path / "config.json"), read_generation(path)
+        is_gemma = is_diffusion_gemma(given)
+        diffusion = canvas_spec(given, generation) if is_gemma else None
         settings, self._model = _load(path, config, dtype, device)
         name = type(self._model).__name__
         if is_gemma:
